@@ -1,0 +1,24 @@
+"""Package definition; tool settings live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="tfdist_ext",
+    version="0.1.0",
+    description="One Keras script, trained on one device or on a cluster: a thin layer over tf.distribute.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
+    package_data={"tfdist_ext": ["py.typed"]},
+    install_requires=["tensorflow>=2.20", "keras>=3.12", "absl-py", "rich"],
+    extras_require={
+        # pytest-timeout: a process that waits for a peer never ends by itself.
+        "test": ["pytest", "pytest-timeout", "hypothesis", "scikit-learn"],
+        "dev": ["ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["tfdist=tfdist_ext.cli:main"]},
+)

@@ -1,0 +1,87 @@
+"""A thin layer over tf.distribute: one Keras script, trained on one device or on a cluster.
+
+    import keras
+    import tfdist_ext as tfd
+
+    strategy = tfd.create_strategy()          # TF_CONFIG, Slurm, Kubernetes, a TPU, local devices
+    model = tfd.distribute(build, strategy)   # a function that returns a Keras model, or a model
+    model.fit(x, y, batch_size=64, epochs=3)  # the batch size is that of the global batch
+
+Names are looked up when they are first used, so that what needs no TensorFlow (the cluster
+description, the launcher) does not wait for its start.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist_ext import flags, strategies
+    from tfdist_ext.cluster import ClusterConfig, Task
+    from tfdist_ext.errors import (
+        ClusterConfigError,
+        LaunchError,
+        StrategyError,
+        TfDistError,
+        TrainingError,
+    )
+    from tfdist_ext.strategies import (
+        available_strategies,
+        create_strategy,
+        explain,
+        register_strategy,
+    )
+    from tfdist_ext.training import DistributedModel, distribute
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ClusterConfig": "tfdist_ext.cluster",
+    "ClusterConfigError": "tfdist_ext.errors",
+    "DistributedModel": "tfdist_ext.training",
+    "LaunchError": "tfdist_ext.errors",
+    "StrategyError": "tfdist_ext.errors",
+    "Task": "tfdist_ext.cluster",
+    "TfDistError": "tfdist_ext.errors",
+    "TrainingError": "tfdist_ext.errors",
+    "available_strategies": "tfdist_ext.strategies",
+    "create_strategy": "tfdist_ext.strategies",
+    "distribute": "tfdist_ext.training",
+    "explain": "tfdist_ext.strategies",
+    "register_strategy": "tfdist_ext.strategies",
+}
+_ROOMS = ("flags", "strategies")
+
+__all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
+    "ClusterConfig",
+    "ClusterConfigError",
+    "DistributedModel",
+    "LaunchError",
+    "StrategyError",
+    "Task",
+    "TfDistError",
+    "TrainingError",
+    "available_strategies",
+    "create_strategy",
+    "distribute",
+    "explain",
+    "flags",
+    "register_strategy",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in _ROOMS:
+        value = import_module(f"tfdist_ext.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,34 @@
+"""Every error this package raises on purpose.
+
+    TfDistError
+    ├── ClusterConfigError (also ValueError)   a cluster description that cannot be right
+    ├── StrategyError      (also ValueError)   a strategy that does not exist or cannot run here
+    ├── TrainingError      (also ValueError)   a model, data or call that cannot be distributed
+    └── LaunchError        (also RuntimeError) processes that could not be planned or started
+
+A message says what is wrong, what arrived, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ClusterConfigError", "LaunchError", "StrategyError", "TfDistError", "TrainingError"]
+
+
+class TfDistError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ClusterConfigError(TfDistError, ValueError):
+    """A cluster description is wrong: names the key, what arrived, and what to do."""
+
+
+class StrategyError(TfDistError, ValueError):
+    """A strategy is unknown, cannot run here, or was given an option it does not take."""
+
+
+class TrainingError(TfDistError, ValueError):
+    """A model, a data set or a call that cannot be distributed as it is."""
+
+
+class LaunchError(TfDistError, RuntimeError):
+    """The processes of a cluster could not be planned or started."""
