@@ -1,0 +1,70 @@
+"""absl flags for a script's strategy.
+
+    from absl import app
+    import tfdist_ext as tfd
+
+    tfd.flags.define_strategy_flags()
+
+    def main(argv):
+        strategy = tfd.create_strategy()     # sees the flags
+
+    app.run(main)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+__all__ = ["define_strategy_flags", "strategy_config", "strategy_flags"]
+
+_NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication")
+
+
+def define_strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define --strategy, --strategy_config, --devices, --logical_cpus and --communication.
+
+    A flag that is given goes over the settings file, which goes over the environment.
+    """
+    if "strategy" in flag_values and "strategy_config" in flag_values:
+        return  # a library and its script may both ask for them
+    flags.DEFINE_string(
+        "strategy", None, "Strategy by name, or auto.", flag_values=flag_values
+    )
+    flags.DEFINE_string(
+        "strategy_config", None, "TOML file with a [strategy] table.", flag_values=flag_values
+    )
+    flags.DEFINE_list(
+        "devices", None, "Devices by name, or one number of devices.", flag_values=flag_values
+    )
+    flags.DEFINE_integer(
+        "logical_cpus", None, "Logical CPUs to make.", lower_bound=1, flag_values=flag_values
+    )
+    flags.DEFINE_enum(
+        "communication", None, ["auto", "ring", "nccl"],
+        "How workers exchange gradients.", flag_values=flag_values,
+    )  # fmt: skip
+
+
+def strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+    """The strategy's settings that were given as flags; none where flags are not in use."""
+    if not _in_use(flag_values):
+        return {}
+    given = {name: flag_values[name].value for name in _NAMES if name != "strategy_config"}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if "strategy" in settings:
+        settings["name"] = settings.pop("strategy")
+    devices = settings.get("devices")
+    if devices is not None and len(devices) == 1 and devices[0].strip().isdigit():
+        settings["devices"] = int(devices[0])
+    return settings
+
+
+def strategy_config(flag_values: flags.FlagValues = flags.FLAGS) -> str | None:
+    """The settings file given as a flag."""
+    return flag_values["strategy_config"].value if _in_use(flag_values) else None
+
+
+def _in_use(flag_values: flags.FlagValues) -> bool:
+    return all(name in flag_values for name in _NAMES) and flag_values.is_parsed()

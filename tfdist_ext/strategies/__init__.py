@@ -1,0 +1,7 @@
+"""Strategies by name: chosen from what is there, made by TensorFlow, explained in words."""
+
+from tfdist_ext.strategies.explanation import explain
+from tfdist_ext.strategies.factory import create_strategy
+from tfdist_ext.strategies.registry import available_strategies, register_strategy
+
+__all__ = ["available_strategies", "create_strategy", "explain", "register_strategy"]

@@ -1,0 +1,60 @@
+"""Which strategy `auto` means, from what is there: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy's name, the signal that led to it, and what else was looked at."""
+
+    name: str
+    because: str
+    passed_over: list[str] = field(default_factory=list)
+
+
+def choose(
+    *,
+    cluster_jobs: Collection[str] | None,
+    cluster_source: str,
+    tpu: str | None,
+    devices: Callable[[], Sequence[str]],
+) -> Choice:
+    """Take the most specific signal: a cluster, then a TPU, then this machine's devices.
+
+    Args:
+        cluster_jobs: the jobs of the cluster given or found, None without one.
+        cluster_source: where the cluster came from.
+        tpu: the name of a TPU, None without one.
+        devices: asked last, because listing devices starts TensorFlow: names like "GPU:0".
+    """
+    passed_over = []
+    if cluster_jobs is not None:
+        jobs = ", ".join(cluster_jobs)
+        if "ps" in cluster_jobs:
+            return Choice("parameter_server", f"{cluster_source} has ps tasks ({jobs})")
+        passed_over.append("parameter_server: the cluster has no ps tasks")
+        because = f"{cluster_source} describes a cluster ({jobs})"
+        return Choice("multi_worker_mirrored", because, passed_over)
+    passed_over.append("multi_worker_mirrored, parameter_server: no cluster")
+    if tpu is not None:
+        return Choice("tpu", f"the environment names the TPU {tpu!r}", passed_over)
+    passed_over.append("tpu: no TPU is named")
+    seen = devices()
+    for kind in ("GPU", "CPU"):
+        found = [name for name in seen if name.startswith(kind)]
+        if len(found) > 1:
+            logical = "logical " if kind == "CPU" else ""
+            because = f"{len(found)} {logical}{kind}s on this machine, no cluster"
+            return Choice("mirrored", because, passed_over)
+        if kind == "GPU" and found:
+            passed_over.append("mirrored: one GPU only")
+            return Choice("one_device", "one GPU on this machine, no cluster", passed_over)
+        if kind == "GPU":
+            passed_over.append("mirrored on GPUs: there are none")
+    passed_over.append("mirrored on CPUs: one logical CPU only")
+    return Choice("default", "one CPU on this machine, no cluster", passed_over)

@@ -1,0 +1,141 @@
+"""The one place where Keras's private names are used, each with the reason.
+
+`tests/training/test_keras_private.py` fails with the name and the reason when a release moves one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+)
+from keras.src.saving.serialization_lib import SafeModeScope
+from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+__all__ = [
+    "ArrayDataAdapter",
+    "array_parts",
+    "compile_arguments",
+    "convert_to_np_if_not_ragged",
+    "flat_layers",
+    "get_data_adapter",
+    "is_tf_dataset",
+    "metrics_in_order",
+    "metrics_in_use",
+    "potentially_ragged_concat",
+    "raw_value",
+    "restored_epoch",
+    "set_restored_epoch",
+    "symbolic_build",
+    "take",
+    "traces_batches",
+    "train_validation_split",
+    "trusted",
+    "write",
+]
+
+train_validation_split = array_slicing.train_validation_split
+
+
+def raw_value(variable: Any) -> Any:
+    """The tf.Variable behind a Keras variable, whatever stateless scope is open.
+
+    Private because `.value` asks the open scope first, and the scope asks us.
+    """
+    return variable._value
+
+
+def write(variable: Any, value: Any) -> None:
+    """Assign for real, whatever stateless scope is open; private as `raw_value` is."""
+    variable._direct_assign(value)
+
+
+def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
+    """(arrays as tensors, rows, global batch) of an adapter that has checked its arguments.
+
+    Private because the adapter's own dataset shuffles with an unseeded order, and a cluster
+    needs one order for all workers; its conversions and checks are kept.
+    """
+    parts = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    parts = keras.tree.map_structure(
+        lambda part: part if part is None or tf.is_tensor(part) else tf.convert_to_tensor(part),
+        keras.tree.lists_to_tuples(parts),
+    )
+    return parts, adapter._num_samples, adapter._batch_size
+
+
+def take(parts: Any, indices: Any) -> Any:
+    """The given rows of `parts`, dense or sparse. Private for the sparse wrapper's slicing."""
+
+    def rows(part: Any) -> Any:
+        if isinstance(part, array_slicing.TensorflowSparseWrapper):
+            return array_slicing.slice_tensorflow_sparse_wrapper(part, indices)
+        if isinstance(part, list | tuple | dict):
+            return None  # a structure: look inside
+        return tf.gather(part, indices) if tf.is_tensor(part) else part
+
+    return keras.tree.traverse(rows, parts)
+
+
+def symbolic_build(model: keras.Model, batch: Any) -> None:
+    """Build model, metrics, losses and optimizer from the shapes of one batch.
+
+    Private because Keras offers no public way to build metrics before the first step, and
+    variables must exist before a step is traced.
+    """
+    if model.compiled:
+        model._symbolic_build(data_batch=batch)
+    elif not all(layer.built for layer in flat_layers(model)):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        keras.src.backend.compute_output_spec(model, x, training=False)
+
+
+def flat_layers(model: keras.Model) -> list[Any]:
+    """The model and every layer inside it. Private: the public list has one level only."""
+    return list(model._flatten_layers())
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """What `compile` was called with, as the live objects: losses may be plain functions."""
+    arguments = dict(model._compile_config.config)
+    arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
+    arguments["auto_scale_loss"] = False
+    return arguments
+
+
+def metrics_in_use(model: keras.Model) -> list[Any]:
+    """The metric objects that the user gave to `compile`, before and after they are built."""
+    if model._compile_metrics is None:
+        return []
+    given = (model._compile_metrics._user_metrics, model._compile_metrics._user_weighted_metrics)
+    return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
+
+
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """The values of `logs` in the order in which Keras's `evaluate` returns them."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def restored_epoch(model: keras.Model) -> int | None:
+    """The epoch that BackupAndRestore found; it tells Keras's own fit in this private way."""
+    return model._initial_epoch
+
+
+def set_restored_epoch(model: keras.Model, epoch: int) -> None:
+    """The same on a task that was told by the chief."""
+    model._initial_epoch = epoch
+
+
+def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
+    """Whether it profiles single batches. Private: the argument itself is not kept."""
+    return bool(callback._should_trace)
+
+
+def trusted() -> Any:
+    """A scope in which lambdas may be deserialized: for objects alive in this process only."""
+    return SafeModeScope(safe_mode=False)

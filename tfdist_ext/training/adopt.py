@@ -1,0 +1,153 @@
+"""A Keras model, with all that belongs to it, made inside a strategy's scope."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
+
+__all__ = ["adopt", "belongs_to", "creation_scope", "recompile"]
+
+
+def creation_scope(strategy: tf.distribute.Strategy) -> Any:
+    """The scope in which everything of a distributed model is created."""
+    scope = contextlib.ExitStack()
+    scope.enter_context(strategy.scope())
+    scope.enter_context(metric_variables_on_one_copy())
+    return scope
+
+
+def adopt(
+    model_or_builder: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+) -> keras.Model:
+    """The model made by a builder, or a copy of an existing one, on the strategy.
+
+    Raises:
+        TrainingError: neither a model nor a function that returns one, or a model that cannot
+            be copied from its config.
+    """
+    if isinstance(model_or_builder, keras.Model):
+        return _copy(model_or_builder, strategy)
+    if not callable(model_or_builder):
+        raise TrainingError(
+            "distribute() takes a keras.Model or a function without arguments that returns one;"
+            f" {model_or_builder!r} arrived."
+        )
+    with creation_scope(strategy):
+        model = model_or_builder()
+    if not isinstance(model, keras.Model):
+        raise TrainingError(
+            f"the function given to distribute() must return a keras.Model; it returned {model!r}."
+        )
+    if not all(belongs_to(variable, strategy) for variable in model.weights):
+        return _copy(model, strategy)  # made elsewhere, and only handed out by the function
+    recompile(model, model, strategy)
+    return model
+
+
+def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Whether a Keras variable was created in the strategy's scope (or not at all yet)."""
+    value = kp.raw_value(variable)
+    return value is None or strategy.extended.variable_created_in_scope(value)
+
+
+def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Compile `target` as `source` is, its optimizer and metrics made in the scope.
+
+    Where they are there already (the usual case of a builder), nothing happens.
+    """
+    if not source.compiled:
+        return
+    stateful = list(kp.metrics_in_use(source))
+    variables = [v for metric in stateful for v in metric.variables]
+    if isinstance(source.optimizer, keras.optimizers.Optimizer):
+        variables += source.optimizer.variables
+    if source is target and all(belongs_to(variable, strategy) for variable in variables):
+        return
+    if "loss" not in inspect.signature(type(source).compile).parameters:
+        raise TrainingError(
+            f"{type(source).__name__} has a compile() of its own, whose arguments are not known"
+            " here. Pass a function that builds and compiles the model instead of the model:"
+            " distribute(build, strategy)."
+        )
+    arguments = kp.compile_arguments(source)
+    if isinstance(arguments["optimizer"], keras.optimizers.Optimizer):
+        state = [v.numpy() for v in source.optimizer.variables] if source.optimizer.built else None
+        with creation_scope(strategy):
+            optimizer = _again(source.optimizer)
+            if state is not None:
+                optimizer.build(target.trainable_variables)
+        for variable, value in zip(optimizer.variables, state or [], strict=bool(state)):
+            variable.assign(value)
+        arguments["optimizer"] = optimizer
+    with creation_scope(strategy):
+        for name in ("metrics", "weighted_metrics"):
+            arguments[name] = keras.tree.map_structure(
+                lambda m: _again(m) if isinstance(m, keras.metrics.Metric) else m, arguments[name]
+            )
+        target.compile(**arguments)
+
+
+def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+    try:
+        with creation_scope(strategy), kp.trusted(), _own_objects(model):
+            copy = keras.models.clone_model(model)
+            if model.built and not copy.built:
+                copy.build_from_config(model.get_build_config())
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise TrainingError(
+            f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
+            f" {str(error).strip().splitlines()[0]} Pass a function that builds the model instead:"
+            " distribute(build, strategy); or give the class a get_config()."
+        ) from error
+    if len(copy.weights) != len(model.weights):
+        raise TrainingError(
+            f"the copy of {model.name!r} has {len(copy.weights)} weights, the model itself"
+            f" {len(model.weights)}: its config does not say all. Pass a function that builds the"
+            " model instead: distribute(build, strategy)."
+        )
+    for new, old in zip(copy.weights, model.weights, strict=True):
+        new.assign(old.numpy())
+    _copy_assets(model, copy)
+    recompile(model, copy, strategy)
+    return copy
+
+
+def _again(thing: Any) -> Any:
+    """The same optimizer or metric, made anew."""
+    with kp.trusted():
+        return type(thing).from_config(thing.get_config())
+
+
+def _copy_assets(model: keras.Model, copy: keras.Model) -> None:
+    """State outside of weights: the vocabularies of preprocessing layers."""
+    for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=True):
+        if type(old).save_assets is not keras.layers.Layer.save_assets and old is not model:
+            with tempfile.TemporaryDirectory() as folder:
+                old.save_assets(folder)
+                new.load_assets(folder)
+
+
+def _own_objects(model: keras.Model) -> Any:
+    """Classes and functions of the user's that a config only names."""
+    objects: dict[str, Any] = {}
+    for layer in [model, *kp.flat_layers(model)]:
+        objects[type(layer).__name__] = type(layer)
+        for value in vars(layer).values():
+            if inspect.isfunction(value):
+                objects[value.__name__] = value
+    own = {
+        name: value
+        for name, value in objects.items()
+        if not str(value.__module__).startswith("keras.")
+    }
+    return keras.saving.custom_object_scope(own)

@@ -1,0 +1,98 @@
+"""Where each epoch begins and ends in the data, by Keras's rules."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.inputs import GlobalBatches
+
+__all__ = ["Epoch", "Epochs", "steps_of_epoch"]
+
+
+def steps_of_epoch(position: int, in_pass: int, asked: int | None) -> tuple[int, int]:
+    """(steps of the next epoch, position in the pass after it).
+
+    An epoch of `asked` steps goes on where the last one ended; the epoch in which a pass ends
+    is short, and the one after it starts a new pass.
+    """
+    steps = in_pass if asked is None else min(asked, in_pass - position)
+    return steps, (position + steps) % in_pass if asked is not None else 0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: where to read, and how many global batches (None: until the data ends)."""
+
+    iterator: Any
+    steps: int | None
+    known_length: bool
+
+
+class Epochs:
+    """The epochs of one `fit`, `evaluate` or `predict`."""
+
+    def __init__(
+        self, batches: GlobalBatches, strategy: tf.distribute.Strategy, asked: int | None
+    ) -> None:
+        if batches.steps is None and batches.endless and asked is None:
+            raise TrainingError(
+                "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
+                " and predict: steps)."
+            )
+        if batches.steps == 0:
+            raise TrainingError("the data holds no batch at all: nothing can be done with it.")
+        self._batches = batches
+        self._asked = asked
+        self._dataset = batches.distributed(strategy)
+        self._iterator: Any = None
+        self._position = 0
+        self._seen: int | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Global batches in an epoch; None until a first one has told."""
+        return self._asked or self._batches.steps or self._seen
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[Epoch]:
+        """The next epoch, between the data's own hooks."""
+        in_pass = self._batches.steps
+        known = in_pass is not None or self._batches.endless
+        steps = self._asked
+        if in_pass is not None:
+            steps, after = steps_of_epoch(self._position, in_pass, self._asked)
+            if self._asked is not None and steps < self._asked:
+                self.warn_of_end(steps)
+        fresh = self._position == 0 and not (self._batches.endless or self._asked is not None)
+        if in_pass is not None and self._position == 0 and not self._batches.endless:
+            fresh = True
+        if self._iterator is None or fresh:
+            self._iterator = iter(self._dataset)
+        self._batches.on_epoch_begin()
+        try:
+            yield Epoch(self._iterator, steps, known)
+        finally:
+            self._batches.on_epoch_end()
+            if in_pass is not None:
+                self._position = after
+
+    def ended_after(self, steps: int) -> None:
+        """Say that the data ended after this many steps of an epoch of unknown length."""
+        if self._asked is not None and steps < self._asked:
+            self.warn_of_end(steps)
+        self._seen = steps
+        self._iterator = None
+
+    def warn_of_end(self, steps: int) -> None:
+        warnings.warn(
+            f"the data ended after {steps} of the {self._asked} steps asked for in this epoch."
+            " Ask for fewer steps, or repeat the data with .repeat().",
+            stacklevel=6,
+        )

@@ -1,0 +1,202 @@
+"""Whatever Keras accepts as data, as one sequence of global batches cut the same on every task.
+
+Every task of a cluster is given the same data, as it would be on one device. A global batch is
+cut into one contiguous part for each replica of the whole cluster, in replica order; a task
+reads only the parts of its own replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.data import shard_range
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = ["GlobalBatches", "read"]
+
+PartsOf = Callable[[int, int, int], tf.data.Dataset]  # (first replica, local ones, all of them)
+
+
+@dataclass
+class GlobalBatches:
+    """One pass after another over a sequence of global batches.
+
+    `steps` is the number of global batches in a pass, None where only reading tells. An
+    `endless` source starts the next pass by itself, so that nobody has to ask, step by step,
+    whether the data has ended: under several workers each such question is a collective.
+    """
+
+    parts_of: PartsOf
+    steps: int | None
+    endless: bool
+    on_epoch_begin: Callable[[], None]
+    on_epoch_end: Callable[[], None]
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of one global batch, batch dimension unknown."""
+        return self.parts_of(0, 1, 1).element_spec
+
+    def distributed(self, strategy: tf.distribute.Strategy) -> Any:
+        """A distributed dataset: each element holds one part for each local replica."""
+
+        def pipeline(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
+            context = context or tf.distribute.InputContext()
+            replicas = context.num_replicas_in_sync
+            local = replicas // context.num_input_pipelines
+            parts = self.parts_of(context.input_pipeline_id * local, local, replicas)
+            return parts.prefetch(tf.data.AUTOTUNE)
+
+        return strategy.distribute_datasets_from_function(pipeline)
+
+
+def read(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    shuffle: bool | str = False,
+    class_weight: dict[int, float] | None = None,
+    seed: Callable[[], int] = lambda: 0,
+) -> GlobalBatches:
+    """What `fit`, `evaluate` and `predict` take, as global batches.
+
+    Args:
+        x: arrays (or structures of them), a `tf.data.Dataset` of global batches, a
+            `keras.utils.PyDataset`, a generator, or another source that Keras accepts.
+        batch_size: examples in a global batch, where `x` is arrays (default 32).
+        steps: global batches in an epoch, where the caller has asked for a number.
+        shuffle: for arrays: one new order of all examples for each pass, the same on every task.
+        seed: where that order starts; asked only when it is needed.
+
+    Raises:
+        TrainingError: data that is distributed already, or not in batches.
+        ValueError: what Keras itself refuses.
+    """
+    if isinstance(x, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
+        raise TrainingError(
+            f"the data is distributed already: {type(x).__name__} arrived. Pass the tf.data.Dataset"
+            " of global batches itself; it is cut for the replicas here."
+        )
+    is_dataset = kp.is_tf_dataset(x)
+    adapter = kp.get_data_adapter(
+        x,
+        y,
+        sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        # Keras warns of a shuffle that it will not do; the default of `fit` should not.
+        shuffle=shuffle if not is_dataset else False,
+        class_weight=class_weight,
+    )
+    if isinstance(adapter, kp.ArrayDataAdapter):
+        parts_of = _parts_of_arrays(adapter, seed() if shuffle is True else None)
+        return GlobalBatches(
+            parts_of, adapter.num_batches, True, adapter.on_epoch_begin, adapter.on_epoch_end
+        )
+    dataset = adapter.get_tf_dataset()
+    _check_batched(dataset.element_spec)
+    endless = is_dataset and dataset.cardinality() != tf.data.UNKNOWN_CARDINALITY
+    return GlobalBatches(
+        _parts_of_dataset(dataset.repeat() if endless else dataset),
+        adapter.num_batches,
+        endless,
+        adapter.on_epoch_begin,
+        adapter.on_epoch_end,
+    )
+
+
+def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
+    with tf.device("CPU:0"):
+        arrays, rows, batch = kp.array_parts(adapter)
+    steps = adapter.num_batches
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        def part(counter: tf.Tensor) -> Any:
+            step, replica = counter // local, first + counter % local
+            start = (step % steps) * batch
+            low, high = shard_range(tf.minimum(rows - start, batch), replica, replicas)
+            indices = tf.range(start + low, start + high)
+            if seed is not None:  # a permutation that is computed, not stored
+                key = tf.stack([tf.constant(seed, tf.int64), step // steps])
+                last = tf.constant(rows - 1, tf.int64)
+                indices = tf.random.experimental.index_shuffle(indices, key, last)
+            return kp.take(arrays, indices)
+
+        return tf.data.Dataset.counter().map(
+            part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+
+    return parts_of
+
+
+def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        if replicas == 1:
+            return dataset.map(lambda *batch: _plain(_element(batch)))
+        if local == 1:
+            return dataset.map(
+                lambda *batch: _rows_of(_element(batch), first, replicas),
+                num_parallel_calls=tf.data.AUTOTUNE,
+                deterministic=True,
+            )
+        numbers = tf.data.Dataset.range(first, first + local)
+        return dataset.flat_map(
+            lambda *batch: numbers.map(lambda i: _rows_of(_element(batch), i, replicas))
+        )
+
+    return parts_of
+
+
+def _element(batch: tuple[Any, ...]) -> Any:
+    return batch if len(batch) > 1 else batch[0]
+
+
+def _plain(batch: Any) -> Any:
+    """Keras's generators put an empty Optional where a part of the batch is None."""
+    return keras.tree.map_structure(
+        lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
+    )
+
+
+def _rows_of(batch: Any, replica: Any, replicas: int) -> Any:
+    batch = _plain(batch)
+    rows = _batch_size(next(part for part in keras.tree.flatten(batch) if part is not None))
+    low, high = shard_range(rows, tf.cast(replica, tf.int64), replicas)
+
+    def cut(part: Any) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, tf.SparseTensor):
+            rest = part.dense_shape[1:]
+            start = tf.concat([[low], tf.zeros_like(rest)], axis=0)
+            return tf.sparse.slice(part, start, tf.concat([[high - low], rest], axis=0))
+        return part[low:high]
+
+    return keras.tree.map_structure(cut, batch)
+
+
+def _batch_size(part: Any) -> tf.Tensor:
+    if isinstance(part, tf.SparseTensor):
+        return part.dense_shape[0]
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int64)
+    return tf.shape(part, out_type=tf.int64)[0]
+
+
+def _check_batched(spec: Any) -> None:
+    for part in keras.tree.flatten(spec):
+        shape = getattr(part, "shape", None)
+        if shape is not None and shape.rank == 0:
+            raise TrainingError(
+                f"the dataset yields single values, not batches: its element_spec is {spec}."
+                " Call .batch(n) on it, n being the examples of a global batch."
+            )

@@ -1,0 +1,353 @@
+"""DistributedModel: Keras's fit, evaluate and predict, on any synchronous strategy."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies import create_strategy
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.adopt import adopt, creation_scope, recompile
+from tfdist_ext.training.epochs import Epoch, Epochs
+from tfdist_ext.training.inputs import GlobalBatches, read
+from tfdist_ext.training.pace import Pace
+from tfdist_ext.training.predicting import predict
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.roles import for_this_task, looks_at_batches
+from tfdist_ext.training.steps import StepProgram
+
+__all__ = ["DistributedModel", "distribute"]
+
+
+def distribute(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy | None = None,
+) -> DistributedModel:
+    """Put a Keras model on a strategy.
+
+    Args:
+        model_or_builder: a function without arguments that returns a model (compiled or not),
+            or an existing model, trained or not. Of an existing model a copy is made, with its
+            weights, compile settings and optimizer state; the original stays as it is.
+        strategy: any synchronous `tf.distribute.Strategy`; by default the one whose scope is
+            open, else `create_strategy()`.
+
+    Raises:
+        TrainingError: not a model, or one that cannot be copied from its config.
+    """
+    if strategy is None:
+        has_scope = tf.distribute.has_strategy()
+        strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
+    return DistributedModel(adopt(model_or_builder, strategy), strategy)
+
+
+class DistributedModel:
+    """A Keras model whose steps run on all replicas of a strategy.
+
+    In a cluster every task makes the same calls with the same data. Batch sizes are global: the
+    examples that all replicas of all tasks use in one step together.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
+            raise TrainingError(
+                "distribute() trains synchronously, and ParameterServerStrategy is asynchronous:"
+                " drive it with tf.distribute.coordinator.ClusterCoordinator, or choose another"
+                " strategy."
+            )
+        self._model = model
+        self._strategy = strategy
+        self._reduction = Reduction(strategy)
+        self._programs: dict[str, tuple[Any, StepProgram]] = {}
+        self._warned_of_xla = False
+
+    @property
+    def keras_model(self) -> keras.Model:
+        """The Keras model, its variables on the strategy's devices."""
+        return self._model
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        return self._strategy
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | str = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | list[int] = 1,
+    ) -> keras.callbacks.History:
+        """Train as `keras.Model.fit` does; the arguments mean what they mean there.
+
+        Differences: `batch_size` is that of the global batch; arrays are shuffled in one order,
+        the same on every task; with `steps_per_execution` left at 1, as many steps run in one
+        execution as take some tenths of a second, unless a callback looks at each batch. In a
+        cluster only the chief prints and writes files.
+
+        Raises:
+            TrainingError: data or arguments that cannot be distributed.
+            ValueError: what Keras itself refuses; the model is not compiled.
+        """
+        self._check_compiled("fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = kp.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        batches = read(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            seed=self._shared_seed,
+        )
+        train = Epochs(batches, self._strategy, steps_per_epoch)
+        self._prepare(batches)
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            val_batches = read(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
+            validation = Epochs(val_batches, self._strategy, validation_steps)
+
+        hooks = self._callbacks(
+            callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
+        )
+        model = self._model
+        model.stop_training = False
+        pace = self._pace(hooks, "train")
+        program = self._program("train")
+        hooks.on_train_begin()
+        self._follow_chief_if_restored(callbacks)
+        logs: dict[str, Any] = {}
+        for epoch in range(kp.restored_epoch(model) or initial_epoch, epochs):
+            hooks.on_epoch_begin(epoch)
+            with train.next() as data:
+                logs, steps = self._run(program, data, pace, hooks, "train")
+            if data.steps is None or steps < data.steps and not model.stop_training:
+                train.ended_after(steps)
+            if validation is not None and _validates(epoch, validation_freq):
+                val_logs = self._evaluate(validation, hooks)
+                logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
+            hooks.on_epoch_end(epoch, logs)
+            if self._agreed(model.stop_training):
+                break
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            with self._strategy.scope():
+                model.optimizer.finalize_variable_values(model.trainable_weights)
+        hooks.on_train_end(logs)
+        return model.history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics over all examples, as `keras.Model.evaluate` returns them.
+
+        The same numbers come back on every task. `batch_size` is that of the global batch.
+        """
+        self._check_compiled("evaluate")
+        batches = read(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        epochs = Epochs(batches, self._strategy, steps)
+        self._prepare(batches)
+        hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        logs = self._evaluate(epochs, hooks)
+        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """The model's outputs for all rows, in input order, on every task, as NumPy arrays.
+
+        `batch_size` is that of the global batch.
+        """
+        batches = read(x, batch_size=batch_size, steps=steps)
+        epochs = Epochs(batches, self._strategy, steps)
+        self._build(batches)
+        hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
+        return predict(self._model, self._strategy, self._reduction, epochs, hooks)
+
+    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
+        """Write the model as `keras.Model.save` does; plain Keras loads it.
+
+        Call it on every task: the chief writes, and all wait until the file is there.
+        """
+        failure: Exception | None = None
+        if self._reduction.is_chief:
+            try:
+                self._model.save(filepath, overwrite=overwrite, **kwargs)
+            except Exception as error:  # the others must not wait for a file that never comes
+                failure = error
+        failed_elsewhere = self._agreed(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed_elsewhere:
+            raise TrainingError(f"the chief could not write {filepath}: see the chief's error.")
+
+    def _run(
+        self, program: StepProgram, data: Epoch, pace: Pace, hooks: Any, kind: str
+    ) -> tuple[dict[str, Any], int]:
+        """Run one epoch, execution by execution; (logs, steps done)."""
+        begin = getattr(hooks, f"on_{kind}_batch_begin")
+        end = getattr(hooks, f"on_{kind}_batch_end")
+        stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
+        setattr(self._model, stop_flag, False)
+        others_may_stop = looks_at_batches(hooks.callbacks, kind)
+        logs: dict[str, Any] = {}
+        done, seconds = 0, 0.0
+        program.reset()
+        while data.steps is None or done < data.steps:
+            n = pace.next(None if data.steps is None else data.steps - done)
+            begin(done)
+            started = time.perf_counter()
+            result = program.run(
+                data.iterator, n, seconds=seconds, known_length=data.known_length
+            )
+            seconds = time.perf_counter() - started
+            pace.took(result.chief_seconds)
+            if result.steps == 0:
+                break
+            done += result.steps
+            logs = result.logs
+            end(done - 1, logs)
+            stop = getattr(self._model, stop_flag)
+            if self._agreed(stop) if others_may_stop else stop:
+                setattr(self._model, stop_flag, True)
+                break
+            if result.steps < n:
+                break
+        return logs, done
+
+    def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
+        hooks.on_test_begin()
+        with epochs.next() as data:
+            pace = self._pace(hooks, "test")
+            logs, steps = self._run(self._program("test"), data, pace, hooks, "test")
+        if data.steps is None or steps < data.steps:
+            epochs.ended_after(steps)
+        hooks.on_test_end(logs)
+        return logs
+
+    def _callbacks(self, callbacks: Any, verbose: str | int, **params: Any) -> Any:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        chief = self._reduction.is_chief
+        verbose = 1 if verbose == "auto" else int(verbose)
+        return keras.callbacks.CallbackList(
+            for_this_task(callbacks, is_chief=chief),
+            add_progbar=chief and verbose != 0,
+            model=self._model,
+            verbose=verbose,
+            **params,
+        )
+
+    def _pace(self, hooks: Any, kind: str) -> Pace:
+        asked = self._model.steps_per_execution
+        if asked > 1:
+            return Pace(fixed=asked)
+        return Pace(fixed=1 if looks_at_batches(hooks.callbacks, kind) else None)
+
+    def _program(self, kind: str) -> StepProgram:
+        """The compiled steps, made anew when the model was compiled since."""
+        compiled = (self._model.optimizer, self._model.loss, self._model.metrics)
+        made_for, program = self._programs.get(kind, (None, None))
+        if program is None or made_for != compiled:
+            program = StepProgram(self._model, self._strategy, kind)
+            self._programs[kind] = (compiled, program)
+        return program
+
+    def _prepare(self, batches: GlobalBatches) -> None:
+        """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
+        recompile(self._model, self._model, self._strategy)
+        self._build(batches)
+        if self._model.jit_compile and self._strategy.num_replicas_in_sync > 1:
+            if not self._warned_of_xla:
+                warnings.warn(
+                    f"jit_compile=True is off: XLA does not compile steps under"
+                    f" {type(self._strategy).__name__} with"
+                    f" {self._strategy.num_replicas_in_sync} replicas.",
+                    stacklevel=3,
+                )
+                self._warned_of_xla = True
+            self._model.jit_compile = False
+
+    def _build(self, batches: GlobalBatches) -> None:
+        def symbol(spec: Any) -> Any:
+            if spec is None:
+                return None
+            return keras.KerasTensor(
+                spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec)
+            )
+
+        batch = keras.tree.map_structure(symbol, batches.element_spec)
+        with creation_scope(self._strategy):
+            kp.symbolic_build(self._model, batch)
+
+    def _shared_seed(self) -> int:
+        """One seed for all tasks, from Python's generator as Keras takes its seeds."""
+        return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
+
+    def _agreed(self, flag: bool) -> bool:
+        return self._reduction.any_worker(flag)
+
+    def _follow_chief_if_restored(self, callbacks: Any) -> None:
+        """BackupAndRestore reads its files on the chief; the others take over what it read."""
+        given = keras.tree.flatten(callbacks or [])
+        if not self._reduction.multi_worker or not any(
+            isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given
+        ):
+            return
+        epoch = kp.restored_epoch(self._model)
+        epoch = int(self._reduction.from_chief(-1 if epoch is None else epoch))
+        if epoch < 0:
+            return
+        kp.set_restored_epoch(self._model, epoch)
+        for variable in [*self._model.weights, *self._model.optimizer.variables]:
+            variable.assign(self._reduction.from_chief(variable.numpy()))
+
+    def _check_compiled(self, method: str) -> None:
+        if not self._model.compiled:
+            raise TrainingError(
+                f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
+                " given to distribute(), or on the model before it is distributed."
+            )
+
+
+def _validates(epoch: int, frequency: int | list[int]) -> bool:
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    return epoch + 1 in frequency

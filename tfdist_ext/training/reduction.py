@@ -1,0 +1,137 @@
+"""Values of single replicas, made one for all replicas of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["Reduction"]
+
+
+class Reduction:
+    """Reductions over the replicas of a strategy, a few tensors at a time."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+        self.replicas = strategy.num_replicas_in_sync
+        probe = tf.function(lambda: strategy.run(lambda: tf.constant(0)), autograph=False)
+        self.local_replicas = len(strategy.experimental_local_results(probe()))
+        self.multi_worker = self.replicas > self.local_replicas
+        # TensorFlow's own word for "this task is the one that writes".
+        self.is_chief = bool(strategy.extended.should_checkpoint)
+        self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
+
+    def of_this_replica(self, per_replica: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
+        """The entry of the replica that runs, in its context."""
+        if self.local_replicas == 1:
+            return per_replica[0]
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        fixed = tf.get_static_value(number)
+        if fixed is not None:
+            return per_replica[int(fixed) % self.local_replicas]
+        # Where the number is known only at run time (TPU).
+        which = number % self.local_replicas
+        return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
+
+    def mean_in_replica(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        """The mean over all replicas of each floating value, in a replica's context.
+
+        Other values (seeds, counters) are the same on every replica already.
+        """
+        floats = [key for key, value in values.items() if value.dtype.is_floating]
+        if self.replicas == 1 or not floats:
+            return values
+        reduced = tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.MEAN, [tf.identity(values[key]) for key in floats]
+        )
+        return {**values, **dict(zip(floats, reduced, strict=True))}
+
+    def over_all(
+        self, variables: Sequence[Any], states: Any, outputs: dict[str, Any], seconds: Any
+    ) -> tuple[list[Any], dict[str, Any], Any]:
+        """(metric states, outputs, chief's seconds), each one value for the whole cluster.
+
+        Args:
+            variables: Keras variables that say by `aggregation` how their states combine.
+            states: for each local replica, the value of each variable.
+            outputs: means over the local replicas.
+            seconds: this task's figure.
+        """
+        if self.replicas == 1:
+            return states[0], outputs, seconds
+
+        def contribution(variable: Any, value: Any, replica: int, first: bool) -> Any:
+            dtype = tf.int32 if value.dtype == tf.bool else value.dtype
+            value = tf.cast(value, dtype)
+            if variable.aggregation == "sum":
+                return value
+            if variable.aggregation == "mean":
+                return tf.cast(value / self.replicas, dtype)
+            return value if first else tf.zeros_like(value)  # the first replica speaks for all
+
+        first_worker = self.is_chief
+        # What is one value a worker already goes in with its first replica only.
+        names = [name for name, value in outputs.items() if value.dtype.is_floating]
+        workers = self.replicas // self.local_replicas
+        mine: list[list[Any]] = []
+        for replica, state in enumerate(states):
+            first = first_worker and replica == 0
+            values = [
+                contribution(variable, value, replica, first)
+                for variable, value in zip(variables, state, strict=True)
+            ]
+            shared = [outputs[name] / workers for name in names]
+            shared.append(seconds if first else tf.zeros_like(seconds))
+            if replica > 0:
+                shared = [tf.zeros_like(value) for value in shared]
+            mine.append(values + shared)
+        reduced = self._sum_of_replicas(mine)
+        values = [
+            tf.cast(value, state.dtype)
+            for value, state in zip(reduced, states[0], strict=False)
+        ]
+        rest = reduced[len(values) :]
+        return values, {**outputs, **dict(zip(names, rest, strict=False))}, rest[-1]
+
+    def sum_over_workers(self, value: Any) -> np.ndarray:
+        """The sum over workers of each worker's number or array; every worker must call."""
+        value = np.asarray(value)
+        if not self.multi_worker:
+            return value
+        return self._sum(tf.constant(value)).numpy()
+
+    def from_chief(self, value: Any) -> np.ndarray:
+        """The chief's number or array, on every worker; every worker must call."""
+        value = np.asarray(value)
+        return self.sum_over_workers(value if self.is_chief else np.zeros_like(value))
+
+    def any_worker(self, flag: bool) -> bool:
+        """Whether the flag is set on any worker; every worker must call."""
+        return bool(self.sum_over_workers(np.int32(flag)) > 0)
+
+    def _sum_of_local(self, value: Any) -> Any:
+        others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
+        return self._sum_of_replicas([[value], *others])[0]
+
+    def _sum_of_replicas(self, per_replica: list[list[Any]]) -> list[Any]:
+        """Sum lists of tensors over all replicas, one collective for each dtype."""
+        dtypes = [value.dtype for value in per_replica[0]]
+
+        def in_replica(per_replica: Any) -> list[Any]:
+            mine = self.of_this_replica(per_replica)
+            result: list[Any] = [None] * len(mine)
+            for dtype in dict.fromkeys(dtypes):
+                places = [i for i, other in enumerate(dtypes) if other == dtype]
+                # identity: a tensor from outside has no device, and the reduction goes by it.
+                reduced = tf.distribute.get_replica_context().all_reduce(
+                    tf.distribute.ReduceOp.SUM, [tf.identity(mine[i]) for i in places]
+                )
+                for place, value in zip(places, reduced, strict=True):
+                    result[place] = value
+            return result
+
+        summed = self._strategy.run(in_replica, args=(per_replica,))
+        return [self._strategy.experimental_local_results(value)[0] for value in summed]

@@ -1,0 +1,67 @@
+"""Which callbacks run on which task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = ["for_this_task", "looks_at_batches"]
+
+# They write files, or print: the chief alone does.
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Callback]:
+    """The given callbacks that run on this task: all on the chief, elsewhere all but writers.
+
+    What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
+    every task, so each decides the same.
+    """
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if is_chief:
+        return given
+    kept = [callback for callback in given if not isinstance(callback, _WRITERS)]
+    for callback in kept:
+        if getattr(callback, "verbose", 0):
+            callback.verbose = 0
+    return kept
+
+
+def looks_at_batches(callbacks: Any, kind: str) -> bool:
+    """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    if kind == "train":
+        hooks += ["on_batch_begin", "on_batch_end"]
+    return any(
+        _overrides(callback, hook)
+        for callback in keras.tree.flatten(callbacks or [])
+        if _by_batch(callback)
+        for hook in hooks
+    )
+
+
+def _by_batch(callback: keras.callbacks.Callback) -> bool:
+    """False for Keras's own that define batch hooks but, as set up, do nothing in them."""
+    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
+        return False
+    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
+        return callback.save_freq != "epoch"
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return callback.update_freq != "epoch" or kp.traces_batches(callback)
+    return True
+
+
+def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
+    method = getattr(callback, hook)
+    default = getattr(keras.callbacks.Callback, hook)
+    return getattr(method, "__func__", method) is not default

@@ -1,0 +1,183 @@
+"""Many steps of a model in one execution: the loop over the distributed iterator, in the graph.
+
+An execution runs `n` global batches without coming back to Python. The metrics' states travel
+through the loop, one set for each local replica, and are reduced over all replicas once, at its
+end; so logs are the same on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.replica_scope import ReplicaScope
+
+__all__ = ["Execution", "StepProgram"]
+
+States = list[list[tf.Tensor]]  # for each local replica, the value of each metric variable
+
+
+class Execution(NamedTuple):
+    """What comes back: logs over the epoch so far, steps done, and the chief's last time."""
+
+    logs: dict[str, Any]
+    steps: int
+    chief_seconds: float
+
+
+class StepProgram:
+    """The compiled executions of one step method of a model (its train_step or test_step)."""
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, kind: str):
+        self._model = model
+        self._strategy = strategy
+        self._step = getattr(model, f"{kind}_step")
+        # Keras's own steps return the metrics, which are reduced anyway.
+        self._own_outputs = getattr(type(model), f"{kind}_step") is not getattr(
+            keras.Model, f"{kind}_step"
+        )
+        self._reduction = Reduction(strategy)
+        metrics = [variable for metric in model.metrics for variable in metric.variables]
+        self._metrics = list({id(variable): variable for variable in metrics}.values())
+        known = {id(variable) for variable in self._metrics}
+        self._watched = [v for v in model.non_trainable_variables if id(v) not in known]
+        self._replica = self._one_replica
+        if model.jit_compile and not model.run_eagerly:
+            self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
+        compiled: Callable[[Any], Any] = lambda function: function  # noqa: E731
+        if not model.run_eagerly:
+            compiled = tf.function(autograph=False, reduce_retracing=True)
+        self._counted = compiled(self._run_counted)
+        self._open_ended = compiled(self._run_open_ended)
+        self._states: States = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the metrics anew, as at the beginning of an epoch."""
+        self._model.reset_metrics()
+        start = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
+        self._states = [list(start) for _ in range(self._reduction.local_replicas)]
+
+    def run(self, iterator: Any, n: int, *, seconds: float, known_length: bool) -> Execution:
+        """Run `n` steps, or fewer where the data may end and does.
+
+        Args:
+            iterator: a distributed iterator over parts of global batches.
+            n: global batches to use.
+            seconds: how long this task's last execution took; the chief's figure comes back on
+                every task, so that all choose the same next `n`.
+            known_length: there are `n` more batches for sure.
+        """
+        run = self._counted if known_length else self._open_ended
+        result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
+        logs, values, self._states, steps, chief_seconds = result
+        for variable, value in zip(self._metrics, values, strict=True):
+            kp.raw_value(variable).assign(value)
+        logs = {name: float(v) if v.shape.rank == 0 else v.numpy() for name, v in logs.items()}
+        return Execution(logs, int(steps), float(chief_seconds))
+
+    def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+        def body(i: Any, states: States, outputs: Any) -> Any:
+            states, outputs = self._one_step(next(iterator), states)
+            return i + 1, states, outputs
+
+        start = (tf.constant(0), states, self._empty_outputs(iterator, states))
+        _, states, outputs = tf.while_loop(lambda i, *_: i < n, body, start)
+        return self._finish(states, outputs, n, seconds)
+
+    def _run_open_ended(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+        if self._model.run_eagerly:
+            return self._run_eagerly(iterator, n, seconds, states)
+
+        def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
+            batch = iterator.get_next_as_optional()
+            more = batch.has_value()
+            states, outputs = tf.cond(
+                more,
+                lambda: self._one_step(batch.get_value(), states),
+                lambda: (states, outputs),
+            )
+            return i + tf.cast(more, tf.int32), more, states, outputs
+
+        empty = self._empty_outputs(iterator, states)
+        start = (tf.constant(0), tf.constant(True), states, empty)
+        done, _, states, outputs = tf.while_loop(
+            lambda i, more, *_: tf.logical_and(i < n, more), body, start
+        )
+        return self._finish(states, outputs, done, seconds)
+
+    def _run_eagerly(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+        done, outputs = 0, {}
+        while done < int(n):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            states, outputs = self._one_step(batch, states)
+            done += 1
+        return self._finish(states, outputs, tf.constant(done), seconds)
+
+    def _one_step(self, batch: Any, states: States) -> tuple[States, dict[str, Any]]:
+        """One global batch, in cross-replica context."""
+        new, written, outputs = self._strategy.run(self._replica, args=(batch, states))
+        local = self._strategy.experimental_local_results
+        for number, value in written.items():
+            # The value is equal on all replicas, so any of them will do.
+            self._strategy.extended.update(
+                kp.raw_value(self._watched[int(number)]),
+                lambda variable, value: variable.assign(value),
+                args=(local(value)[0],),
+                group=False,
+            )
+        by_replica = zip(*(local(value) for value in new), strict=True)
+        # An empty zip has lost how many replicas there were.
+        states = [list(state) for state in by_replica] or states
+        return states, {name: _mean(local(value)) for name, value in outputs.items()}
+
+    def _one_replica(self, batch: Any, states: States) -> Any:
+        """One replica's part of a global batch, in that replica's context."""
+        mine = self._reduction.of_this_replica(states)
+        with ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope:
+            outputs = self._step(batch)
+        new = [scope.get_current_value(variable) for variable in self._metrics]
+        written = self._reduction.mean_in_replica(scope.written)
+        if not self._own_outputs:
+            outputs = {}
+        return new, {str(number): value for number, value in written.items()}, outputs
+
+    def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
+        """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
+        if not self._own_outputs:
+            return {}
+        if self._model.run_eagerly:
+            return {}
+        trace = tf.function(
+            lambda it: self._one_step(next(it), states)[1], autograph=False
+        ).get_concrete_function(iterator)
+        return {
+            name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
+            for name, spec in trace.structured_outputs.items()
+        }
+
+    def _finish(self, states: States, outputs: Any, steps: Any, seconds: Any) -> Any:
+        values, last, chief_seconds = self._reduction.over_all(
+            self._metrics, states, outputs, seconds
+        )
+        with ReplicaScope(zip(self._metrics, values, strict=True)):
+            results = self._model.get_metrics_result()
+        if last:  # the step's own names; a metric among them has its global value
+            results = {name: results.get(name, value) for name, value in last.items()}
+        logs = {name: tf.convert_to_tensor(value) for name, value in results.items()}
+        return logs, values, states, steps, chief_seconds
+
+
+def _mean(values: tuple[Any, ...]) -> Any:
+    values = tuple(tf.convert_to_tensor(value) for value in values)
+    if len(values) == 1 or not values[0].dtype.is_floating:
+        return values[0]
+    return tf.add_n(values) / len(values)
