@@ -1,0 +1,124 @@
+"""Steps a second of fit beside what a user would pick instead, in one run, as ratios.
+
+    .venv/bin/python benchmarks/fit_speed.py [--rounds 3] [--markdown docs/performance.md]
+
+Every round runs every contestant once, each in processes of its own, so that a slow minute of the
+machine hits all of them. Compared are medians over the rounds. tf_keras gets a virtual environment
+of its own (.venv-tf_keras), because it takes the place of Keras.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+LEGACY = ROOT / ".venv-tf_keras"
+MARKERS = ("<!-- fit_speed begin -->", "<!-- fit_speed end -->")
+
+# name -> (workers; 0: a process without a cluster, interpreter, program and arguments)
+LEGACY_PYTHON = str(LEGACY / "bin" / "python")
+CONTESTANTS: dict[str, dict[str, tuple[int, str, list[str]]]] = {
+    "MultiWorkerMirroredStrategy, 2 processes": {
+        "tfdist_ext fit": (2, sys.executable, ["tfdist_fit.py", "multi_worker_mirrored"]),
+        "hand-written in-graph loop": (2, sys.executable, ["hand_loop.py", "multi_worker"]),
+        "tf_keras fit": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "1"]),
+        "tf_keras fit, steps_per_execution=16": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "16"]),
+        "tf_keras fit, steps_per_execution=64": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "64"]),
+        "tf_keras fit, steps_per_execution=448": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "448"]),
+    },
+    "MirroredStrategy, 4 logical CPUs": {
+        "tfdist_ext fit": (0, sys.executable, ["tfdist_fit.py", "mirrored"]),
+        "hand-written in-graph loop": (0, sys.executable, ["hand_loop.py", "mirrored"]),
+        "Keras 3 fit": (0, sys.executable, ["keras_fit.py", "1"]),
+        "Keras 3 fit, steps_per_execution=64": (0, sys.executable, ["keras_fit.py", "64"]),
+    },
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
+    arguments = parser.parse_args()
+    prepare_legacy()
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(arguments.rounds):
+        for setting, contestants in CONTESTANTS.items():
+            for name, contestant in contestants.items():
+                speed = measure(*contestant)
+                speeds.setdefault((setting, name), []).append(speed)
+                print(f"round {turn + 1}: {setting}: {name}: {speed:.1f} steps/s", flush=True)
+    text = tables(speeds, arguments.rounds)
+    print(f"\n{text}")
+    if arguments.markdown:
+        page = arguments.markdown.read_text(encoding="utf-8")
+        begin, end = (page.index(marker) for marker in MARKERS)
+        page = f"{page[: begin + len(MARKERS[0])]}\n{text}\n{page[end:]}"
+        arguments.markdown.write_text(page, encoding="utf-8")
+    return 0
+
+
+def prepare_legacy() -> None:
+    """A virtual environment with tf_keras and the same TensorFlow."""
+    if (LEGACY / "ready").exists():
+        return
+    version = metadata.version("tensorflow")
+    subprocess.run([sys.executable, "-m", "venv", LEGACY], check=True)
+    packages = [f"tensorflow=={version}", "tf_keras", "scikit-learn"]
+    subprocess.run([LEGACY / "bin" / "pip", "install", "-q", *packages], check=True)
+    (LEGACY / "ready").touch()
+
+
+def measure(workers: int, python: str, arguments: list[str]) -> float:
+    """Steps a second that one contestant prints; of a cluster, its slowest task's."""
+    command = [python, str(PROGRAMS / arguments[0]), *arguments[1:]]
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env.pop("TF_CONFIG", None)
+    if workers == 0:
+        output = subprocess.run(
+            command, env=env, check=True, timeout=600, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ).stdout  # fmt: skip
+    else:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            open(os.devnull, "w") as nowhere,
+            reserve_ports(addresses_needed(workers=workers)) as ports,
+        ):
+            plan = plan_local(command, workers=workers, ports=ports, log_dir=folder, env=env)
+            result = run_plan(plan, env=env, stream=nowhere, timeout=600)
+            if result.exit_status != 0:
+                raise SystemExit(f"{' '.join(arguments)} failed: status {result.exit_status}")
+            output = "".join(path.read_text() for path in Path(folder).glob("*.log"))
+    return min(float(speed) for speed in re.findall(r"steps/s ([\d.]+)", output))
+
+
+def tables(speeds: dict[tuple[str, str], list[float]], rounds: int) -> str:
+    lines = []
+    for setting, contestants in CONTESTANTS.items():
+        medians = {name: statistics.median(speeds[setting, name]) for name in contestants}
+        ours = medians["tfdist_ext fit"]
+        lines += ["", f"| {setting} | steps/s | tfdist_ext is |", "|---|---|---|"]
+        for name, median in medians.items():
+            ratio = "" if name == "tfdist_ext fit" else f"{ours / median:.2f} x as fast"
+            lines.append(f"| {name} | {median:.0f} | {ratio} |")
+    versions = ", ".join(f"{p} {metadata.version(p)}" for p in ("tensorflow", "keras"))
+    lines += ["", f"Medians of {rounds} rounds; {versions}, Python {platform.python_version()},"
+              f" {os.cpu_count()} cores."]  # fmt: skip
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""TF_CONFIG values that cannot be right, and what is said about each.
+
+`python bad_tf_configs.py` prints the table as Markdown: the value, and the message it gives.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import ClusterConfigError
+
+
+class Bad(NamedTuple):
+    reason: str
+    text: str
+    fragment: str  # of the message, and of no other one
+    arrived: str  # what the message shows of the value
+
+
+def _config(cluster: Any, task: Any = None, **more: Any) -> str:
+    task = {"type": "worker", "index": 0} if task is None else task
+    return json.dumps({"cluster": cluster, "task": task, **more})
+
+
+def _workers(*addresses: Any) -> str:
+    return _config({"worker": list(addresses)})
+
+
+def _task(**task: Any) -> str:
+    return _config({"worker": ["a:1", "b:1"]}, task)
+
+
+BAD_TF_CONFIGS = (
+    # The text
+    Bad("not JSON at all", "worker", "not JSON at line 1, column 1", "'worker'"),
+    Bad("Python quotes", "{'cluster': {}}", "not JSON at line 1, column 2", "{'cluster': {}}"),
+    Bad("a brace is missing", '{"cluster": {}', "line 1, column 15", '{"cluster": {}'),
+    Bad("the second line is wrong", '{"cluster":\n  oops}', "line 2, column 3", "oops}"),
+    Bad("text after the end", '{"cluster": {}} x', "Extra data", "x'"),
+    Bad("a list, taken for a single process by TensorFlow", "[]", "is not a JSON object", "[]"),
+    Bad("null", "null", "is not a JSON object", "None"),
+    Bad("a number", "8", "is not a JSON object", "8"),
+    Bad("JSON twice encoded", json.dumps(_workers("a:1")), "is not a JSON object", "cluster"),
+    Bad("a key twice", '{"cluster": {}, "cluster": {}}', "key 'cluster' stands twice", "cluster"),
+    Bad(
+        "a job twice",
+        '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}, "task": {}}',
+        "key 'worker' stands twice",
+        "'b:1'",
+    ),
+    Bad("NaN", '{"cluster": NaN}', "NaN is not JSON", "'NaN'"),
+    Bad(
+        "an index of a hundred digits",
+        '{"task": {"index": ' + "9" * 100 + "}}",
+        "a number of 100 digits",
+        "99999",
+    ),
+    Bad("nested 100,000 deep", "[" * 100_000, "nested too deeply", "[[[["),
+    Bad(
+        "half a character",
+        '{"cluster": {"worker": ["\\ud800:1"]}}',
+        "cluster.worker[0] has a lone surrogate",
+        "\\ud800",
+    ),
+    # The top level
+    Bad("an empty object", "{}", "cluster is missing", "{}"),
+    Bad("no cluster", '{"task": {"type": "worker", "index": 0}}', "cluster is missing", "'index'"),
+    Bad("a misspelt key", '{"clusters": {}}', 'Did you mean "cluster"?', "'clusters'"),
+    Bad(
+        "the jobs at the top",
+        '{"worker": ["a:1"]}',
+        "Use one of: cluster, task, rpc_layer, environment.",
+        "'worker'",
+    ),
+    Bad("the cluster is a list", _config(["a:1"]), "cluster is not a JSON object", "['a:1']"),
+    Bad("an empty cluster", _config({}), "cluster is empty", "{}"),
+    Bad("rpc_layer is a number", _config({"worker": ["a:1"]}, rpc_layer=1), "rpc_layer is", "1"),
+    Bad(
+        "environment is a list",
+        _config({"worker": ["a:1"]}, environment=["cloud"]),
+        "environment is not text",
+        "['cloud']",
+    ),
+    # Jobs
+    Bad("a misspelt job", _config({"wroker": ["a:1"]}), 'Did you mean "worker"?', "'wroker'"),
+    Bad("a job in capitals", _config({"Chief": ["a:1"]}), 'Did you mean "chief"?', "'Chief'"),
+    Bad(
+        "a job of another system",
+        _config({"launcher": ["a:1"]}),
+        "Use one of: chief, worker, ps, evaluator.",
+        "'launcher'",
+    ),
+    Bad("the old name of the chief", _config({"master": ["a:1"]}), 'say "chief"', "'master'"),
+    Bad("an empty job", _config({"worker": []}), "cluster.worker is empty", "[]"),
+    Bad(
+        "an empty ps job beside workers",
+        _config({"worker": ["a:1"], "ps": []}),
+        "cluster.ps is empty",
+        "[]",
+    ),
+    Bad("an empty sparse job", _config({"worker": {}}), "cluster.worker is empty", "[]"),
+    Bad("one address without a list", _config({"worker": "a:1"}), "is not a list", "'a:1'"),
+    Bad("a job is null", _config({"worker": None}), "cluster.worker is not a list", "None"),
+    Bad(
+        "two chiefs",
+        _config({"chief": ["a:1", "b:1"]}, {"type": "chief", "index": 0}),
+        "lists more than index 0",
+        "('a:1', 'b:1')",
+    ),
+    Bad(
+        "ps without workers",
+        _config({"ps": ["a:1"], "chief": ["b:1"]}, {"type": "chief", "index": 0}),
+        "cluster.ps has no workers",
+        "'ps': ('a:1',)",
+    ),
+    Bad(
+        "a sparse key that is no index",
+        _config({"worker": {"first": "a:1"}}),
+        "has a key that is not an index",
+        "'first'",
+    ),
+    Bad(
+        "a negative sparse index",
+        _config({"worker": {"-1": "a:1"}}),
+        "has a key that is not an index",
+        "'-1'",
+    ),
+    Bad(
+        "a sparse index twice",
+        _config({"worker": {"1": "a:1", "01": "b:1"}}),
+        "cluster.worker[1] stands twice",
+        "'01': 'b:1'",
+    ),
+    Bad(
+        "a sparse index of a million",
+        _config({"worker": {"1000000": "a:1"}}),
+        "an index of 1,000,000 or more",
+        "'1000000'",
+    ),
+    # Addresses
+    Bad("no port", _workers("a:1", "node7"), "cluster.worker[1] has no port", "'node7'"),
+    Bad("an empty port", _workers("node7:"), "cluster.worker[0] has no port", "'node7:'"),
+    Bad("a port in words", _workers("a:http"), "a port that is not a number", "'a:http'"),
+    Bad("port 0", _workers("a:0"), "a port out of range", "'a:0'"),
+    Bad("port 65536", _workers("a:65536"), "a port out of range", "'a:65536'"),
+    Bad("no host", _workers(":2222"), "cluster.worker[0] has no host", "':2222'"),
+    Bad("a blank address", _workers("a:1", " "), "cluster.worker[1] is blank", "' '"),
+    Bad("an empty address", _workers("a:1", ""), "cluster.worker[1] is blank", "''"),
+    Bad("an address is null", _workers(None), "cluster.worker[0] is not text", "None"),
+    Bad("an address is a port", _workers(2222), "cluster.worker[0] is not text", "2222"),
+    Bad("white space in an address", _workers("a:1 "), "has white space in it", "'a:1 '"),
+    Bad("a scheme", _workers("grpc://a:1"), "has a scheme", "'grpc://a:1'"),
+    Bad("a host with a slash", _workers("a/b:1"), "characters that no host name", "'a/b:1'"),
+    Bad("IPv6 without brackets", _workers("::1:2222"), "IPv6 host in brackets", "'::1:2222'"),
+    Bad("IPv6 without port", _workers("[::1]"), "cluster.worker[0] has no port", "'[::1]'"),
+    Bad("IPv6 that is none", _workers("[::g]:1"), "not a possible IPv6", "'[::g]:1'"),
+    Bad("IPv4 that is none", _workers("10.0.0.256:1"), "not a possible IPv4", "'10.0.0.256:1'"),
+    Bad(
+        "one address twice, which hangs TensorFlow",
+        _workers("a:1", "b:1", "a:1"),
+        "cluster.worker[2] is the address of cluster.worker[0] too",
+        "'a:1'",
+    ),
+    Bad(
+        "one address in two jobs",
+        _config({"worker": ["a:1"], "ps": ["a:1"]}),
+        "cluster.ps[0] is the address of cluster.worker[0] too",
+        "'a:1'",
+    ),
+    Bad(
+        "one IPv6 address in two spellings",
+        _workers("[::1]:1", "[0:0::1]:1"),
+        "cluster.worker[1] is the address of cluster.worker[0] too",
+        "'[0:0::1]:1'",
+    ),
+    # The task
+    Bad("no task", '{"cluster": {"worker": ["a:1"]}}', "task is missing", "['cluster']"),
+    Bad(
+        "the task is a text", _config({"worker": ["a:1"]}, "worker:0"), "task is not a", "worker:0"
+    ),
+    Bad("no task type", _task(index=0), "task.type is missing", "{'index': 0}"),
+    Bad("no task index", _task(type="worker"), "task.index is missing", "{'type': 'worker'}"),
+    Bad("a misspelt task key", _task(type="worker", idx=0), 'Did you mean "index"?', "'idx'"),
+    Bad("a misspelt task type", _task(type="worke", index=0), 'Did you mean "worker"?', "'worke'"),
+    Bad("the task type is null", _task(type=None, index=0), "task.type is not a job", "None"),
+    Bad("the old name", _task(type="master", index=0), 'say "chief"', "'master'"),
+    Bad("a negative index", _task(type="worker", index=-1), "task.index is negative", "-1"),
+    Bad(
+        "a negative index in quotes", _task(type="worker", index="-1"), "task.index is not", "'-1'"
+    ),
+    Bad("a boolean index", _task(type="worker", index=True), "task.index is not a whole", "True"),
+    Bad("an index with a point", _task(type="worker", index=1.0), "task.index is not a w", "1.0"),
+    Bad("an index in words", _task(type="worker", index="one"), "not a whole number", "'one'"),
+    Bad("an index past the end", _task(type="worker", index=2), "ends at index 1", "2"),
+    Bad("a task of no job", _task(type="ps", index=0), "cluster has no ps job", "['worker']"),
+    Bad(
+        "an evaluator that no job lists",
+        _task(type="evaluator", index=0),
+        "cluster has no evaluator job",
+        "['worker']",
+    ),
+    Bad(
+        "an index the sparse form leaves out",
+        _config({"worker": {"1": "a:1"}}),
+        "not among the indices cluster.worker lists",
+        "0",
+    ),
+)
+
+
+def message_of(text: str) -> str:
+    """What ClusterConfig says about a bad value."""
+    try:
+        config = ClusterConfig.from_tf_config(text)
+    except ClusterConfigError as error:
+        return str(error)
+    raise AssertionError(f"taken as valid: {config}")
+
+
+def markdown() -> str:
+    """The table, a row a value; values longer than 90 characters are cut."""
+    rows = ["| value | message |", "| --- | --- |"]
+    for bad in BAD_TF_CONFIGS:
+        text = bad.text if len(bad.text) <= 90 else bad.text[:90] + "..."
+        rows.append(f"| {_cell(text)} | {_cell(message_of(bad.text))} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    # Two backquotes, as in Markdown's own rule, so that one inside would not end the code.
+    return "`` " + text.replace("\n", "\\n").replace("|", "\\|") + " ``"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

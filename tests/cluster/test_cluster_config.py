@@ -1,0 +1,307 @@
+"""ClusterConfig: what is valid, what it promises, and that nothing else gets in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+from typing import Any
+
+import pytest
+
+from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.errors import ClusterConfigError
+
+WORKERS: dict[str, tuple[str, ...]] = {"worker": ("a:1", "b:1", "c:1")}
+FULL: dict[str, tuple[str, ...]] = {
+    "chief": ("c:1",),
+    "worker": ("w:1", "w:2"),
+    "ps": ("p:1", "p:2"),
+    "evaluator": ("e:1",),
+}
+
+
+def test_all_of_a_full_tf_config_is_kept() -> None:
+    config = ClusterConfig.from_tf_config(
+        json.dumps(
+            {
+                "cluster": {name: list(addresses) for name, addresses in FULL.items()},
+                "task": {"type": "ps", "index": 1},
+                "rpc_layer": "grpc",
+                "environment": "cloud",
+            }
+        )
+    )
+    assert config.jobs == FULL
+    assert config.task == Task("ps", 1)
+    assert (config.rpc_layer, config.environment) == ("grpc", "cloud")
+    assert config.source == "TF_CONFIG"
+    assert config.address == "p:2"
+    assert config.num_tasks == 6
+    assert [str(task) for task in config.tasks()] == [
+        "chief:0",
+        "worker:0",
+        "worker:1",
+        "ps:0",
+        "ps:1",
+        "evaluator:0",
+    ]
+
+
+GOOD = (
+    # (why it is valid, cluster, task, jobs, task read)
+    ("digits are an index", {"worker": ["a:1", "b:1"]}, ("worker", "1"), None, ("worker", 1)),
+    (
+        "a sparse job leaves holes",
+        {"worker": {"1": "a:1"}, "ps": ["p:1"]},
+        ("worker", 1),
+        {"worker": ("", "a:1"), "ps": ("p:1",)},
+        ("worker", 1),
+    ),
+    (
+        "a sparse job may be whole, in any order",
+        {"worker": {"1": "b:1", "0": "a:1"}},
+        ("worker", 0),
+        {"worker": ("a:1", "b:1")},
+        ("worker", 0),
+    ),
+    ("IPv6 in brackets", {"worker": ["[2001:db8::1]:2222"]}, ("worker", 0), None, ("worker", 0)),
+    ("IPv6 with a zone", {"worker": ["[fe80::1%eth0]:2222"]}, ("worker", 0), None, ("worker", 0)),
+    ("the last port", {"worker": ["a:65535"]}, ("worker", 0), None, ("worker", 0)),
+    ("one host, two ports", {"worker": ["a:1"], "ps": ["a:2"]}, ("ps", 0), None, ("ps", 0)),
+    ("a chief alone", {"chief": ["a:1"]}, ("chief", 0), None, ("chief", 0)),
+    ("chief and evaluator", {"chief": ["a:1"], "evaluator": ["e:1"]}, ("evaluator", 0), None, None),
+    ("underscores in host names", {"worker": ["node_1:1"]}, ("worker", 0), None, None),
+)
+
+
+@pytest.mark.parametrize(("cluster", "task", "jobs", "read"), [row[1:] for row in GOOD], ids=[
+    row[0].replace(" ", "-") for row in GOOD
+])  # fmt: skip
+def test_good_values(cluster: Any, task: Any, jobs: Any, read: Any) -> None:
+    text = json.dumps({"cluster": cluster, "task": {"type": task[0], "index": task[1]}})
+    config = ClusterConfig.from_tf_config(text)
+    assert config.jobs == (jobs or {name: tuple(given) for name, given in cluster.items()})
+    assert config.task == Task(*(read or task))
+    assert ClusterConfig.from_tf_config(config.to_tf_config()) == config
+
+
+def test_what_google_cloud_adds_is_passed_over() -> None:
+    config = ClusterConfig.from_tf_config(
+        json.dumps(
+            {
+                "cluster": {"chief": ["a:1"], "worker": ["b:1"]},
+                "task": {"type": "chief", "index": 0, "trial": "1", "cloud": "f3a0"},
+                "job": {"args": []},
+                "environment": "cloud",
+            }
+        )
+    )
+    assert config == ClusterConfig(
+        {"chief": ("a:1",), "worker": ("b:1",)}, Task("chief", 0), environment="cloud"
+    )
+
+
+def test_null_is_as_if_left_out() -> None:
+    text = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}, %s}'
+    config = ClusterConfig.from_tf_config(text % '"rpc_layer": null, "environment": null')
+    assert (config.rpc_layer, config.environment) == (None, None)
+
+
+@pytest.mark.parametrize("text", [None, "", " \n\t"])
+def test_no_tf_config_is_no_cluster(text: str | None) -> None:
+    assert ClusterConfig.from_env({} if text is None else {"TF_CONFIG": text}) is None
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_that_is_passed_on_purpose_is_refused(text: str) -> None:
+    with pytest.raises(ClusterConfigError, match="TF_CONFIG: is empty"):
+        ClusterConfig.from_tf_config(text)
+
+
+@pytest.mark.parametrize("value", [None, b"{}", {"cluster": {}}])
+def test_what_is_not_text_is_refused(value: Any) -> None:
+    with pytest.raises(ClusterConfigError, match=r"TF_CONFIG: is not text.*json\.dumps"):
+        ClusterConfig.from_tf_config(value)
+
+
+def _text(jobs: str, index: str = "0") -> str:
+    return f'{{"cluster": {jobs}, "task": {{"type": "worker", "index": {index}}}}}'
+
+
+_DIGITS = "9" * 9999  # more than int() takes
+HUGE = {
+    "index-as-text": _text('{"worker": ["a:1"]}', f'"{_DIGITS}"'),
+    "index": _text('{"worker": ["a:1"]}', _DIGITS),
+    "sparse-index": _text(f'{{"worker": {{"{_DIGITS}": "a:1"}}}}'),
+    "port": _text(f'{{"worker": ["a:{_DIGITS}"]}}'),
+    "host": _text(f'{{"worker": ["{_DIGITS}:1 "]}}'),
+    "job": _text(f'{{"{_DIGITS}": ["a:1"]}}'),
+    "key": f'{{"{_DIGITS}": 1}}',
+    "deep-but-readable": _text("[" * 900 + "1" + "]" * 900),
+}
+
+
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
+def test_huge_values_give_short_messages(text: str) -> None:
+    with pytest.raises(ClusterConfigError) as caught:
+        ClusterConfig.from_tf_config(text)
+    assert len(str(caught.value)) < 400
+
+
+def test_direct_construction_keeps_the_same_rules() -> None:
+    config = ClusterConfig(jobs={"ps": ["p:1"], "worker": ["a:1"]}, task=Task("worker", 0))  # type: ignore[dict-item]
+    assert config.jobs == {"worker": ("a:1",), "ps": ("p:1",)}
+    assert list(config.jobs) == ["worker", "ps"], "jobs stand in one order, however given"
+
+
+BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
+    # (jobs, task, more, fragment of the message)
+    (None, Task("worker", 0), {}, "cluster is not a mapping"),
+    ({}, Task("worker", 0), {}, "cluster is empty"),
+    ({"worker": "a:1"}, Task("worker", 0), {}, "not a list of addresses"),
+    ({"worker": {0: "a:1"}}, Task("worker", 0), {}, "not a list of addresses"),
+    ({"worker": ("a:1", "")}, Task("worker", 0), {}, "cluster.worker[1] is blank"),
+    ({"worker": ("a:1", "a:1")}, Task("worker", 0), {}, "the address of cluster.worker[0] too"),
+    ({"worker": ("a:1", "A:1")}, Task("worker", 0), {}, "the address of cluster.worker[0] too"),
+    ({"chief": ("", "a:1")}, Task("chief", 1), {}, "cluster.chief lists more than index 0"),
+    ({"ps": ("a:1",)}, Task("ps", 0), {}, "no workers to serve"),
+    ({7: ("a:1",)}, Task("worker", 0), {}, "unknown job"),
+    (WORKERS, ("worker", 0), {}, "task is not a Task"),
+    (WORKERS, Task("worker", 3), {}, "ends at index 2"),
+    (WORKERS, Task("worker", -1), {}, "is negative"),
+    (WORKERS, Task("worker", True), {}, "not a whole number"),
+    (WORKERS, Task("worker", "0"), {}, "not a whole number"),  # type: ignore[arg-type]
+    (WORKERS, Task("worker", 10**5000), {}, "ends at index 2"),
+    (WORKERS, Task("chief", 0), {}, "cluster has no chief job"),
+    ({"worker": ("", "a:1")}, Task("worker", 0), {}, "not among the indices"),
+    (WORKERS, Task("worker", 0), {"rpc_layer": 1}, "rpc_layer is not text"),
+    (WORKERS, Task("worker", 0), {"environment": "\udc80"}, "lone surrogate"),
+)
+
+
+@pytest.mark.parametrize(("jobs", "task", "more", "fragment"), BAD_ARGUMENTS)
+def test_bad_arguments(jobs: Any, task: Any, more: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ClusterConfigError) as caught:
+        ClusterConfig(jobs, task, **more)
+    assert str(caught.value).startswith("ClusterConfig: ")
+    assert fragment in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_for_task_is_the_same_cluster_seen_by_another() -> None:
+    config = ClusterConfig(FULL, Task("worker", 0), rpc_layer="grpc", source="a test")
+    other = config.for_task("ps", 1)
+    assert other.task == Task("ps", 1)
+    assert other.address == "p:2"
+    assert (other.jobs, other.rpc_layer, other.source) == (config.jobs, "grpc", "a test")
+    assert config.task == Task("worker", 0)
+    with pytest.raises(ClusterConfigError, match=r"a test: task\.index is out of range"):
+        config.for_task("ps", 2)
+
+
+CHIEFS = (
+    # (jobs, task, is it the chief, why)
+    (WORKERS, ("worker", 0), True, "worker 0 where there is no chief"),
+    (WORKERS, ("worker", 1), False, "another worker"),
+    (FULL, ("chief", 0), True, "the chief itself"),
+    (FULL, ("worker", 0), False, "worker 0 beside a chief"),
+    (FULL, ("ps", 0), False, "ps 0"),
+    (FULL, ("evaluator", 0), False, "the evaluator"),
+    ({"worker": ("", "b:1")}, ("worker", 1), False, "the first one listed is not worker 0"),
+    ({"worker": ("a:1",), "ps": ("p:1",)}, ("ps", 0), False, "ps 0 without a chief"),
+)
+
+
+@pytest.mark.parametrize(("jobs", "task", "expected", "why"), CHIEFS)
+def test_is_chief(jobs: Any, task: tuple[str, int], expected: bool, why: str) -> None:
+    assert ClusterConfig(jobs, Task(*task)).is_chief is expected, why
+
+
+def test_tasks_leave_holes_out() -> None:
+    config = ClusterConfig({"worker": ("", "b:1", "", "d:1")}, Task("worker", 3))
+    assert [task.index for task in config.tasks()] == [1, 3]
+    assert config.num_tasks == 2
+    assert json.loads(config.to_tf_config())["cluster"] == {"worker": {"1": "b:1", "3": "d:1"}}
+
+
+def test_the_callers_dict_stays_the_callers() -> None:
+    addresses = ["a:1", "b:1"]
+    jobs: dict[str, Any] = {"worker": addresses}
+    config = ClusterConfig(jobs, Task("worker", 0))
+    addresses.append("no port")
+    jobs["nonsense"] = []
+    assert config.jobs == {"worker": ("a:1", "b:1")}
+
+
+def test_nothing_can_be_changed() -> None:
+    config = ClusterConfig(FULL, Task("worker", 0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.task = Task("worker", 1)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.task.index = 1  # type: ignore[misc]
+    jobs: Any = config.jobs
+    changes = (
+        lambda: jobs.__setitem__("worker", ()),
+        lambda: jobs.__delitem__("worker"),
+        lambda: jobs.__ior__({"worker": ()}),
+        lambda: jobs.update(worker=()),
+        lambda: jobs.setdefault("worker", ()),
+        lambda: jobs.pop("worker"),
+        lambda: jobs.popitem(),
+        lambda: jobs.clear(),
+    )
+    for change in changes:
+        with pytest.raises(TypeError, match="read-only"):
+            change()
+    assert config.jobs == FULL
+
+
+def test_equal_configs_hash_alike_whatever_their_source() -> None:
+    one = ClusterConfig(FULL, Task("worker", 0), source="one")
+    two = ClusterConfig(dict(reversed(FULL.items())), Task("worker", 0), source="two")
+    assert one == two
+    assert hash(one) == hash(two)
+    others = {
+        one.for_task("worker", 1),
+        dataclasses.replace(one, rpc_layer="grpc"),
+        dataclasses.replace(one, environment="cloud"),
+        ClusterConfig(WORKERS, Task("worker", 0)),
+    }
+    assert len(others | {one, two}) == 5
+
+
+def test_copies_are_equal_and_valid() -> None:
+    config = ClusterConfig(FULL, Task("ps", 1), rpc_layer="grpc", source="a test")
+    for made in (
+        pickle.loads(pickle.dumps(config)),
+        copy.copy(config),
+        copy.deepcopy(config),
+        dataclasses.replace(config),
+    ):
+        assert made == config
+        assert made.source == "a test"
+        assert isinstance(made.jobs, dict)
+        with pytest.raises(TypeError):
+            made.jobs["worker"] = ()
+    assert dataclasses.asdict(config)["jobs"] == FULL
+
+
+def test_a_task_reads_as_tensorflow_writes_it() -> None:
+    assert str(Task("worker", 0)) == "worker:0"
+    assert len({Task("worker", 0), Task("worker", 0), Task("worker", 1)}) == 2
+
+
+def test_from_env_reads_this_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tuple(os.environ):
+        if name.startswith(("SLURM", "OMPI", "SM_", "JOB_", "TFDIST")):
+            monkeypatch.delenv(name)
+    text = ClusterConfig(FULL, Task("ps", 0)).to_tf_config()
+    monkeypatch.setenv("TF_CONFIG", text)
+    config = ClusterConfig.from_env()
+    assert config is not None
+    assert config.task == Task("ps", 0)
+    monkeypatch.delenv("TF_CONFIG")
+    assert ClusterConfig.from_env() is None

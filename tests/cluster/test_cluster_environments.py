@@ -1,0 +1,431 @@
+"""Each environment: what is read from it, when it is passed over, and when it is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist_ext.cluster import ClusterConfig, Task, environments, survey, tpu
+from tfdist_ext.cluster.environments import (
+    kubernetes,
+    open_mpi,
+    sagemaker,
+    slurm,
+    tf_config_variable,
+)
+from tfdist_ext.errors import ClusterConfigError
+
+Env = dict[str, str]
+TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+ONE_WORKER = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def srun(nodes: dict[str, list[int]], nodelist: str, tasks_per_node: str, **more: str) -> list[Env]:
+    """The variables srun sets for each rank, given the ranks that Slurm put on each node."""
+    envs: dict[int, Env] = {}
+    for node_id, (name, ranks) in enumerate(nodes.items()):
+        for local_id, rank in enumerate(ranks):
+            envs[rank] = {
+                "SLURM_JOB_ID": "17",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NODELIST": nodelist,
+                "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
+                "SLURM_STEP_NUM_TASKS": str(sum(map(len, nodes.values()))),
+                "SLURM_PROCID": str(rank),
+                "SLURM_NODEID": str(node_id),
+                "SLURM_LOCALID": str(local_id),
+                "SLURM_GTIDS": ",".join(map(str, ranks)),
+                "SLURMD_NODENAME": name,
+                **more,
+            }
+    return [envs[rank] for rank in sorted(envs)]
+
+
+def mpirun(local_sizes: list[int], **more: str) -> list[Env]:
+    """The variables mpirun sets for each rank, filling host after host."""
+    return [
+        {
+            "OMPI_COMM_WORLD_RANK": str(sum(local_sizes[:host]) + local),
+            "OMPI_COMM_WORLD_SIZE": str(sum(local_sizes)),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(count),
+            **more,
+        }
+        for host, count in enumerate(local_sizes)
+        for local in range(count)
+    ]
+
+
+def job_pods(size: int, **more: str) -> list[Env]:
+    """The variables of each pod of an indexed Job called train."""
+    return [
+        {
+            "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": f"train-{index}",
+            "TFDIST_JOB_SIZE": str(size),
+            "TFDIST_JOB_SERVICE": "peers",
+            **more,
+        }
+        for index in range(size)
+    ]
+
+
+def training_job(hosts: list[str]) -> list[Env]:
+    return [{"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host} for host in hosts]
+
+
+CLUSTERS = (
+    # (why, what every task sees, the hosts of the workers in rank order)
+    (
+        "slurm: node2 comes before node10",
+        srun({"node2": [0], "node10": [1]}, "node[2,10]", "1(x2)"),
+        ["node2", "node10"],
+    ),
+    (
+        "slurm: block distribution, uneven",
+        srun({"n1": [0, 1], "n2": [2, 3], "n3": [4]}, "n[1-3]", "2(x2),1"),
+        ["n1", "n1", "n2", "n2", "n3"],
+    ),
+    (
+        "slurm: block distribution, said so",
+        srun({"a": [0, 1], "b": [2]}, "a,b", "2,1", SLURM_DISTRIBUTION="block:cyclic,NoPack"),
+        ["a", "a", "b"],
+    ),
+    (
+        "slurm: cyclic distribution, uneven",
+        srun({"a": [0, 2, 3], "b": [1]}, "a,b", "3,1", SLURM_DISTRIBUTION="cyclic"),
+        ["a", "b", "a", "a"],
+    ),
+    (
+        "slurm: planes of two",
+        srun(
+            {"a": [0, 1, 4], "b": [2, 3]},
+            "a,b",
+            "3,2",
+            SLURM_DISTRIBUTION="plane",
+            SLURM_DIST_PLANESIZE="2",
+        ),
+        ["a", "a", "b", "b", "a"],
+    ),
+    (
+        "slurm: cyclic with one task a node needs no word",
+        srun({"n01": [0], "n02": [1], "n10": [2]}, "n[01-02,10]", "1(x3)"),
+        ["n01", "n02", "n10"],
+    ),
+    ("mpi: one machine", mpirun([3]), ["localhost"] * 3),
+    ("mpi: hosts that are told", mpirun([2, 1], TFDIST_HOSTS="n1:2,n2"), ["n1", "n1", "n2"]),
+    ("mpi: a host a rank", mpirun([2, 1], TFDIST_HOSTS="n1, n1, n2"), ["n1", "n1", "n2"]),
+    ("mpi: IPv6", mpirun([2, 1], TFDIST_HOSTS="[::1]:2,[::2]"), ["[::1]", "[::1]", "[::2]"]),
+    ("sagemaker: in the order given", training_job(["algo-1", "algo-10", "algo-2"]), None),
+    ("kubernetes", job_pods(3), ["train-0.peers", "train-1.peers", "train-2.peers"]),
+    (
+        "kubernetes: hostNetwork hides the pod's name",
+        job_pods(2, HOSTNAME="machine7", TFDIST_JOB_NAME="train"),
+        ["train-0.peers", "train-1.peers"],
+    ),
+)
+
+
+@pytest.mark.parametrize(("envs", "hosts"), [row[1:] for row in CLUSTERS], ids=[
+    row[0].replace(" ", "-") for row in CLUSTERS
+])  # fmt: skip
+def test_every_task_sees_one_cluster_and_itself_in_it(
+    envs: list[Env], hosts: list[str] | None
+) -> None:
+    hosts = hosts or ["algo-1", "algo-10", "algo-2"]
+    assert len(envs) == len(hosts) >= 2
+    views = [ClusterConfig.from_env(env) for env in envs]
+    for rank, (view, env) in enumerate(zip(views, envs, strict=True)):
+        assert view is not None
+        assert view.task == Task("worker", rank)
+        assert view.jobs == views[0].jobs  # type: ignore[union-attr]
+        assert view.address.rpartition(":")[0] == env.get("SLURMD_NODENAME", hosts[rank])
+        assert view.is_chief == (rank == 0)
+    assert [a.rpartition(":")[0] for a in views[0].jobs["worker"]] == hosts  # type: ignore[union-attr]
+
+
+def test_two_tasks_on_a_node_get_two_ports_from_one_base() -> None:
+    envs = srun({"a": [0, 1], "b": [2]}, "a,b", "2,1", TFDIST_PORT_BASE="9000")
+    config = ClusterConfig.from_env(envs[0])
+    assert config is not None
+    assert config.jobs == {"worker": ("a:9000", "a:9001", "b:9000")}
+
+
+def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
+    env = srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0]
+
+    def port(job: int, step: int) -> int:
+        config = slurm.detect(env | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        assert config is not None
+        return int(config.address.rpartition(":")[2])
+
+    neighbours = [port(job, step) for job in range(100, 120) for step in range(3)]
+    assert len(set(neighbours)) == len(neighbours)
+    assert all(20000 <= number < 30000 for number in neighbours)
+    assert port(17, 0) == port(17, 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "port"),
+    [
+        (mpirun([2])[0], 22222),
+        (mpirun([2], TFDIST_PORT_BASE="3000")[0], 3000),
+        (job_pods(2)[0], 22222),
+        (job_pods(2, TFDIST_PORT_BASE="3000")[0], 3000),
+        (training_job(["algo-1", "algo-2"])[0], 22222),
+        (training_job(["algo-1", "algo-2"])[0] | {"TFDIST_PORT_BASE": "65535"}, 65535),
+    ],
+)
+def test_the_port_base_can_be_chosen(env: Env, port: int) -> None:
+    config = ClusterConfig.from_env(env)
+    assert config is not None
+    assert config.address.endswith(f":{port}")
+
+
+SOURCES = (
+    ({"TF_CONFIG": TF_CONFIG}, "TF_CONFIG"),
+    (srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0], "Slurm (SLURM_JOB_ID=17)"),
+    (mpirun([2])[1], "Open MPI (OMPI_COMM_WORLD_RANK=1)"),
+    (job_pods(2)[1], "Kubernetes (JOB_COMPLETION_INDEX=1)"),
+    (training_job(["algo-1", "algo-2"])[1], "SageMaker (SM_CURRENT_HOST=algo-2)"),
+)
+
+
+@pytest.mark.parametrize(("env", "source"), SOURCES)
+def test_a_config_says_where_it_came_from(env: Env, source: str) -> None:
+    config = ClusterConfig.from_env(env)
+    assert config is not None
+    assert config.source == source
+
+
+PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
+    # (environment, variables, reason)
+    ("TF_CONFIG", {}, "TF_CONFIG is not set"),
+    ("TF_CONFIG", {"TF_CONFIG": " "}, "TF_CONFIG is empty"),
+    ("Slurm", {}, "SLURM_PROCID is not set"),
+    ("Slurm", {"SLURM_JOB_ID": "17"}, "SLURM_PROCID is not set"),
+    (
+        "Slurm",
+        {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-2]"},
+        "SLURM_STEP_NODELIST is not set: not inside an srun step",
+    ),
+    ("Slurm", srun({"n1": [0]}, "n1", "1")[0], "1 task: no cluster needed"),
+    ("Open MPI", {}, "OMPI_COMM_WORLD_RANK is not set"),
+    ("Open MPI", mpirun([1])[0], "1 task: no cluster needed"),
+    ("SageMaker", {}, "SM_HOSTS is not set"),
+    ("SageMaker", training_job(["algo-1"])[0], "1 task: no cluster needed"),
+    ("Kubernetes", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "JOB_COMPLETION_INDEX is not set"),
+    ("Kubernetes", job_pods(1)[0], "1 task: no cluster needed"),
+    ("TPU", {"TPU_NAME": " "}, "TPU_NAME is not set"),
+)
+
+
+@pytest.mark.parametrize(("name", "env", "reason"), PASSED_OVER)
+def test_passed_over(name: str, env: Env, reason: str) -> None:
+    assert ClusterConfig.from_env(env) is None
+    assert dict(survey(env))[name] == reason
+
+
+_SRUN = srun({"a": [0, 1], "b": [2]}, "a,b", "2,1")[1]
+_CYCLIC = srun({"a": [0, 2], "b": [1, 3]}, "a,b", "2(x2)")
+_PODS = job_pods(2)[1]
+_MPI = mpirun([2, 1])[1]
+_SM = training_job(["algo-1", "algo-2"])[1]
+REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
+    # (why, variables, changes: None takes one out, fragment of the message)
+    ("no counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, "TASKS_PER_NODE is not set"),
+    ("bad counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, 'Write it as "2(x3),1"'),
+    ("bad hosts", _SRUN, {"SLURM_STEP_NODELIST": "n[1"}, "not a host list at character 2"),
+    ("fewer hosts", _SRUN, {"SLURM_STEP_NODELIST": "a"}, "has 1 hosts"),
+    ("rank in words", _SRUN, {"SLURM_PROCID": "one"}, "SLURM_PROCID is not a whole number"),
+    ("rank too high", _SRUN, {"SLURM_PROCID": "3"}, "the step has 3 tasks"),
+    ("another total", _SRUN, {"SLURM_STEP_NUM_TASKS": "4"}, "adds up to 3"),
+    ("another node", _SRUN, {"SLURM_NODEID": "1"}, "SLURM_NODEID is not '0'"),
+    ("another place on the node", _SRUN, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is not '1'"),
+    ("another host", _SRUN, {"SLURMD_NODENAME": "b"}, "SLURMD_NODENAME is not 'a'"),
+    ("arbitrary", _SRUN, {"SLURM_DISTRIBUTION": "arbitrary"}, "--distribution=block"),
+    ("cyclic, unsaid, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS is not '0,1'"),
+    ("cyclic, unsaid, rank 1", _CYCLIC[1], {}, "SLURM_NODEID is not '0'"),
+    ("cyclic, unsaid, rank 3", _CYCLIC[3], {}, "SLURM_GTIDS is not '2,3'"),
+    ("no plane size", _SRUN, {"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE is not set"),
+    ("a job id in words", _SRUN, {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is not a whole number"),
+    ("bad port base", _SRUN, {"TFDIST_PORT_BASE": "http"}, "TFDIST_PORT_BASE is not a whole"),
+    ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "no room for 2 ports"),
+    ("a host no one can dial", _SRUN, {"SLURM_STEP_NODELIST": "a/b,b", "SLURMD_NODENAME": None},
+     "cluster.worker[0] has a host name"),
+    ("hosts unknown", _MPI, {}, "TFDIST_HOSTS is not set, and not all 3 ranks run on this machine"),
+    ("no local size", mpirun([2])[0], {"OMPI_COMM_WORLD_LOCAL_SIZE": None}, "TFDIST_HOSTS is not"),
+    ("no size", _MPI, {"OMPI_COMM_WORLD_SIZE": None}, "OMPI_COMM_WORLD_SIZE is not set"),
+    ("size 0", _MPI, {"OMPI_COMM_WORLD_SIZE": "0"}, "not a possible number of tasks"),
+    ("a huge size", _MPI, {"OMPI_COMM_WORLD_SIZE": "9" * 18}, "not a possible number of tasks"),
+    ("rank past the end", _MPI, {"OMPI_COMM_WORLD_RANK": "3"}, "out of range"),
+    ("ports for slots", _MPI, {"TFDIST_HOSTS": "n1:2222,n2:2222"}, "has 4444 slots"),
+    ("too few slots", _MPI, {"TFDIST_HOSTS": "n1,n2"}, "has 2 slots"),
+    ("no slots", _MPI, {"TFDIST_HOSTS": "n1:3,n2:0"}, "has the entry 'n2:0'"),
+    ("an empty entry", _MPI, {"TFDIST_HOSTS": "n1:3,"}, "has the entry ''"),
+    ("laid out by node", _MPI, {"TFDIST_HOSTS": "n1,n2,n1"}, "LOCAL_RANK is not 0"),
+    ("other local size", _MPI, {"TFDIST_HOSTS": "n1:3"}, "LOCAL_SIZE is not 3"),
+    ("no job size", _PODS, {"TFDIST_JOB_SIZE": None}, "TFDIST_JOB_SIZE is not set"),
+    ("no service", _PODS, {"TFDIST_JOB_SERVICE": None}, "TFDIST_JOB_SERVICE is not set"),
+    ("no host name", _PODS, {"HOSTNAME": None}, "HOSTNAME is not <job>-1"),
+    ("another host name", _PODS, {"HOSTNAME": "machine7"}, "Set TFDIST_JOB_NAME"),
+    ("only the index", _PODS, {"HOSTNAME": "-1"}, "HOSTNAME is not <job>-1"),
+    ("index past the end", _PODS, {"TFDIST_JOB_SIZE": "1"}, "TFDIST_JOB_SIZE is 1"),
+    ("index in words", _PODS, {"JOB_COMPLETION_INDEX": "x"}, "INDEX is not a whole number"),
+    ("not JSON", _SM, {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS: is not JSON at line 1"),
+    ("not a list", _SM, {"SM_HOSTS": '"algo-1"'}, "not a JSON list of host names"),
+    ("no hosts", _SM, {"SM_HOSTS": "[]"}, "not a JSON list of host names"),
+    ("not names", _SM, {"SM_HOSTS": "[1]"}, "not a JSON list of host names"),
+    ("no current host", _SM, {"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST is not set"),
+    ("no name", _SM, {"SM_HOSTS": '["algo-2", "a b"]'}, "what is not a host name"),
+    ("a host twice", _SM, {"SM_HOSTS": '["algo-2", "algo-2"]'}, "has a host twice"),
+    ("a stranger", _SM, {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST is not one of SM_HOSTS"),
+    ("bad TF_CONFIG", _SRUN, {"TF_CONFIG": "{}"}, "TF_CONFIG: cluster is missing"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "changes", "fragment"), [row[1:] for row in REFUSED], ids=[
+    row[0].replace(" ", "-") for row in REFUSED
+])  # fmt: skip
+def test_refused(env: Env, changes: dict[str, str | None], fragment: str) -> None:
+    merged = {**env, **changes}
+    env = {name: value for name, value in merged.items() if value is not None}
+    with pytest.raises(ClusterConfigError) as caught:
+        ClusterConfig.from_env(env)
+    message = str(caught.value)
+    assert fragment in message
+    assert " Received: " in message
+    assert len(message) < 450
+    # The survey of the same variables says so too, and raises nothing.
+    assert f"cannot be used: {message}" in dict(survey(env)).values()
+
+
+ORDER = ["TF_CONFIG", "Open MPI", "Slurm", "SageMaker", "Kubernetes"]
+
+
+def test_precedence() -> None:
+    # Everything at once: what is taken away uncovers the next.
+    layers: dict[str, Env] = {
+        "TF_CONFIG": {"TF_CONFIG": TF_CONFIG},
+        "Open MPI": mpirun([2])[1],
+        "Slurm": srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[1],
+        "SageMaker": training_job(["algo-1", "algo-2"])[1],
+        "Kubernetes": job_pods(2)[1],
+    }
+    assert list(layers) == ORDER == [found.name for found in environments.ENVIRONMENTS]
+    left = dict(layers)
+    for name in ORDER:
+        env = {k: v for layer in left.values() for k, v in layer.items()}
+        config = ClusterConfig.from_env(env)
+        assert config is not None
+        assert config.source.startswith(name)
+        assert config.task == Task("worker", 1)
+        del left[name]
+
+
+def test_an_empty_tf_config_does_not_hide_the_others() -> None:
+    config = ClusterConfig.from_env({"TF_CONFIG": "", **mpirun([2])[1]})
+    assert config is not None
+    assert config.source.startswith("Open MPI")
+
+
+def test_one_worker_in_tf_config_is_a_cluster() -> None:
+    config = ClusterConfig.from_env({"TF_CONFIG": ONE_WORKER})
+    assert config is not None
+    assert config.num_tasks == 1
+
+
+def test_the_survey_names_every_environment_in_order() -> None:
+    lines = survey({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
+    assert [name for name, _ in lines] == [*ORDER, "TPU"]
+    assert dict(lines) == {
+        "TF_CONFIG": "worker:1 of 2 tasks, from TF_CONFIG",
+        "Open MPI": "OMPI_COMM_WORLD_RANK is not set",
+        "Slurm": "SLURM_PROCID is not set",
+        "SageMaker": "SM_HOSTS is not set",
+        "Kubernetes": "JOB_COMPLETION_INDEX is not set",
+        "TPU": "TPU 'local'",
+    }
+
+
+def test_a_tpu_is_named_apart() -> None:
+    assert tpu.detect({}) is None
+    assert tpu.detect({"TPU_NAME": "local"}) == tpu.TpuSignal("local", source="TPU_NAME='local'")
+    signal = tpu.detect({"TPU_NAME": "t1", "TPU_ZONE": "us-central1-b", "TPU_PROJECT": "p"})
+    assert signal == tpu.TpuSignal("t1", "us-central1-b", "p", "TPU_NAME='t1'")
+    assert ClusterConfig.from_env({"TPU_NAME": "t1"}) is None
+
+
+_PIECES = st.sampled_from(["0", "1", "2", "a", "b", "n[1-2]", "(x2)", ",", ":", "-", "[", "]", '"'])
+_VALUES = st.lists(_PIECES | st.text(max_size=3), max_size=8).map("".join) | st.text(
+    st.characters() | st.characters(categories=["Cs"]), max_size=30
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_values_give_a_cluster_or_none_or_our_error(data: st.DataObject) -> None:
+    env = dict(data.draw(st.sampled_from([_SRUN, _CYCLIC[3], _PODS, _MPI, _SM])))
+    (owner,) = [e for e in environments.ENVIRONMENTS if set(env) & set(e.variables)]
+    for name in data.draw(st.lists(st.sampled_from(owner.variables), min_size=1, max_size=3)):
+        env[name] = data.draw(_VALUES)
+    try:
+        config = owner.detect(env)
+    except ClusterConfigError as error:
+        message = str(error)
+        assert message.startswith(owner.name)
+        assert len(message.encode("utf-8")) < 700
+    else:
+        assert config is None or ClusterConfig.from_tf_config(config.to_tf_config()) == config
+    for _, found in survey(env):
+        found.encode("utf-8")
+
+
+class _Recording(dict[str, str]):
+    """Notes which variables are asked for."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> str:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize(
+    ("environment", "envs"),
+    [
+        (environments.TF_CONFIG, [{"TF_CONFIG": TF_CONFIG}]),
+        (
+            environments.SLURM,
+            srun({"a": [0], "b": [1]}, "a,b", "1(x2)", SLURM_DISTRIBUTION="cyclic")
+            + [_SRUN | {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"}],
+        ),
+        (environments.OPEN_MPI, mpirun([2, 1], TFDIST_HOSTS="a:2,b")),
+        (environments.SAGEMAKER, training_job(["algo-1", "algo-2"])),
+        (environments.KUBERNETES, job_pods(2)),
+    ],
+    ids=["tf_config", "slurm", "mpi", "sagemaker", "kubernetes"],
+)
+def test_the_variables_listed_are_the_variables_read(environment: Any, envs: list[Env]) -> None:
+    asked: set[str] = set()
+    for env in envs:
+        recording = _Recording(env)
+        assert environment.detect(recording) is not None
+        asked |= recording.asked
+        assert recording == env, "reading changes nothing"
+    assert asked == set(environment.variables)
+
+
+def test_each_module_has_a_detect_of_its_own() -> None:
+    for module in (tf_config_variable, slurm, open_mpi, sagemaker, kubernetes):
+        assert module.detect({}) is None

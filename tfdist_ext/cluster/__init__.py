@@ -1,0 +1,28 @@
+"""Who am I, and who are the others? Needs no TensorFlow.
+
+    from tfdist_ext.cluster import ClusterConfig
+
+    cluster = ClusterConfig.from_env()        # TF_CONFIG, mpirun, srun, SageMaker, Kubernetes
+    if cluster is not None:                   # None: this process is alone
+        print(cluster.task, "of", cluster.num_tasks, "from", cluster.source)
+        print(cluster.is_chief, cluster.address)
+
+The other way, to start the tasks of a cluster:
+
+    cluster = ClusterConfig(
+        jobs={"worker": ("localhost:2222", "localhost:2223")}, task=Task("worker", 0)
+    )
+    for task in cluster.tasks():
+        env = {"TF_CONFIG": cluster.for_task(task.type, task.index).to_tf_config()}
+
+A ClusterConfig that exists is valid: whatever cannot be right is a ClusterConfigError that names
+the key, shows what arrived and says what to do.
+"""
+
+from __future__ import annotations
+
+from tfdist_ext.cluster.config import ClusterConfig
+from tfdist_ext.cluster.environments import survey
+from tfdist_ext.cluster.jobs import Task
+
+__all__ = ["ClusterConfig", "Task", "survey"]

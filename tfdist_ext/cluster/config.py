@@ -1,0 +1,110 @@
+"""ClusterConfig: a valid cluster, and which task of it this process is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from tfdist_ext.cluster import tf_config
+from tfdist_ext.cluster.jobs import Jobs, Task, check_task
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A cluster as one of its tasks sees it. Immutable, hashable, and valid once it exists.
+
+    Attributes:
+        jobs: job name -> addresses ("host:port") in index order; "" for an index that the sparse
+            form of TF_CONFIG did not list. A read-only copy of what was given.
+        task: the task this process is.
+        rpc_layer: the protocol between tasks, for example "grpc"; None leaves it to TensorFlow.
+        environment: TF_CONFIG's own word for where it was written, for example "cloud".
+        source: where all this came from, in a few words; not part of equality.
+
+    Raises:
+        ClusterConfigError: no jobs, an unknown or empty job, two chiefs, ps without workers, an
+            address that is wrong or stands twice, a task that is not in the cluster, an rpc_layer
+            or environment that is not text.
+    """
+
+    jobs: dict[str, tuple[str, ...]]
+    task: Task
+    rpc_layer: str | None = field(default=None, kw_only=True)
+    environment: str | None = field(default=None, kw_only=True)
+    source: str = field(default="ClusterConfig", compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        # Jobs are checked when they are made: for_task on 10,000 tasks checks them once.
+        jobs = self.jobs if isinstance(self.jobs, Jobs) else Jobs(self.jobs, self.source)
+        object.__setattr__(self, "jobs", jobs)
+        check_task(self.task, jobs, self.source)
+        tf_config.check_text(self.rpc_layer, "rpc_layer", self.source)
+        tf_config.check_text(self.environment, "environment", self.source)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> ClusterConfig | None:
+        """The cluster of the first environment that describes one, TF_CONFIG first.
+
+        Returns:
+            None where no environment describes a cluster of its own: this process is alone.
+
+        Raises:
+            ClusterConfigError: an environment is present, but what it says cannot be right.
+        """
+        # Environments make ClusterConfigs, so they are imported when one is asked for.
+        from tfdist_ext.cluster import environments
+
+        return environments.detect(env)
+
+    @classmethod
+    def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:
+        """The cluster a TF_CONFIG text describes.
+
+        Raises:
+            ClusterConfigError: the text is not JSON of that form, or breaks a rule of the class.
+        """
+        parsed = tf_config.parse(text, source)
+        return cls(
+            parsed.jobs,
+            parsed.task,
+            rpc_layer=parsed.rpc_layer,
+            environment=parsed.environment,
+            source=source,
+        )
+
+    def to_tf_config(self) -> str:
+        """JSON text that `from_tf_config` reads back to an equal value."""
+        return tf_config.dump(self.jobs, self.task, self.rpc_layer, self.environment)
+
+    def for_task(self, type: str, index: int) -> ClusterConfig:
+        """The same cluster, seen by another of its tasks.
+
+        Raises:
+            ClusterConfigError: the cluster has no such task.
+        """
+        return replace(self, task=Task(type, index))
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this task writes what is written once: the chief, or worker 0 without one."""
+        if "chief" in self.jobs:
+            return self.task.type == "chief"
+        return self.task == Task("worker", 0)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks with an address, over all jobs, ps and evaluator included."""
+        return sum(1 for _ in self.tasks())
+
+    @property
+    def address(self) -> str:
+        """The address of this task."""
+        return self.jobs[self.task.type][self.task.index]
+
+    def tasks(self) -> Iterator[Task]:
+        """Every task that has an address, job by job, in index order."""
+        for name, addresses in self.jobs.items():
+            for index, address in enumerate(addresses):
+                if address:
+                    yield Task(name, index)

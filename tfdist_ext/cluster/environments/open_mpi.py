@@ -1,0 +1,91 @@
+"""Open MPI: the processes of one mpirun. It tells ranks, but not hosts: those are never guessed.
+
+On one machine all hosts are localhost. On several, TFDIST_HOSTS has the hosts as mpirun's own
+--host takes them ("n1:2,n2:2"), and each process compares them with its local rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tfdist_ext.cluster import layout
+from tfdist_ext.cluster.config import ClusterConfig
+from tfdist_ext.cluster.environments.reading import (
+    ALONE,
+    DEFAULT_PORT_BASE,
+    Environment,
+    number,
+    size,
+    worker_cluster,
+)
+from tfdist_ext.cluster.wording import refuse, shown
+
+_RANK = "OMPI_COMM_WORLD_RANK"
+_SIZE = "OMPI_COMM_WORLD_SIZE"
+_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+_BY_MPIRUN = f"mpirun sets it: start the processes with mpirun, or unset {_RANK} to train alone."
+_SET_HOSTS = 'Pass the hosts on: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2".'
+_ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")
+
+
+def look(env: Mapping[str, str]) -> ClusterConfig | str:
+    """The cluster of this mpirun: rank r is worker r."""
+    if not env.get(_RANK):
+        return f"{_RANK} is not set"
+    where = "Open MPI"
+    rank = number(env, _RANK, where, _BY_MPIRUN)
+    total = size(env, _SIZE, where, _BY_MPIRUN)
+    if rank >= total:
+        what = f"{_RANK} is out of range: {_SIZE} is {total}"
+        raise refuse(where, what, rank, _BY_MPIRUN)
+    if total == 1:
+        return ALONE
+    hosts = _hosts(env, total, where)
+    _check_place(env, hosts, rank, where)
+    source = f"Open MPI ({_RANK}={rank})"
+    return worker_cluster(env, hosts, rank, source, DEFAULT_PORT_BASE)
+
+
+def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
+    text = env.get("TFDIST_HOSTS", "").strip()
+    if not text:
+        if env.get(_LOCAL_SIZE, "").strip() == str(total):
+            return ["localhost"] * total
+        what = f"TFDIST_HOSTS is not set, and not all {total} ranks run on this machine"
+        received = {_LOCAL_SIZE: env.get(_LOCAL_SIZE), _SIZE: str(total)}
+        raise refuse(where, what, received, _SET_HOSTS)
+    slots: list[tuple[str, int]] = []
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None or match[2] == "0":
+            what = f"TFDIST_HOSTS has the entry {shown(entry)}"
+            raise refuse(where, what, text, 'Write host or host:slots, as in "n1:2,n2:2".')
+        slots.append((match[1], int(match[2] or 1)))
+    count = sum(number_of for _, number_of in slots)
+    if count != total:
+        what = f"TFDIST_HOSTS has {count} slots, but {_SIZE} is {total}"
+        advice = "The number after a host is its ranks, not a port (TFDIST_PORT_BASE is the port)."
+        raise refuse(where, what, text, advice)
+    return [host for host, number_of in slots for _ in range(number_of)]
+
+
+def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str) -> None:
+    expected = {_LOCAL_RANK: layout.local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
+    for name, value in expected.items():
+        if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
+            raise refuse(
+                where,
+                f"{name} is not {value}, as TFDIST_HOSTS would have it for rank {rank}",
+                env[name],
+                "List the host of each rank, in rank order, or start with mpirun --map-by slot.",
+            )
+
+
+OPEN_MPI = Environment(
+    "Open MPI",
+    (_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, "TFDIST_HOSTS", "TFDIST_PORT_BASE"),
+    look,
+)
+detect = OPEN_MPI.detect

@@ -1,0 +1,46 @@
+"""SageMaker: the hosts of a training job, one task each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tfdist_ext.cluster import strict_json
+from tfdist_ext.cluster.config import ClusterConfig
+from tfdist_ext.cluster.environments.reading import (
+    ALONE,
+    DEFAULT_PORT_BASE,
+    Environment,
+    required,
+    worker_cluster,
+)
+from tfdist_ext.cluster.wording import refuse
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
+_AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
+
+
+def look(env: Mapping[str, str]) -> ClusterConfig | str:
+    """The cluster of this job: the n-th of SM_HOSTS is worker n (it is the same on every host)."""
+    text = env.get("SM_HOSTS", "").strip()
+    if not text:
+        return "SM_HOSTS is not set"
+    where = "SageMaker"
+    hosts = strict_json.loads(text, f"{where}: SM_HOSTS")
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
+        raise refuse(where, "SM_HOSTS is not a JSON list of host names", text, _AS_SET)
+    current = required(env, "SM_CURRENT_HOST", where, _AS_SET)
+    if len(set(hosts)) < len(hosts):
+        raise refuse(where, "SM_HOSTS has a host twice", text, "List each host once.")
+    if not all(_NAME.fullmatch(host) for host in hosts):
+        raise refuse(where, "SM_HOSTS has what is not a host name", text, _AS_SET)
+    if current not in hosts:
+        raise refuse(where, "SM_CURRENT_HOST is not one of SM_HOSTS", current, _AS_SET)
+    if len(hosts) == 1:
+        return ALONE
+    source = f"SageMaker (SM_CURRENT_HOST={current})"
+    return worker_cluster(env, hosts, hosts.index(current), source, DEFAULT_PORT_BASE)
+
+
+SAGEMAKER = Environment("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST", "TFDIST_PORT_BASE"), look)
+detect = SAGEMAKER.detect

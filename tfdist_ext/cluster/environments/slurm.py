@@ -1,0 +1,142 @@
+"""Slurm: the tasks of an srun step. Needs no scontrol, no nvidia-smi: only srun's variables.
+
+Slurm numbers nodes as SLURM_STEP_NODELIST lists them, and ranks by the distribution. What each
+task is told of its own place (SLURM_NODEID, SLURM_LOCALID, SLURM_GTIDS, SLURMD_NODENAME) is
+compared with what follows from that, because a cluster whose ranks and addresses disagree hangs
+without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfdist_ext.cluster import layout
+from tfdist_ext.cluster.config import ClusterConfig
+from tfdist_ext.cluster.environments.reading import (
+    ALONE,
+    Environment,
+    number,
+    required,
+    size,
+    worker_cluster,
+)
+from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
+from tfdist_ext.cluster.wording import refuse, shown
+
+_BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to train alone."
+_USE_BLOCK = "Start the step with srun --distribution=block."
+# One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
+# share a node seldom meet. All below the range from which Linux hands out ports by itself.
+_FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 200, 50
+
+
+def look(env: Mapping[str, str]) -> ClusterConfig | str:
+    """The cluster of this step: rank r is worker r."""
+    if not env.get("SLURM_PROCID"):
+        return "SLURM_PROCID is not set"
+    if not env.get("SLURM_STEP_NODELIST"):
+        # A batch script has SLURM_PROCID=0 too, but is not one of several tasks.
+        return "SLURM_STEP_NODELIST is not set: not inside an srun step"
+    where = _source(env)
+    rank = number(env, "SLURM_PROCID", where, _BY_SRUN)
+    hosts = expand_hosts(
+        required(env, "SLURM_STEP_NODELIST", where, _BY_SRUN), "SLURM_STEP_NODELIST", where
+    )
+    per_node = required(env, "SLURM_STEP_TASKS_PER_NODE", where, _BY_SRUN)
+    counts = expand_counts(per_node, "SLURM_STEP_TASKS_PER_NODE", where)
+    _check_totals(env, hosts, counts, rank, where)
+    if sum(counts) == 1:
+        return ALONE
+    nodes = layout.nodes_by_rank(counts, _chunk(env, where))
+    _check_place(env, hosts, nodes, rank, where)
+    return worker_cluster(env, [hosts[node] for node in nodes], rank, where, _port_base(env, where))
+
+
+def _source(env: Mapping[str, str]) -> str:
+    job = env.get("SLURM_JOB_ID", "").strip()
+    return f"Slurm (SLURM_JOB_ID={job})" if job.isdigit() and len(job) < 20 else "Slurm"
+
+
+def _check_totals(
+    env: Mapping[str, str], hosts: list[str], counts: list[int], rank: int, where: str
+) -> None:
+    if len(hosts) != len(counts):
+        raise refuse(
+            where,
+            f"SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE {len(counts)}",
+            (env["SLURM_STEP_NODELIST"], env["SLURM_STEP_TASKS_PER_NODE"]),
+            "Leave both as srun set them.",
+        )
+    total = sum(counts)
+    name = "SLURM_STEP_NUM_TASKS"
+    if env.get(name) and size(env, name, where, _BY_SRUN) != total:
+        what = f"SLURM_STEP_TASKS_PER_NODE adds up to {total}, not to {name}"
+        raise refuse(where, what, env[name], "Leave both as srun set them.")
+    if rank >= total:
+        raise refuse(
+            where,
+            f"SLURM_PROCID is out of range: the step has {total} tasks",
+            rank,
+            "Start all tasks in one srun step, not a heterogeneous one.",
+        )
+
+
+def _chunk(env: Mapping[str, str], where: str) -> int | None:
+    """Tasks a node takes a turn. srun says how it distributes only when it was told to."""
+    kind = env.get("SLURM_DISTRIBUTION", "").replace(",", ":").split(":")[0].strip().lower()
+    if kind == "cyclic":
+        return 1
+    if kind == "plane" or kind.startswith("plane="):
+        return size(env, "SLURM_DIST_PLANESIZE", where, _USE_BLOCK)
+    if kind == "arbitrary":
+        what = "SLURM_DISTRIBUTION does not tell which rank runs where"
+        raise refuse(where, what, kind, _USE_BLOCK)
+    return None
+
+
+def _check_place(
+    env: Mapping[str, str], hosts: list[str], nodes: list[int], rank: int, where: str
+) -> None:
+    node = nodes[rank]
+    here = [r for r, its_node in enumerate(nodes) if its_node == node]
+    expected = {
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(here.index(rank)),
+        "SLURM_GTIDS": ",".join(map(str, here)),
+        "SLURMD_NODENAME": hosts[node],
+    }
+    for name, value in expected.items():
+        told = env.get(name, "").strip()
+        if told and told != value:
+            what = f"{name} is not {shown(value)}, as the distribution of ranks would have it"
+            raise refuse(where, what, told, _USE_BLOCK)
+
+
+def _port_base(env: Mapping[str, str], where: str) -> int:
+    job, step = (
+        number(env, name, where, _BY_SRUN) if env.get(name) else 0
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    return _FIRST_PORT + (job * 7 + step) % _SLOTS * _SLOT_SIZE
+
+
+SLURM = Environment(
+    "Slurm",
+    (
+        "SLURM_PROCID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_DISTRIBUTION",
+        "SLURM_DIST_PLANESIZE",
+        "SLURM_NODEID",
+        "SLURM_LOCALID",
+        "SLURM_GTIDS",
+        "SLURMD_NODENAME",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "TFDIST_PORT_BASE",
+    ),
+    look,
+)
+detect = SLURM.detect

@@ -1,0 +1,96 @@
+"""Slurm's compact lists: "n[001-003,07],login" is n001, n002, n003, n07, login.
+
+The order is the one written, which is the order in which Slurm numbers the nodes of a step. Sorting
+the names as text would put node10 before node2 and give tasks the addresses of others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+from tfdist_ext.cluster.jobs import MAX_INDEX
+from tfdist_ext.cluster.wording import refuse, shown
+
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")  # a comma inside brackets does not end it
+_PART = re.compile(r"\[([^\[\]]*)\]|[^\[\]]+")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def expand_hosts(text: str, name: str, where: str) -> list[str]:
+    """The host names of a list, in the order written; a range keeps its zero padding.
+
+    Args:
+        text: the list, for example "rack[0-1]n[2,10]".
+        name: the variable it came from, for messages.
+        where: the environment it came from, for messages.
+
+    Raises:
+        ClusterConfigError: brackets that do not match, an empty name, a range that runs backwards,
+            1,000,000 hosts or more.
+    """
+    hosts: list[str] = []
+    for item in _items(text, name, where):
+        parts = [
+            [part[0]] if part[1] is None else _expand_ranges(part[1], text, name, where)
+            for part in _PART.finditer(item)
+        ]
+        if len(hosts) + math.prod(len(part) for part in parts) > MAX_INDEX:
+            raise refuse(where, f"{name} lists too many hosts", text, "Check the ranges.")
+        # As Slurm does, the last bracket runs fastest: r0n0, r0n1, r1n0, r1n1.
+        hosts.extend(map("".join, itertools.product(*parts)))
+    return hosts
+
+
+def expand_counts(text: str, name: str, where: str) -> list[int]:
+    """Tasks of each node: "2(x3),1" is [2, 2, 2, 1].
+
+    Raises:
+        ClusterConfigError: not such a list, or 1,000,000 tasks or more.
+    """
+    counts: list[int] = []
+    total = 0
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise refuse(where, f"{name} is not a list of counts", text, 'Write it as "2(x3),1".')
+        count, times = int(match[1]), int(match[2] or 1)
+        total += count * times
+        if total > MAX_INDEX or len(counts) + times > MAX_INDEX:
+            raise refuse(where, f"{name} counts too many tasks", text, "Check the counts.")
+        counts.extend([count] * times)
+    return counts
+
+
+def _items(text: str, name: str, where: str) -> list[str]:
+    items: list[str] = []
+    position = 0
+    while True:
+        match = _ITEM.match(text, position)
+        if match is None:
+            break
+        items.append(match[0])
+        position = match.end()
+        if position == len(text):
+            return items
+        if text[position] != ",":
+            break
+        position += 1
+    advice = 'Write it as Slurm does: "n[001-003,07],login".'
+    raise refuse(where, f"{name} is not a host list at character {position + 1}", text, advice)
+
+
+def _expand_ranges(ranges: str, text: str, name: str, where: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item)
+        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(high) < int(low):
+            what = f"{name} has the range {shown(item)}"
+            raise refuse(where, what, text, 'Write ranges upwards: "[001-003,07]".')
+        if len(numbers) + int(high) - int(low) >= MAX_INDEX:
+            raise refuse(where, f"{name} lists too many hosts", text, "Check the ranges.")
+        numbers.extend(str(n).zfill(len(low)) for n in range(int(low), int(high) + 1))
+    return numbers

@@ -1,0 +1,177 @@
+"""The jobs of a cluster and one task of it: every rule of validity is here, and only here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tfdist_ext.cluster.addresses import AddressError, identity
+from tfdist_ext.cluster.wording import nearest, refuse
+
+JOB_NAMES = ("chief", "worker", "ps", "evaluator")
+MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and would cost memory
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster: its type (the name of its job) and its index there."""
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+class Jobs(dict[str, tuple[str, ...]]):
+    """Job name -> addresses in index order ("" where none is listed); checked and read-only.
+
+    It copies what it is given. Jobs stand in the order chief, worker, ps, evaluator.
+
+    Raises:
+        ClusterConfigError: no jobs, an unknown or empty job, two chiefs, ps without workers, an
+            address that is wrong or stands twice, an index of 1,000,000 or more.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, Iterable[str]] | Iterable[tuple[str, Iterable[str]]],
+        where: str = "ClusterConfig",
+    ) -> None:
+        try:
+            given: dict[str, Any] = dict(jobs)
+        except (TypeError, ValueError):
+            raise refuse(
+                where, "cluster is not a mapping of job names to addresses", jobs, _EXAMPLE
+            ) from None
+        if not given:
+            raise refuse(where, "cluster is empty", given, _EXAMPLE)
+        for name in given:
+            check_job_name(name, "cluster", where)
+        super().__init__(
+            (name, _addresses(name, given[name], where)) for name in JOB_NAMES if name in given
+        )
+        if len(self.get("chief", ())) > 1:
+            raise refuse(
+                where,
+                "cluster.chief lists more than index 0",
+                self["chief"],
+                "A cluster has one chief: move the others to worker.",
+            )
+        if "ps" in self and "worker" not in self:
+            raise refuse(
+                where,
+                "cluster.ps has no workers to serve",
+                dict(self),
+                "Add a worker job, or take ps out.",
+            )
+        _check_addresses(self, where)
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a plain dict can change, this cannot
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Jobs, (dict(self),)
+
+    def _read_only(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("the jobs of a ClusterConfig are read-only: make a new ClusterConfig")
+
+    __setitem__ = __delitem__ = __ior__ = _read_only
+    clear = pop = popitem = setdefault = update = _read_only
+
+
+_EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
+
+
+def check_job_name(name: object, key: str, where: str) -> None:
+    """Refuses a job name (or task type) TensorFlow has no role for; `key` says where it stood."""
+    if name == "master":
+        advice = 'This is the old name: say "chief".'
+    elif name in JOB_NAMES:
+        return
+    else:
+        advice = nearest(name, JOB_NAMES)
+    what = "names an unknown job" if key == "cluster" else "is not a job TensorFlow knows"
+    raise refuse(where, f"{key} {what}", name, advice)
+
+
+def check_task(task: object, jobs: Jobs, where: str) -> None:
+    """Refuses a task that is not one of the tasks of these jobs."""
+    if not isinstance(task, Task):
+        raise refuse(where, "task is not a Task", task, 'Write Task("worker", 0).')
+    check_job_name(task.type, "task.type", where)
+    index = task.index
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise refuse(where, "task.index is not a whole number", index, "Give 0, 1, 2, ...")
+    if index < 0:
+        raise refuse(where, "task.index is negative", index, "Indices start at 0.")
+    if task.type not in jobs:
+        raise refuse(
+            where,
+            f"task.type is {task.type}, but cluster has no {task.type} job",
+            list(jobs),
+            f"Add the {task.type} job with the address of each of its tasks to cluster.",
+        )
+    addresses = jobs[task.type]
+    if index >= len(addresses):
+        last = len(addresses) - 1
+        raise refuse(
+            where,
+            f"task.index is out of range: cluster.{task.type} ends at index {last}",
+            index,
+            f"Give 0 to {last}, or add the address of this task to cluster.{task.type}.",
+        )
+    if not addresses[index]:
+        raise refuse(
+            where,
+            f"task.index is not among the indices cluster.{task.type} lists",
+            index,
+            f"Add the address of this task to cluster.{task.type}.",
+        )
+
+
+def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
+    if not isinstance(given, list | tuple):
+        advice = f'Write a list: "{name}": ["host:port"].'
+        raise refuse(where, f"cluster.{name} is not a list of addresses", given, advice)
+    if not given:
+        raise refuse(
+            where,
+            f"cluster.{name} is empty",
+            given,
+            f"List the address of each {name} task, or take {name} out.",
+        )
+    if len(given) > MAX_INDEX:
+        raise index_too_large(name, len(given) - 1, where)
+    if given[-1] == "":
+        # The last one is what says how many there are; a hole there would not survive a round trip.
+        advice = 'Write "host:port" for it.'
+        raise refuse(where, f"cluster.{name}[{len(given) - 1}] is blank", given[-1], advice)
+    return tuple(given)
+
+
+def index_too_large(name: str, index: object, where: str) -> Exception:
+    """The refusal of an index at or beyond the limit."""
+    what = f"cluster.{name} has an index of {MAX_INDEX:,} or more"
+    return refuse(where, what, index, "Number the tasks of a job from 0, without large gaps.")
+
+
+def _check_addresses(jobs: Jobs, where: str) -> None:
+    first: dict[tuple[str, int], tuple[str, int]] = {}
+    for name, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            if address == "":
+                continue
+            try:
+                key = identity(address)
+            except AddressError as error:
+                path = f"cluster.{name}[{index}]"
+                raise refuse(where, f"{path} {error.what}", address, error.advice) from None
+            if (taken := first.setdefault(key, (name, index))) != (name, index):
+                raise refuse(
+                    where,
+                    f"cluster.{name}[{index}] is the address of cluster.{taken[0]}[{taken[1]}] too",
+                    address,
+                    "Give each task an address of its own: another host, or another port.",
+                )

@@ -1,0 +1,175 @@
+"""TF_CONFIG, TensorFlow's own description of a cluster: read from JSON and written to it.
+
+    {"cluster": {"worker": ["10.0.0.5:2222", "10.0.0.6:2222"], "ps": ["10.0.0.7:2222"]},
+     "task": {"type": "worker", "index": 0},
+     "rpc_layer": "grpc", "environment": "cloud"}
+
+A job may also be sparse, {"worker": {"1": "10.0.0.6:2222"}}: only the tasks this one talks to.
+This module knows the shape of the text; what a cluster may be is decided in `jobs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist_ext.cluster import strict_json
+from tfdist_ext.cluster.jobs import MAX_INDEX, Jobs, Task, check_job_name, index_too_large
+from tfdist_ext.cluster.wording import nearest, refuse
+
+_KEYS = ("cluster", "task", "rpc_layer", "environment")
+_TASK_KEYS = ("type", "index")
+# Google Cloud adds these for itself. They say nothing about the cluster.
+_FOREIGN_KEYS = frozenset({"job"})
+_FOREIGN_TASK_KEYS = frozenset({"trial", "cloud"})
+_CLUSTER_EXAMPLE = 'Add "cluster": {"worker": ["host:port"]}.'
+_TASK_EXAMPLE = 'Add "task": {"type": "worker", "index": 0}.'
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a TF_CONFIG says. The jobs are valid; the task is not yet checked against them."""
+
+    jobs: Jobs
+    task: Task
+    rpc_layer: str | None
+    environment: str | None
+
+
+def parse(text: object, where: str) -> Parsed:
+    """Reads a TF_CONFIG; `where` opens every message.
+
+    Raises:
+        ClusterConfigError: the text is no TF_CONFIG, or its jobs break a rule of `Jobs`.
+    """
+    if not isinstance(text, str):
+        raise refuse(where, "is not text", text, "Pass the JSON text; json.dumps makes it.")
+    if not text.strip():
+        advice = "Unset it where there is no cluster; ClusterConfig.from_env then gives None."
+        raise refuse(where, "is empty", text, advice)
+    value = strict_json.loads(text, where)
+    if not isinstance(value, dict):
+        advice = 'Write {"cluster": {...}, "task": {...}}.'
+        raise refuse(where, "is not a JSON object", value, advice)
+    _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
+    return Parsed(
+        jobs=_jobs(value, where),
+        task=_task(value, where),
+        rpc_layer=_optional_text(value, "rpc_layer", where),
+        environment=_optional_text(value, "environment", where),
+    )
+
+
+def dump(
+    jobs: Mapping[str, tuple[str, ...]],
+    task: Task,
+    rpc_layer: str | None,
+    environment: str | None,
+) -> str:
+    """The TF_CONFIG text; a job with holes is written in the sparse form."""
+    cluster: dict[str, Any] = {
+        name: {str(i): address for i, address in enumerate(addresses) if address}
+        if "" in addresses
+        else list(addresses)
+        for name, addresses in jobs.items()
+    }
+    value: dict[str, Any] = {
+        "cluster": cluster,
+        "task": {"type": task.type, "index": task.index},
+    }
+    if rpc_layer is not None:
+        value["rpc_layer"] = rpc_layer
+    if environment is not None:
+        value["environment"] = environment
+    return json.dumps(value)
+
+
+def check_text(value: object, key: str, where: str) -> None:
+    """Refuses what is neither None nor text that can be written down again."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise refuse(where, f"{key} is not text", value, f"Write a text, or take {key} out.")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        what = f"{key} has a lone surrogate, half of a character"
+        raise refuse(where, what, value, "Write the character itself.")
+
+
+def _refuse_unknown(
+    value: dict[str, Any], known: tuple[str, ...], foreign: frozenset[str], path: str, where: str
+) -> None:
+    for key in value:
+        if key not in known and key not in foreign:
+            place = path or "the top level"
+            raise refuse(where, f"{place} has an unknown key", key, nearest(key, known))
+
+
+def _jobs(value: dict[str, Any], where: str) -> Jobs:
+    if "cluster" not in value:
+        raise refuse(where, "cluster is missing", value, _CLUSTER_EXAMPLE)
+    cluster = value["cluster"]
+    if not isinstance(cluster, dict):
+        advice = 'Write {"worker": ["host:port"]}.'
+        raise refuse(where, "cluster is not a JSON object", cluster, advice)
+    for name in cluster:
+        check_job_name(name, "cluster", where)
+    dense = {
+        name: _from_sparse(name, given, where) if isinstance(given, dict) else given
+        for name, given in cluster.items()
+    }
+    for name, given in cluster.items():
+        # Holes are what the sparse form leaves out. In a list they are a forgotten address.
+        if isinstance(given, list) and "" in given:
+            path = f"cluster.{name}[{given.index('')}]"
+            raise refuse(where, f"{path} is blank", given, 'Write "host:port" for it.')
+    return Jobs(dense, where)
+
+
+def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
+    by_index: dict[int, Any] = {}
+    for key, address in given.items():
+        if not (key.isascii() and key.isdigit()):
+            what = f"cluster.{name} has a key that is not an index"
+            raise refuse(where, what, key, f'Write {{"{name}": {{"1": "host:port"}}}}.')
+        if len(key.lstrip("0")) >= len(str(MAX_INDEX)):
+            raise index_too_large(name, key, where)
+        index = int(key)
+        if index in by_index:
+            raise refuse(where, f"cluster.{name}[{index}] stands twice", given, "Keep one.")
+        if address == "":
+            advice = 'Write "host:port", or take the index out.'
+            raise refuse(where, f"cluster.{name}[{index}] is blank", given, advice)
+        by_index[index] = address
+    addresses: list[Any] = [""] * (max(by_index, default=-1) + 1)
+    for index, address in by_index.items():
+        addresses[index] = address
+    return addresses
+
+
+def _task(value: dict[str, Any], where: str) -> Task:
+    if "task" not in value:
+        raise refuse(where, "task is missing", list(value), _TASK_EXAMPLE)
+    task = value["task"]
+    if not isinstance(task, dict):
+        advice = 'Write {"type": "worker", "index": 0}.'
+        raise refuse(where, "task is not a JSON object", task, advice)
+    _refuse_unknown(task, _TASK_KEYS, _FOREIGN_TASK_KEYS, "task", where)
+    if "type" not in task:
+        raise refuse(where, "task.type is missing", task, 'Add "type": "worker".')
+    if "index" not in task:
+        raise refuse(where, "task.index is missing", task, 'Add "index": 0.')
+    index = task["index"]
+    if isinstance(index, str):
+        if not (index.isascii() and index.isdigit()):
+            raise refuse(where, "task.index is not a whole number", index, "Give 0, 1, 2, ...")
+        # No more digits than needed to be out of range: int() refuses very long texts.
+        index = int(index.lstrip("0")[:18] or "0")
+    return Task(task["type"], index)
+
+
+def _optional_text(value: dict[str, Any], key: str, where: str) -> str | None:
+    check_text(value.get(key), key, where)
+    text: str | None = value.get(key)
+    return text

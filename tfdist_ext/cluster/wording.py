@@ -1,0 +1,44 @@
+"""How a refusal is worded: what is wrong, what arrived, what to do.
+
+Values come from outside: they may be huge, deeply nested or not printable, so they are shortened
+before they are shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+
+from tfdist_ext.errors import ClusterConfigError
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_LIMIT = 120  # characters of any value in a message
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, cut to about 120 characters."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # a foreign __repr__, or an integer too long for str(): show its type
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LIMIT else f"{text[:_LIMIT]}..."
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Advice on a misspelt word: the nearest right spelling, or all of them."""
+    choices = list(known)
+    if isinstance(word, str):
+        # Words are short; cutting keeps the comparison cheap when a whole file arrives.
+        close = difflib.get_close_matches(word[:40].strip().lower(), choices, n=1, cutoff=0.6)
+        if close:
+            return f'Did you mean "{close[0]}"?'
+    return "Use one of: " + ", ".join(choices) + "."
+
+
+def refuse(where: str, what: str, received: object, advice: str) -> ClusterConfigError:
+    """The error to raise; `where` is the source ("TF_CONFIG"), `what` starts with the key."""
+    return ClusterConfigError(f"{where}: {what}. Received: {shown(received)}. {advice}")
