@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import GlobalBatches
 
@@ -38,9 +36,7 @@ class Epoch:
 class Epochs:
     """The epochs of one `fit`, `evaluate` or `predict`."""
 
-    def __init__(
-        self, batches: GlobalBatches, strategy: tf.distribute.Strategy, asked: int | None
-    ) -> None:
+    def __init__(self, batches: GlobalBatches, dataset: Any, asked: int | None) -> None:
         if batches.steps is None and batches.endless and asked is None:
             raise TrainingError(
                 "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
@@ -50,7 +46,7 @@ class Epochs:
             raise TrainingError("the data holds no batch at all: nothing can be done with it.")
         self._batches = batches
         self._asked = asked
-        self._dataset = batches.distributed(strategy)
+        self._dataset = dataset
         self._iterator: Any = None
         self._position = 0
         self._seen: int | None = None

@@ -7,6 +7,7 @@ reads only the parts of its own replicas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from tfdist_ext.training import _keras_private as kp
 
 __all__ = ["GlobalBatches", "read"]
 
-PartsOf = Callable[[int, int, int], tf.data.Dataset]  # (first replica, local ones, all of them)
+# (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts
+PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
 
 @dataclass
@@ -41,7 +43,7 @@ class GlobalBatches:
     @property
     def element_spec(self) -> Any:
         """The structure of one global batch, batch dimension unknown."""
-        return self.parts_of(0, 1, 1).element_spec
+        return self.parts_of(0, 1, 1).element_spec[0]
 
     def distributed(self, strategy: tf.distribute.Strategy) -> Any:
         """A distributed dataset: each element holds one part for each local replica."""
@@ -51,9 +53,17 @@ class GlobalBatches:
             replicas = context.num_replicas_in_sync
             local = replicas // context.num_input_pipelines
             parts = self.parts_of(context.input_pipeline_id * local, local, replicas)
-            return parts.prefetch(tf.data.AUTOTUNE)
+            return _one_by_one(parts, local).prefetch(tf.data.AUTOTUNE)
 
         return strategy.distribute_datasets_from_function(pipeline)
+
+    def on_host(self, local: int) -> tf.data.Dataset:
+        """A plain dataset: each element is the tuple of all replicas' parts.
+
+        For several CPU replicas in one process. TensorFlow's iterator for several devices costs
+        more than a small step there, and takes seconds to go away.
+        """
+        return self.parts_of(0, local, local).prefetch(tf.data.AUTOTUNE)
 
 
 def read(
@@ -120,19 +130,23 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
     steps = adapter.num_batches
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        def part(counter: tf.Tensor) -> Any:
-            step, replica = counter // local, first + counter % local
+        def parts(step: tf.Tensor) -> Any:
             start = (step % steps) * batch
-            low, high = shard_range(tf.minimum(rows - start, batch), replica, replicas)
-            indices = tf.range(start + low, start + high)
-            if seed is not None:  # a permutation that is computed, not stored
-                key = tf.stack([tf.constant(seed, tf.int64), step // steps])
-                last = tf.constant(rows - 1, tf.int64)
-                indices = tf.random.experimental.index_shuffle(indices, key, last)
-            return kp.take(arrays, indices)
+            size = tf.minimum(rows - start, batch)
+
+            def part(replica: int) -> Any:
+                low, high = shard_range(size, replica, replicas)
+                indices = tf.range(start + low, start + high)
+                if seed is not None:  # a permutation that is computed, not stored
+                    key = tf.stack([tf.constant(seed, tf.int64), step // steps])
+                    last = tf.constant(rows - 1, tf.int64)
+                    indices = tf.random.experimental.index_shuffle(indices, key, last)
+                return kp.take(arrays, indices)
+
+            return tuple(part(first + i) for i in range(local))
 
         return tf.data.Dataset.counter().map(
-            part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
 
     return parts_of
@@ -140,24 +154,26 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
 
 def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        if replicas == 1:
-            return dataset.map(lambda *batch: _plain(_element(batch)))
-        if local == 1:
-            return dataset.map(
-                lambda *batch: _rows_of(_element(batch), first, replicas),
-                num_parallel_calls=tf.data.AUTOTUNE,
-                deterministic=True,
-            )
-        numbers = tf.data.Dataset.range(first, first + local)
-        return dataset.flat_map(
-            lambda *batch: numbers.map(lambda i: _rows_of(_element(batch), i, replicas))
-        )
+        def parts(*batch: Any) -> Any:
+            whole = _plain(batch if len(batch) > 1 else batch[0])
+            if replicas == 1:
+                return (whole,)
+            return tuple(_rows_of(whole, first + i, replicas) for i in range(local))
+
+        return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     return parts_of
 
 
-def _element(batch: tuple[Any, ...]) -> Any:
-    return batch if len(batch) > 1 else batch[0]
+def _one_by_one(parts: tf.data.Dataset, local: int) -> tf.data.Dataset:
+    if local == 1:
+        return parts.map(lambda part: part)
+    return parts.flat_map(
+        lambda *each: functools.reduce(
+            lambda left, right: left.concatenate(right),
+            [tf.data.Dataset.from_tensors(part) for part in each],
+        )
+    )
 
 
 def _plain(batch: Any) -> Any:
@@ -167,10 +183,9 @@ def _plain(batch: Any) -> Any:
     )
 
 
-def _rows_of(batch: Any, replica: Any, replicas: int) -> Any:
-    batch = _plain(batch)
+def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
     rows = _batch_size(next(part for part in keras.tree.flatten(batch) if part is not None))
-    low, high = shard_range(rows, tf.cast(replica, tf.int64), replicas)
+    low, high = shard_range(rows, replica, replicas)
 
     def cut(part: Any) -> Any:
         if part is None:

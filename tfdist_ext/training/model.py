@@ -123,14 +123,14 @@ class DistributedModel:
             class_weight=class_weight,
             seed=self._shared_seed,
         )
-        train = Epochs(batches, self._strategy, steps_per_epoch)
+        train = self._epochs(batches, steps_per_epoch)
         self._prepare(batches)
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
             val_batches = read(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
-            validation = Epochs(val_batches, self._strategy, validation_steps)
+            validation = self._epochs(val_batches, validation_steps)
 
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
@@ -177,7 +177,7 @@ class DistributedModel:
         """
         self._check_compiled("evaluate")
         batches = read(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        epochs = Epochs(batches, self._strategy, steps)
+        epochs = self._epochs(batches, steps)
         self._prepare(batches)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
@@ -196,7 +196,7 @@ class DistributedModel:
         `batch_size` is that of the global batch.
         """
         batches = read(x, batch_size=batch_size, steps=steps)
-        epochs = Epochs(batches, self._strategy, steps)
+        epochs = self._epochs(batches, steps)
         self._build(batches)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._strategy, self._reduction, epochs, hooks)
@@ -281,12 +281,17 @@ class DistributedModel:
             return Pace(fixed=asked)
         return Pace(fixed=1 if looks_at_batches(hooks.callbacks, kind) else None)
 
+    def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
+        if self._reduction.feeds_on_host:
+            return Epochs(batches, batches.on_host(self._reduction.local_replicas), asked)
+        return Epochs(batches, batches.distributed(self._strategy), asked)
+
     def _program(self, kind: str) -> StepProgram:
         """The compiled steps, made anew when the model was compiled since."""
         compiled = (self._model.optimizer, self._model.loss, self._model.metrics)
         made_for, program = self._programs.get(kind, (None, None))
         if program is None or made_for != compiled:
-            program = StepProgram(self._model, self._strategy, kind)
+            program = StepProgram(self._model, self._strategy, self._reduction, kind)
             self._programs[kind] = (compiled, program)
         return program
 

@@ -34,7 +34,7 @@ def predict(
         return parts[0] if len(parts) == 1 else _concat(parts)
 
     def one_batch(iterator: Any) -> Any:
-        outputs = strategy.run(model.predict_step, args=(next(iterator),))
+        outputs = reduction.run(model.predict_step, next(iterator))
         return keras.tree.map_structure(whole, outputs)
 
     if not model.run_eagerly:

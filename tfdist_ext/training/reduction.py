@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,25 @@ class Reduction:
         probe = tf.function(lambda: strategy.run(lambda: tf.constant(0)), autograph=False)
         self.local_replicas = len(strategy.experimental_local_results(probe()))
         self.multi_worker = self.replicas > self.local_replicas
+        # Several CPU replicas in one process are fed from one iterator on the host.
+        self.feeds_on_host = (
+            self.local_replicas > 1
+            and not self.multi_worker
+            and all("CPU" in device.upper() for device in strategy.extended.worker_devices)
+        )
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
 
-    def of_this_replica(self, per_replica: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
+    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Run `step(part of the batch, *args)` on each replica; `batch` is from an iterator."""
+        if self.feeds_on_host:
+            return self._strategy.run(
+                lambda parts, *rest: step(self.of_this_replica(parts), *rest), args=(batch, *args)
+            )
+        return self._strategy.run(step, args=(batch, *args))
+
+    def of_this_replica(self, per_replica: Sequence[Any]) -> Any:
         """The entry of the replica that runs, in its context."""
         if self.local_replicas == 1:
             return per_replica[0]

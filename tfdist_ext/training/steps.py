@@ -33,7 +33,13 @@ class Execution(NamedTuple):
 class StepProgram:
     """The compiled executions of one step method of a model (its train_step or test_step)."""
 
-    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, kind: str):
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        reduction: Reduction,
+        kind: str,
+    ):
         self._model = model
         self._strategy = strategy
         self._step = getattr(model, f"{kind}_step")
@@ -41,7 +47,7 @@ class StepProgram:
         self._own_outputs = getattr(type(model), f"{kind}_step") is not getattr(
             keras.Model, f"{kind}_step"
         )
-        self._reduction = Reduction(strategy)
+        self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
         known = {id(variable) for variable in self._metrics}
@@ -124,7 +130,7 @@ class StepProgram:
 
     def _one_step(self, batch: Any, states: States) -> tuple[States, dict[str, Any]]:
         """One global batch, in cross-replica context."""
-        new, written, outputs = self._strategy.run(self._replica, args=(batch, states))
+        new, written, outputs = self._reduction.run(self._replica, batch, states)
         local = self._strategy.experimental_local_results
         for number, value in written.items():
             # The value is equal on all replicas, so any of them will do.
