@@ -1,14 +1,14 @@
 """absl flags for a script's strategy.
 
-    from absl import app
-    import tfdist_ext as tfd
+from absl import app
+import tfdist_ext as tfd
 
-    tfd.flags.define_strategy_flags()
+tfd.flags.define_strategy_flags()
 
-    def main(argv):
-        strategy = tfd.create_strategy()     # sees the flags
+def main(argv):
+    strategy = tfd.create_strategy()     # sees the flags
 
-    app.run(main)
+app.run(main)
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def define_strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """
     if "strategy" in flag_values and "strategy_config" in flag_values:
         return  # a library and its script may both ask for them
-    flags.DEFINE_string(
-        "strategy", None, "Strategy by name, or auto.", flag_values=flag_values
-    )
+    flags.DEFINE_string("strategy", None, "Strategy by name, or auto.", flag_values=flag_values)
     flags.DEFINE_string(
         "strategy_config", None, "TOML file with a [strategy] table.", flag_values=flag_values
     )

@@ -16,6 +16,4 @@ with strategy.scope():
     model = work.mlp(keras)
     model.steps_per_execution = steps_per_execution
 x, y = work.data()
-work.report_speed(
-    lambda n: model.fit(x, y, batch_size=work.GLOBAL_BATCH, epochs=n, verbose=0)
-)
+work.report_speed(lambda n: model.fit(x, y, batch_size=work.GLOBAL_BATCH, epochs=n, verbose=0))

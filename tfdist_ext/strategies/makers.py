@@ -7,7 +7,7 @@ cluster of the call or of the environment: a ClusterConfig or a TensorFlow Clust
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -27,8 +27,9 @@ __all__ = [
     "tpu",
 ]
 
-Devices = int | str | Sequence[str] | None
-Cluster = ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None
+Devices: TypeAlias = int | str | Sequence[str] | None
+# Or any TensorFlow ClusterResolver; TensorFlow ships no types.
+Cluster: TypeAlias = ClusterConfig | Any | None
 
 _COMMUNICATION = {
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,

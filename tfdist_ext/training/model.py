@@ -146,7 +146,7 @@ class DistributedModel:
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
                 logs, steps = self._run(program, data, pace, hooks, "train")
-            if data.steps is None or steps < data.steps and not model.stop_training:
+            if data.steps is None or (steps < data.steps and not model.stop_training):
                 train.ended_after(steps)
             if validation is not None and _validates(epoch, validation_freq):
                 val_logs = self._evaluate(validation, hooks)
@@ -234,9 +234,7 @@ class DistributedModel:
             n = pace.next(None if data.steps is None else data.steps - done)
             begin(done)
             started = time.perf_counter()
-            result = program.run(
-                data.iterator, n, seconds=seconds, known_length=data.known_length
-            )
+            result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
             seconds = time.perf_counter() - started
             pace.took(result.chief_seconds)
             if result.steps == 0:

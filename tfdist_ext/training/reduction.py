@@ -104,8 +104,7 @@ class Reduction:
             mine.append(values + shared)
         reduced = self._sum_of_replicas(mine)
         values = [
-            tf.cast(value, state.dtype)
-            for value, state in zip(reduced, states[0], strict=False)
+            tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
         ]
         rest = reduced[len(values) :]
         return values, {**outputs, **dict(zip(names, rest, strict=False))}, rest[-1]

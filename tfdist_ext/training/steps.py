@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
@@ -118,7 +119,8 @@ class StepProgram:
         return self._finish(states, outputs, done, seconds)
 
     def _run_eagerly(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
-        done, outputs = 0, {}
+        done = 0
+        outputs: dict[str, Any] = {}
         while done < int(n):
             try:
                 batch = next(iterator)
@@ -154,6 +156,11 @@ class StepProgram:
         written = self._reduction.mean_in_replica(scope.written)
         if not self._own_outputs:
             outputs = {}
+        elif not isinstance(outputs, dict):
+            raise TrainingError(
+                f"{type(self._model).__name__}'s own step must return a dict of names and values;"
+                f" it returned {outputs!r}."
+            )
         return new, {str(number): value for number, value in written.items()}, outputs
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""What all tests share: a clean environment, one TensorFlow with four CPUs, real clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+
+PROGRAMS = Path(__file__).parent / "programs"
+OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees a cluster that it did not describe itself."""
+    for name in os.environ:
+        if name.startswith(OF_CLUSTERS):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def four_cpus() -> Iterator[None]:
+    """TensorFlow in this process, with four logical CPUs: fixed once it has started."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    assert len(tf.config.list_logical_devices("CPU")) == 4
+    yield
+
+
+@pytest.fixture
+def run_cluster(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run a program of tests/programs as the workers of a real cluster.
+
+    Returns what each worker printed last after "RESULT ", as JSON, in the order of workers.
+    """
+
+    def run(program: str, *args: str, workers: int = 2, timeout: float = 120) -> list[Any]:
+        command = [sys.executable, str(PROGRAMS / program), *args]
+        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        with (
+            open(os.devnull, "w") as nowhere,
+            reserve_ports(addresses_needed(workers=workers)) as ports,
+        ):
+            plan = plan_local(
+                command, workers=workers, ports=ports, log_dir=str(tmp_path / "logs"), env=env
+            )
+            result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
+        logs = [(tmp_path / "logs" / f"worker-{i}.log").read_text() for i in range(workers)]
+        assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)
+        return [json.loads(log.rsplit("RESULT ", 1)[1].splitlines()[0]) for log in logs]
+
+    return run

@@ -1,0 +1,220 @@
+"""The command `tfdist`: a table of sub-commands.
+
+TensorFlow is imported only by those that use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tfdist_ext import __version__
+from tfdist_ext.errors import LaunchError, TfDistError
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan, shell_line
+
+__all__ = ["main"]
+
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are of the same kind as all others: one sentence, and what to do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}; see {self.prog} --help")
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A sub-command: what --help says, its options, and what it does with them.
+
+    `run` gets the options and the words after `--`, and returns the exit status.
+    """
+
+    summary: str
+    epilog: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, list[str]], int]
+    takes_command: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `tfdist`; the exit status is returned, also for --help and for errors (2)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except TfDistError as error:
+        print(f"tfdist: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except KeyboardInterrupt:  # before anything was started; later it is an event of the run
+        return _INTERRUPTED
+    except SystemExit as exit:  # argparse ends --help and --version this way
+        return int(exit.code or 0)
+    finally:
+        _give_up_closed_output()
+
+
+def _dispatch(words: list[str]) -> int:
+    before, dashes, command_line = _split(words)
+    parser = _parser()
+    if not before:
+        parser.print_help()
+        return _USAGE_ERROR
+    options, unknown = parser.parse_known_args(before)
+    command = _COMMANDS[options.command]
+    if unknown:
+        _refuse_unknown(unknown, options.command, command, dashes)
+    if dashes and not command.takes_command:
+        raise LaunchError(f"tfdist {options.command} takes no command after --; leave it out")
+    return command.run(options, command_line)
+
+
+def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
+    """What stands before the first `--`, whether there is one, and what stands after it."""
+    if "--" not in words:
+        return words, False, []
+    at = words.index("--")
+    return words[:at], True, words[at + 1 :]
+
+
+def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bool) -> NoReturn:
+    if command.takes_command and not dashes and not unknown[0].startswith("-"):
+        raise LaunchError(
+            f"the command to run has to stand after --, and {unknown[0]!r} arrived without it; "
+            f"write: tfdist {name} [options] -- {' '.join(unknown)}"
+        )
+    raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="tfdist", description="Run one Keras script on a cluster.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"tfdist {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, command in _COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.summary + ".",
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"tfdist {name} [options]" + (" -- command" if command.takes_command else ""),
+            allow_abbrev=False,
+        )
+        command.add_options(sub)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"seconds are a number from 0, not {text!r}")
+    return value
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--workers", type=int, default=1, metavar="N", help="workers (default 1)")
+    tasks.add_argument(
+        "--chief",
+        action=argparse.BooleanOptionalAction,
+        help="a chief beside the workers (default: only with --ps, which needs one)",
+    )
+    tasks.add_argument("--ps", type=int, default=0, metavar="N", help="parameter servers")
+    tasks.add_argument("--evaluator", action="store_true", help="an evaluator")
+    run = parser.add_argument_group("run")
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
+    run.add_argument(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="from SIGTERM to SIGKILL when tasks are ended (default 5)",
+    )
+    run.add_argument(
+        "--linger",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="with --ps: time for the others to end after the chief (default 5)",
+    )
+    run.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="end the run after this time (124)"
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
+    )
+
+
+def _run(options: argparse.Namespace, command: list[str]) -> int:
+    # The environment is read here, and handed down.
+    env = dict(os.environ)
+    tasks = {
+        "workers": options.workers,
+        "chief": options.chief,
+        "ps": options.ps,
+        "evaluator": options.evaluator,
+    }
+    with reserve_ports(addresses_needed(**tasks)) as ports:
+        plan = plan_local(command, **tasks, ports=ports, log_dir=options.log_dir, env=env)
+        if options.dry_run:
+            for task in plan.tasks:
+                print(shell_line(task))
+            return 0
+        # Logs are always written, and thrown away where nobody will want to read them.
+        log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
+        status = 0
+        try:
+            plan = plan_local(command, **tasks, ports=ports, log_dir=log_dir, env=env)
+            status = run_plan(
+                plan, env=env, grace=options.grace, linger=options.linger, timeout=options.timeout
+            ).exit_status
+        finally:
+            if options.log_dir is None and status == 0:
+                shutil.rmtree(log_dir, ignore_errors=True)
+        if status:
+            print(f"tfdist: logs: {log_dir}", file=sys.stderr)
+        return status
+
+
+_COMMANDS = {
+    "run": _Command(
+        summary="start a cluster on this machine, watch it, and end it",
+        epilog="""\
+Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
+the others are ended, and its exit status is that of tfdist. With --ps, the run is over when the
+chief is. Ctrl-C ends everything.
+
+example:
+  tfdist run --workers 2 -- python train.py --epochs 3""",
+        add_options=_add_run_options,
+        run=_run,
+        takes_command=True,
+    ),
+}
+
+
+def _give_up_closed_output() -> None:
+    """After `tfdist ... | head`: the interpreter would complain when it flushes at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
