@@ -1,0 +1,113 @@
+"""Train a small convolutional network on images of digits, on whatever strategy the config says.
+
+    python scripts/train.py --config configs/digits_mirrored.toml
+    tfdist run --workers 2 -- python scripts/train.py --config configs/digits_multi_worker.toml
+"""
+
+import json
+import shutil
+import time
+import tomllib
+from pathlib import Path
+
+import keras
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+import example_data
+import tfdist_ext as tfd
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("config", "configs/digits_one_device.toml", "TOML file: what to train, how.")
+flags.DEFINE_string("dataset", None, "digits, mnist or fashion_mnist, over the config's.")
+flags.DEFINE_integer("epochs", None, "Epochs, over the config's.", lower_bound=1)
+flags.DEFINE_string("output", None, "Directory for what is written, over the config's.")
+tfd.flags.define_strategy_flags()
+
+
+class Clock(keras.callbacks.Callback):
+    """Seconds of the epochs after the first, which compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.seconds = 0, 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._started = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch > 0:
+            self.epochs += 1
+            self.seconds += time.perf_counter() - self._started
+
+
+def main(argv):
+    del argv
+    config = tomllib.loads(Path(FLAGS.config).read_text())
+    settings = config["training"]
+    dataset = FLAGS.dataset or settings["dataset"]
+    output = Path(FLAGS.output or config["output"]["directory"])
+
+    strategy = tfd.create_strategy(config=FLAGS.config)  # first: before TensorFlow starts
+    keras.utils.set_random_seed(1)
+    (x, y), (x_test, y_test) = example_data.load(dataset)
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input(x.shape[1:]),
+                keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(64, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(settings["learning_rate"]),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        return model
+
+    model = tfd.distribute(build, strategy)
+    clock = Clock()
+    chief = strategy.extended.should_checkpoint
+    if chief:
+        print(tfd.explain(strategy), flush=True)
+        shutil.rmtree(output / "events", ignore_errors=True)
+    model.fit(
+        x,
+        y,
+        batch_size=settings["global_batch"],
+        epochs=FLAGS.epochs or settings["epochs"],
+        callbacks=[clock, keras.callbacks.TensorBoard(output / "events")],
+    )
+    loss, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
+    if chief:
+        output.mkdir(parents=True, exist_ok=True)
+    model.save(output / "model.keras")
+
+    if chief:
+        speed = clock.epochs * len(x) / clock.seconds if clock.epochs else float("nan")
+        why = next(l for l in tfd.explain(strategy).splitlines() if l.startswith("because"))
+        table = Table("strategy", "replicas", "examples/s", "test accuracy", title=dataset)
+        table.add_row(
+            f"{type(strategy).__name__}: {why.removeprefix('because').strip()}",
+            str(strategy.num_replicas_in_sync),
+            f"{speed:,.0f}",
+            f"{accuracy:.4f}",
+        )
+        Console().print(table)
+        result = {"dataset": dataset, "test_loss": loss, "test_accuracy": accuracy}
+        (output / "result.json").write_text(json.dumps(result))
+    if accuracy < settings["minimum_accuracy"]:
+        raise SystemExit(
+            f"test accuracy {accuracy:.4f} is under the {settings['minimum_accuracy']} asked for"
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)
