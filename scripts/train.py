@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import keras
-from absl import app, flags
+from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +44,7 @@ class Clock(keras.callbacks.Callback):
 
 def main(argv):
     del argv
+    logging.set_verbosity(logging.WARNING)  # app.run turns on TensorFlow's own chatter
     config = tomllib.loads(Path(FLAGS.config).read_text())
     settings = config["training"]
     dataset = FLAGS.dataset or settings["dataset"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def four_cpus() -> Iterator[None]:
+def four_cpus() -> None:
     """TensorFlow in this process, with four logical CPUs: fixed once it has started."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
@@ -34,28 +34,29 @@ def four_cpus() -> Iterator[None]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     assert len(tf.config.list_logical_devices("CPU")) == 4
-    yield
 
 
-@pytest.fixture
-def run_cluster(tmp_path: Path) -> Callable[..., list[Any]]:
+@pytest.fixture(scope="session")
+def run_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """Run a program of tests/programs as the workers of a real cluster.
 
     Returns what each worker printed last after "RESULT ", as JSON, in the order of workers.
     """
 
     def run(program: str, *args: str, workers: int = 2, timeout: float = 120) -> list[Any]:
+        folder = tmp_path_factory.mktemp("cluster")
         command = [sys.executable, str(PROGRAMS / program), *args]
-        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
+        env["TF_CPP_MIN_LOG_LEVEL"] = "2"
         with (
             open(os.devnull, "w") as nowhere,
             reserve_ports(addresses_needed(workers=workers)) as ports,
         ):
             plan = plan_local(
-                command, workers=workers, ports=ports, log_dir=str(tmp_path / "logs"), env=env
+                command, workers=workers, ports=ports, log_dir=str(folder), env=env
             )
             result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
-        logs = [(tmp_path / "logs" / f"worker-{i}.log").read_text() for i in range(workers)]
+        logs = [(folder / f"worker-{i}.log").read_text() for i in range(workers)]
         assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)
         return [json.loads(log.rsplit("RESULT ", 1)[1].splitlines()[0]) for log in logs]
 

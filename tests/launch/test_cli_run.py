@@ -1,0 +1,299 @@
+"""The command `tfdist run`, as a process: signals sent to it, what it prints, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist_ext import __version__, cli
+from tfdist_ext.cluster import ClusterConfig
+
+pytestmark = pytest.mark.timeout(25)
+
+ROOT = Path(__file__).resolve().parents[2]
+# Each task: a shell that ignores SIGTERM, a child in its group, and a daemon outside of it.
+STUBBORN = "trap '' TERM; sleep 60 & setsid sleep 60 & echo ready; while :; do sleep 0.05; done"
+
+
+def start_stubborn(tfdist, mark, *options):
+    """A run of two stubborn tasks, all of whose processes are there."""
+    launcher = tfdist("run", "--workers", "2", *options, "--", "sh", "-c", STUBBORN)
+    lines = [launcher.stdout.readline() for _ in range(2)]
+    assert sorted(lines) == ["[worker:0] ready\n", "[worker:1] ready\n"]
+    # The launcher, its watchdog, two shells, and at least four sleeps.
+    assert len(mark.pids()) >= 8
+    return launcher
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # empty: a zombie
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_a_signal_ends_everything_within_the_grace(tfdist, mark, number, status):
+    launcher = start_stubborn(tfdist, mark, "--grace", "0.5")
+    start = time.monotonic()
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == status
+    assert 0.5 <= time.monotonic() - start < 4
+    assert mark.pids() == []
+    assert f"tfdist: {number.name}: ending 2 tasks, for at most 0.5 s" in err
+    assert "Traceback" not in err
+    assert "failed" not in err
+
+
+def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
+    launcher = start_stubborn(tfdist, mark, "--grace", "60")
+    launcher.send_signal(signal.SIGINT)
+    assert "once more" in launcher.stderr.readline()
+    assert launcher.poll() is None, "the first one was enough"
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 130
+    assert mark.pids() == []
+
+
+def test_a_terminals_ctrl_c_reaches_the_launcher_alone(tfdist):
+    # A terminal sends it to its whole foreground group; the tasks are to get SIGTERM, once.
+    script = "trap 'echo INT' INT; trap 'echo TERM; exit' TERM; echo ready; sleep 60 & wait; wait"
+    launcher = tfdist("run", "--", "sh", "-c", script)
+    assert launcher.stdout.readline() == "[worker:0] ready\n"
+    os.killpg(launcher.pid, signal.SIGINT)
+    out, _ = launcher.communicate(timeout=10)
+    assert (launcher.returncode, out) == (130, "[worker:0] TERM\n")
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_kill_9_of_the_launcher_leaves_nothing(tfdist, mark, whole_group):
+    launcher = start_stubborn(tfdist, mark, "--grace", "60")
+    if whole_group:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    else:
+        launcher.kill()
+    launcher.wait(timeout=5)
+    assert mark.wait_for(0, seconds=8) == []
+
+
+def test_kill_9_of_the_launcher_ends_also_who_cleared_its_environment(tfdist):
+    launcher = tfdist("run", "--", "sh", "-c", "env -i sleep 60 & echo $!; wait")
+    pid = int(launcher.stdout.readline().split()[1])
+    launcher.kill()
+    end = time.monotonic() + 8
+    while (alive := is_alive(pid)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not alive
+
+
+def test_kill_9_of_a_launcher_in_a_launcher_leaves_nothing(tfdist, mark):
+    inner = f"{sys.executable} -m tfdist_ext.cli run -- sh -c {shlex.quote(STUBBORN)}"
+    launcher = tfdist("run", "--", "sh", "-c", inner)
+    assert launcher.stdout.readline() == "[worker:0] [worker:0] ready\n"
+    launcher.kill()
+    launcher.wait(timeout=5)
+    assert mark.wait_for(0, seconds=8) == []
+
+
+def test_the_first_failure_decides_the_status(tfdist, mark):
+    script = "case $TF_CONFIG in *'\"index\": 1'*) echo boom; exit 7;; esac; sleep 60"
+    launcher = tfdist("run", "--workers", "2", "--", "sh", "-c", script)
+    out, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == 7
+    assert out == "[worker:1] boom\n"
+    assert "tfdist: worker:1 failed first" in err
+    # Without --log-dir the logs are in a temporary folder, kept because something failed.
+    (folder,) = re.findall(r"^tfdist: logs: (.*)$", err, re.MULTILINE)
+    log = Path(folder, "worker-1.log")
+    assert log.read_bytes() == b"boom\n"
+    assert f"tfdist: its log: {log}" in err
+
+
+def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
+    launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
+    out, err = launcher.communicate(timeout=10)
+    assert (launcher.returncode, err) == (0, "")
+    assert re.fullmatch(r"\[worker:0\] tfdist-\w+\n", out)  # it was there during the run
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_log_dir_is_kept(tfdist, tmp_path):
+    logs = tmp_path / "logs"
+    launcher = tfdist("run", "--workers", "2", "--log-dir", str(logs), "--", "echo", "hello")
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 0
+    assert {file.name: file.read_text() for file in logs.iterdir()} == {
+        "worker-0.log": "hello\n",
+        "worker-1.log": "hello\n",
+    }
+
+
+def test_each_task_finds_its_own_config_and_a_port_it_can_listen_on(tfdist):
+    script = (
+        "import os, socket; from tfdist_ext.cluster import ClusterConfig\n"
+        "me = ClusterConfig.from_env()\n"
+        "host, port = me.address.split(':')\n"
+        "socket.create_server((host, int(port))).close()\n"
+        "print(me.task, me.num_tasks)"
+    )
+    words = ["--workers", "1", "--ps", "1", "--evaluator", "--", "python", "-c", script]
+    out, err = tfdist("run", *words).communicate(timeout=20)
+    assert err == ""
+    assert sorted(out.split("\n")) == [
+        "",
+        "[chief:0]     chief:0 3",
+        "[evaluator:0] evaluator:0 4",
+        "[ps:0]        ps:0 3",
+        "[worker:0]    worker:0 3",
+    ]
+
+
+def test_timeout_and_linger_reach_the_run(tfdist):
+    launcher = tfdist("run", "--timeout", "0.3", "--", "sleep", "60")
+    _, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == 124
+    assert "not finished after 0.3 s" in err
+    script = 'case $TF_CONFIG in *chief\\",*) exit 0;; esac; sleep 60'
+    launcher = tfdist("run", "--ps", "1", "--linger", "0.2", "--", "sh", "-c", script)
+    start = time.monotonic()
+    assert launcher.wait(timeout=10) == 0
+    assert time.monotonic() - start < 4
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tfdist):
+    launcher = tfdist("run", "--", "sh", "-c", "echo a; sleep 0.4; seq 100000; exit 5")
+    assert launcher.stdout.readline() == "[worker:0] a\n"
+    launcher.stdout.close()
+    assert launcher.wait(timeout=10) == 5
+    err = launcher.stderr.read()
+    assert "worker:0 failed first" in err
+    assert "BrokenPipe" not in err
+
+
+def test_a_slow_reader_gets_everything(tfdist):
+    # 70 kB fit into the pipes, the 450 kB that are shown do not.
+    launcher = tfdist("run", "--", "sh", "-c", "yes | head -n 35000")
+    time.sleep(1.8)  # the task has long ended, and nobody has read a line
+    out, _ = launcher.communicate(timeout=10)
+    assert launcher.returncode == 0
+    assert out == "[worker:0] y\n" * 35_000
+
+
+def test_ctrl_c_ends_a_run_whose_output_nobody_reads(tfdist, mark):
+    launcher = tfdist("run", "--grace", "0.3", "--", "sh", "-c", "seq 100000; sleep 60")
+    mark.wait_for(4)  # the launcher, its watchdog, the shell, and seq, which hangs
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=5) == 130
+    assert mark.pids() == []
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_on_a_terminal(mark, no_color):
+    ours, theirs = pty.openpty()
+    env = {**mark.env, "TERM": "xterm", **({"NO_COLOR": "1"} if no_color else {})}
+    words = [sys.executable, "-m", "tfdist_ext.cli", "run", "--", "echo", "hello"]
+    subprocess.run(words, env=env, cwd=ROOT, stdout=theirs, timeout=10, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 1000)
+    os.close(ours)
+    label = b"[worker:0]" if no_color else b"\x1b[36m[worker:0]\x1b[0m"
+    assert shown == label + b" hello\r\n"
+
+
+# Without starting anything
+
+
+def run_main(capsys, *words):
+    status = cli.main(words)
+    return status, *capsys.readouterr()
+
+
+def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
+    status, out, err = run_main(
+        capsys, "run", "--workers", "2", "--log-dir", str(tmp_path / "logs"), "--dry-run",
+        "--", "sh", "-c", "printf '%s' \"$TF_CONFIG\"",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    tasks = []
+    for line in out.splitlines():
+        said = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+        tasks.append(str(ClusterConfig.from_tf_config(said.stdout).task))
+    assert tasks == ["worker:0", "worker:1"]
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--workers", "2", "python", "train.py", "--epochs", "3"],
+         "write: tfdist run [options] -- python train.py --epochs 3"),
+        (["run"], "no command to run; put it after --"),
+        (["run", "--"], "no command to run"),
+        (["run", "--wrokers", "2", "--", "true"], "unknown: --wrokers 2; see tfdist run --help"),
+        (["run", "--worker", "2", "--", "true"], "unknown: --worker 2"),
+        (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
+        (["run", "--grace", "-1", "--", "true"], "seconds are a number from 0, not '-1'"),
+        (["run", "--grace", "nan", "--", "true"], "seconds are a number from 0, not 'nan'"),
+        (["run", "--workers", "0", "--", "true"], "no task would train"),
+        (["run", "--ps", "1", "--no-chief", "--", "true"], "without a chief"),
+        (["run", "--", "no-such-program-here"], "no program 'no-such-program-here'"),
+        (["fly"], "invalid choice: 'fly'"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_sentence(capsys, words, said):
+    status, out, err = run_main(capsys, *words)
+    assert (status, out) == (2, "")
+    assert err.startswith("tfdist: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_help_and_version(capsys):
+    assert run_main(capsys, "--version") == (0, f"tfdist {__version__}\n", "")
+    assert run_main(capsys)[0] == 2
+    status, out, err = run_main(capsys, "run", "--help")
+    assert (status, err) == (0, "")
+    assert "tfdist run --workers 2 -- python train.py" in out
+    assert len(out.splitlines()) < 45
+
+
+def test_tensorflow_is_not_imported():
+    program = (
+        "import sys; from tfdist_ext import cli\n"
+        "status = cli.main(['run', '--dry-run', '--', 'sh'])\n"
+        "heavy = {'tensorflow', 'keras', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("TF_CONFIG=")
+
+
+def test_the_script_does_the_same(mark, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "launch_local.py", "--", "sh", "-c", "echo a; exit 3"],
+        env={**mark.env, "PYTHONPATH": "", "TMPDIR": str(tmp_path)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    assert (done.returncode, done.stdout) == (3, "[worker:0] a\n")
+    assert "worker:0 failed first" in done.stderr

@@ -1,0 +1,141 @@
+"""Planning: pure, so a table says it all."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch import TaskPlan, addresses_needed, plan_local, shell_line
+
+ENV = {"PATH": "/bin"}
+PORTS = (7001, 7002, 7003, 7004, 7005, 7006)
+COMMAND = ["python", "train.py"]
+
+
+def found(program, path=None):
+    assert path == "/bin"  # the PATH of the tasks, not of this process
+    return f"/bin/{program}" if program in ("python", "run-it") else None
+
+
+def plan(command=COMMAND, *, ports=PORTS, **options):
+    return plan_local(command, ports=ports, env=ENV, which=found, **options)
+
+
+def cluster_of(task):
+    return json.loads(task.env["TF_CONFIG"])["cluster"]
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "coordinator", "reason"),
+    [
+        ({}, ["worker:0"], None, "one worker is the least"),
+        ({"workers": 3}, ["worker:0", "worker:1", "worker:2"], None, "indices start at 0"),
+        ({"workers": 1, "chief": True}, ["chief:0", "worker:0"], None, "beside the workers"),
+        ({"workers": 0, "chief": True}, ["chief:0"], None, "a chief trains too"),
+        (
+            {"workers": 2, "ps": 1},
+            ["chief:0", "worker:0", "worker:1", "ps:0"],
+            "chief:0",
+            "parameter servers bring their coordinator, whose end is the end",
+        ),
+        (
+            {"workers": 1, "chief": True, "ps": 2},
+            ["chief:0", "worker:0", "ps:0", "ps:1"],
+            "chief:0",
+            "a chief that was asked for is not doubled",
+        ),
+        ({"workers": 1, "evaluator": True}, ["worker:0", "evaluator:0"], None, "comes last"),
+    ],
+)
+def test_tasks(options, names, coordinator, reason):
+    planned = plan(**options)
+    assert [task.name for task in planned.tasks] == names, reason
+    assert planned.coordinator == coordinator, reason
+    assert addresses_needed(**{"workers": 1, **options}) == len(names), reason
+    for task in planned.tasks:
+        config = ClusterConfig.from_tf_config(task.env["TF_CONFIG"])
+        assert str(config.task) == task.name
+        assert task.argv == ("python", "train.py")
+
+
+def test_every_task_gets_an_address_of_its_own_in_the_order_of_the_ports():
+    planned = plan(workers=2, ps=1, host="10.0.0.5")
+    assert cluster_of(planned.tasks[0]) == {
+        "chief": ["10.0.0.5:7001"],
+        "worker": ["10.0.0.5:7002", "10.0.0.5:7003"],
+        "ps": ["10.0.0.5:7004"],
+    }
+    assert all(cluster_of(task) == cluster_of(planned.tasks[0]) for task in planned.tasks)
+
+
+def test_the_evaluator_is_in_no_cluster_but_its_own():
+    worker, evaluator = plan(workers=1, evaluator=True).tasks
+    assert cluster_of(worker) == {"worker": ["127.0.0.1:7001"]}
+    assert cluster_of(evaluator) == {
+        "worker": ["127.0.0.1:7001"],
+        "evaluator": ["127.0.0.1:7002"],
+    }
+
+
+def test_log_files_are_named_after_the_tasks():
+    logs = [task.log_file for task in plan(workers=2, log_dir="logs").tasks]
+    assert logs == [Path("logs/worker-0.log"), Path("logs/worker-1.log")]
+    assert plan().tasks[0].log_file is None
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ([], {}, ["no command", "after --", "tfdist run"]),
+        ([""], {}, ["no command"]),
+        ("python train.py", {}, ["list of words", "'python train.py'"]),
+        (COMMAND, {"workers": 0}, ["no task would train", "--workers 1"]),
+        (COMMAND, {"workers": 0, "evaluator": True}, ["no task would train"]),
+        (COMMAND, {"workers": -1}, ["--workers", "-1"]),
+        (COMMAND, {"ps": -2}, ["--ps", "-2"]),
+        (COMMAND, {"workers": 0, "ps": 1}, ["--ps 1 without workers", "add --workers"]),
+        (COMMAND, {"ps": 1, "chief": False}, ["--ps 1 without a chief", "coordinator"]),
+        (COMMAND, {"workers": 3, "ports": (1, 2)}, ["need 3 ports", "[1, 2]"]),
+        (COMMAND, {"evaluator": True, "ports": (7001,)}, ["need 2 ports"]),
+        (["pyhton", "x"], {}, ["'pyhton'", "spelling"]),
+        (["train.py", "--a"], {}, ["'train.py'", "-- python train.py --a"]),
+        (["./run", "--a"], {}, ["'./run'", "chmod +x"]),
+    ],
+)
+def test_bad_input_is_a_sentence_that_says_what_arrived_and_what_to_do(command, options, words):
+    with pytest.raises(LaunchError) as caught:
+        plan(command, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["python", "python3"])
+def test_python_is_the_interpreter_in_use_where_none_is_on_path(word):
+    planned = plan_local(
+        [word, "x.py"], ports=PORTS, env={"PATH": ""}, which=lambda name, path=None: None
+    )
+    assert planned.tasks[0].argv == (sys.executable, "x.py")
+
+
+def test_another_program_is_never_replaced():
+    with pytest.raises(LaunchError, match=r"python3\.99"):
+        plan(["python3.99", "x.py"])
+
+
+def test_the_program_is_really_looked_for():
+    with pytest.raises(LaunchError, match="no-such-program-here"):
+        plan_local(["no-such-program-here"], ports=PORTS, env={"PATH": "/bin:/usr/bin"})
+    assert plan_local(["sh"], ports=PORTS, env={"PATH": "/bin:/usr/bin"}).tasks[0].argv == ("sh",)
+
+
+def test_a_shell_line_can_be_read_back_by_a_shell():
+    task = TaskPlan("worker:0", ("run-it", "a b", "$HOME", "it's"), {"TF_CONFIG": '{"a": "b c"}'})
+    line = shell_line(task)
+    assert shlex.split(line) == ['TF_CONFIG={"a": "b c"}', "run-it", "a b", "$HOME", "it's"]
+    assert line.startswith("TF_CONFIG='")

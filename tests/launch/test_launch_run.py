@@ -1,0 +1,350 @@
+"""Running plans of small shell scripts: what is shown, who is blamed, what is left (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch import LaunchPlan, TaskPlan, output, run_plan
+from tfdist_ext.launch.output import wants_color
+
+pytestmark = pytest.mark.timeout(20)
+
+SLEEP = "sleep 60"
+IGNORES_TERM = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+
+
+# What is shown, and what is kept
+
+
+def test_lines_are_prefixed_aligned_and_in_order(run_tasks):
+    ran = run_tasks({"chief:0": "echo a; echo b >&2; echo c", "worker:10": "echo d"})
+    shown = ran.out.splitlines()
+    assert [line for line in shown if line.startswith("[chief")] == [
+        "[chief:0]   a",
+        "[chief:0]   b",
+        "[chief:0]   c",
+    ]
+    assert "[worker:10] d" in shown
+    assert len(shown) == 4
+    assert ran.err == ""
+    assert ran.result.exit_status == 0
+    assert ran.result.failed_task is None
+    assert ran.result.last_lines == {"chief:0": ("a", "b", "c"), "worker:10": ("d",)}
+
+
+def test_log_files_hold_every_byte(run_tasks, tmp_path):
+    logs = tmp_path / "not" / "there" / "yet"
+    run_tasks({"worker:0": r"printf 'a\r\nb\rc\377\n\nlast'", "worker:1": "echo one"}, log_dir=logs)
+    assert (logs / "worker-0.log").read_bytes() == b"a\r\nb\rc\xff\n\nlast"
+    assert (logs / "worker-1.log").read_bytes() == b"one\n"
+
+
+def test_a_last_line_without_newline_is_shown(run_tasks):
+    assert run_tasks({"worker:0": "echo a; printf half"}).lines("worker:0") == ["a", "half"]
+
+
+def test_an_unfinished_line_is_shown_when_it_is_quiet(run_tasks, monkeypatch):
+    monkeypatch.setattr(output, "_QUIET", 0.2)
+    ran = run_tasks({"worker:0": "printf 'Loading... '; sleep 0.7; echo done"})
+    assert ran.lines("worker:0") == ["Loading... ", "done"]
+
+
+def test_a_progress_bar_is_shown_now_and_then_and_its_last_state_always(run_tasks, tmp_path):
+    bar = r"for i in 1 2 3 4 5 6 7 8 9; do printf '\r%s0%%' $i; sleep 0.01; done; printf '\r100%%'"
+    ran = run_tasks({"worker:0": bar + r"; printf '\ndone\n'"}, log_dir=tmp_path)
+    lines = ran.lines("worker:0")
+    assert lines[-2:] == ["100%", "done"]
+    assert 3 <= len(lines) < 6, "a line a rewrite would drown the other tasks"
+    assert (tmp_path / "worker-0.log").read_bytes().count(b"\r") == 10
+    assert run_tasks({"worker:0": bar}).lines("worker:0")[-1] == "100%"
+    assert run_tasks({"worker:0": bar + r"; printf '\r'"}).lines("worker:0")[-1] == "100%"
+
+
+def test_a_line_of_a_megabyte_arrives_whole_in_pieces(run_tasks, tmp_path):
+    script = "head -c 1000000 /dev/zero | tr '\\0' x; echo; echo after"
+    ran = run_tasks({"worker:0": script}, log_dir=tmp_path)
+    *pieces, after = ran.lines("worker:0")
+    assert after == "after"
+    assert "".join(pieces) == "x" * 1_000_000
+    assert max(map(len, pieces)) <= 65_536
+    assert (tmp_path / "worker-0.log").stat().st_size == 1_000_007
+
+
+def test_binary_rubbish_harms_nobody(run_tasks):
+    ran = run_tasks({"worker:0": "head -c 100000 /dev/urandom; echo; echo after"})
+    assert ran.lines("worker:0")[-1] == "after"
+    assert ran.result.exit_status == 0
+
+
+def test_a_task_that_closes_its_output_is_waited_for(run_tasks):
+    ran = run_tasks({"worker:0": "echo a; exec >&- 2>&-; sleep 0.4; exit 7"})
+    assert ran.result.exit_status == 7
+    assert ran.lines("worker:0") == ["a"]
+    assert ran.seconds >= 0.4
+
+
+def test_tasks_get_their_additions_no_keyboard_and_unbuffered_python(mark):
+    script = "test \"$(cat)\" = '' && test $ADDED = 'yes' && test $PYTHONUNBUFFERED = 1"
+    plan = LaunchPlan((TaskPlan("worker:0", ("sh", "-c", script), {"ADDED": "yes"}),))
+    assert run_plan(plan, env=mark.env).exit_status == 0
+
+
+# Who is blamed
+
+
+def test_the_first_failure_is_the_root_cause(run_tasks, tmp_path):
+    ran = run_tasks(
+        {"worker:0": SLEEP, "worker:1": "seq 30; sleep 0.1; echo boom >&2; exit 3"},
+        log_dir=tmp_path,
+    )
+    assert ran.result.exit_status == 3
+    assert ran.result.failed_task == "worker:1"
+    assert ran.result.returncodes == {"worker:0": -signal.SIGTERM, "worker:1": 3}
+    assert ran.seconds < 3, "the sleeper was waited for"
+    report = ran.err.splitlines()
+    assert report[0] == "tfdist: worker:1 failed; ending the others"
+    assert report[1].startswith("tfdist: worker:1 failed first, after ")
+    assert report[1].endswith(" s: exit code 3")
+    assert report[2] == "tfdist: the last lines of worker:1:"
+    assert report[3:23] == [f"    {n}" for n in range(12, 31)] + ["    boom"]
+    assert report[23] == f"tfdist: its log: {tmp_path / 'worker-1.log'}"
+    assert report[24].endswith("worker:0 killed by SIGTERM (signal 15)")
+    assert len(report) == 25
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path, first):
+    failed = tmp_path / "failed"
+    # All the others fail by themselves as soon as they notice, and with another code.
+    scripts = {
+        f"worker:{n}": f"while ! test -e {failed}; do sleep 0.01; done; exit 9" for n in range(3)
+    }
+    # The script that creates the file is gone when the file is there.
+    scripts[f"worker:{first}"] = f"(sleep 0.15; : > {failed}) & sleep 0.1; exit 4"
+    ran = run_tasks(scripts)
+    assert (ran.result.failed_task, ran.result.exit_status) == (f"worker:{first}", 4)
+
+
+def test_an_exit_code_given_on_sigterm_is_not_the_root_cause(run_tasks):
+    ran = run_tasks(
+        {"worker:0": "trap 'exit 5' TERM; sleep 60 & wait", "worker:1": "sleep 0.2; exit 3"}
+    )
+    assert ran.result.exit_status == 3
+    assert ran.result.returncodes["worker:0"] == 5
+    assert "worker:0 exit code 5" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGSEGV, 139), (signal.SIGKILL, 137), (signal.SIGTERM, 143)]
+)
+def test_a_signal_as_root_cause(run_tasks, number, status):
+    ran = run_tasks({"worker:0": f"kill -{number.value} $$", "worker:1": SLEEP})
+    assert ran.result.exit_status == status
+    assert ran.result.returncodes["worker:0"] == -number
+    assert f"killed by {number.name} (signal {number.value})" in ran.err
+    assert ("out of memory" in ran.err) == (number is signal.SIGKILL)
+    assert "worker:0 wrote nothing" in ran.err
+
+
+def test_a_task_that_is_done_does_not_end_the_others(run_tasks):
+    ran = run_tasks({"worker:0": "exit 0", "worker:1": "sleep 0.4; echo still here"})
+    assert ran.lines("worker:1") == ["still here"]
+    assert ran.result.returncodes == {"worker:0": 0, "worker:1": 0}
+
+
+def test_a_late_failure_counts(run_tasks):
+    ran = run_tasks({"worker:0": "exit 0", "worker:1": "sleep 0.2; exit 6"})
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 6)
+    assert "ending the others" not in ran.err  # there are none
+
+
+# How the others are ended
+
+
+def test_sigterm_comes_first_and_is_enough_for_who_heeds_it(run_tasks):
+    heeds = "trap 'echo saved; exit 0' TERM; echo ready; sleep 60 & wait"
+    ran = run_tasks({"worker:0": heeds, "worker:1": "sleep 0.3; exit 3"}, grace=10)
+    assert ran.lines("worker:0") == ["ready", "saved"]
+    assert ran.result.returncodes["worker:0"] == 0
+    assert ran.seconds < 3
+
+
+def test_sigkill_comes_after_the_grace(run_tasks):
+    ran = run_tasks({"worker:0": IGNORES_TERM, "worker:1": "sleep 0.3; exit 3"}, grace=0.5)
+    assert ran.result.returncodes["worker:0"] == -signal.SIGKILL
+    assert ran.result.exit_status == 3
+    assert 0.8 <= ran.seconds < 3
+    assert "worker:0 killed by SIGKILL" in ran.err
+
+
+def test_the_hard_limit_names_who_was_still_running(run_tasks):
+    ran = run_tasks(
+        {"worker:0": "echo waiting for worker:1; exec sleep 60", "worker:1": "exit 0"}, timeout=0.4
+    )
+    assert ran.result.exit_status == 124
+    assert ran.result.failed_task is None
+    assert "not finished after 0.4 s" in ran.err
+    assert "    worker:0: waiting for worker:1\n" in ran.err
+    assert "    worker:1" not in ran.err
+
+
+# A coordinator
+
+
+def test_the_coordinators_success_is_the_end(run_tasks):
+    scripts = {"chief:0": "sleep 0.1", "worker:0": IGNORES_TERM, "ps:0": SLEEP}
+    ran = run_tasks(scripts, coordinator="chief:0", linger=0.3, grace=0.3)
+    assert ran.result.exit_status == 0
+    assert ran.result.failed_task is None
+    assert ran.result.returncodes == {"chief:0": 0, "worker:0": -9, "ps:0": -15}
+    assert 0.7 <= ran.seconds < 3
+    assert ran.err == ""
+
+
+def test_after_the_coordinator_the_others_may_end_by_themselves_even_badly(run_tasks):
+    scripts = {
+        "chief:0": "exit 0",
+        "ps:0": "sleep 0.3; echo lost the coordinator; exit 1",
+        "evaluator:0": "sleep 0.3; echo evaluated",
+    }
+    ran = run_tasks(scripts, coordinator="chief:0", linger=10)
+    assert ran.result.exit_status == 0
+    assert ran.result.returncodes["ps:0"] == 1
+    assert ran.lines("evaluator:0") == ["evaluated"]
+    assert ran.seconds < 3, "nobody was left to wait for"
+
+
+def test_a_failure_before_the_coordinators_success_is_a_failure(run_tasks):
+    scripts = {"chief:0": SLEEP, "worker:0": "exit 8", "ps:0": SLEEP}
+    ran = run_tasks(scripts, coordinator="chief:0")
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:0", 8)
+
+
+def test_the_success_of_another_is_not_the_end(run_tasks):
+    ran = run_tasks(
+        {"chief:0": "sleep 0.4; exit 2", "ps:0": "exit 0"}, coordinator="chief:0", linger=0
+    )
+    assert (ran.result.failed_task, ran.result.exit_status) == ("chief:0", 2)
+
+
+# Nothing is left (run_tasks itself looks for leftovers at the end)
+
+
+def test_grandchildren_end_with_the_run(run_tasks):
+    ran = run_tasks({"worker:0": "sleep 60 & sleep 60 & exit 0"})
+    assert ran.result.exit_status == 0
+    assert ran.seconds < 3
+
+
+def test_a_daemon_that_left_the_group_and_ignores_sigterm_ends_too(run_tasks):
+    daemon = f'setsid sh -c "{IGNORES_TERM}" > /dev/null 2>&1 &'
+    ran = run_tasks({"worker:0": f"{daemon} sleep 0.3; exit 0"}, grace=0.3)
+    assert ran.result.exit_status == 0
+    assert ran.seconds < 3
+
+
+def test_a_grandchild_that_holds_the_pipe_does_not_hold_the_launcher(run_tasks):
+    ran = run_tasks({"worker:0": "setsid sleep 60 & sleep 0.2; echo done; exit 0"})
+    assert ran.lines("worker:0") == ["done"]
+    assert ran.seconds < 4
+
+
+def test_what_a_task_leaves_behind_is_told_while_the_others_go_on(run_tasks, tmp_path):
+    told = tmp_path / "told"
+    child = f"trap ': > {told}; exit' TERM; sleep 60 & wait"
+    # Where the child were told at the end of the run only, worker:1 would wait in vain.
+    wait = f"for i in $(seq 60); do test -e {told} && exit 0; sleep 0.05; done; exit 1"
+    ran = run_tasks({"worker:0": f'sh -c "{child}" & sleep 0.3; exit 0', "worker:1": wait})
+    assert ran.result.exit_status == 0
+
+
+def test_what_is_left_at_the_end_has_the_grace_too(run_tasks, tmp_path):
+    saved = tmp_path / "saved"
+    daemon = f"trap 'sleep 0.2; : > {saved}; exit' TERM; sleep 60 & wait"
+    run_tasks({"worker:0": f'setsid sh -c "{daemon}" & sleep 0.3; exit 0'})
+    assert saved.exists()
+
+
+def test_who_evades_every_means_does_not_hold_the_launcher(run_tasks, tmp_path):
+    # Out of the group and with an empty environment: this one cannot be found.
+    ran = run_tasks(
+        {"worker:0": "env -i setsid sleep 10 & echo $!; sleep 0.2; exit 0"}, log_dir=tmp_path
+    )
+    (pid,) = map(int, ran.lines("worker:0"))
+    os.kill(pid, signal.SIGKILL)  # an error where it had been found after all
+    assert ran.result.exit_status == 0
+    assert ran.seconds < 2.5
+
+
+def test_what_could_not_be_started_ends_what_was(mark, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF rubbish")
+    broken.chmod(0o755)
+    plan = LaunchPlan((TaskPlan("worker:0", ("sleep", "60")), TaskPlan("worker:1", (str(broken),))))
+    with pytest.raises(LaunchError, match=r"worker:1 could not be started: .*broken"):
+        run_plan(plan, env=mark.env)
+    assert mark.pids() == []
+
+
+def test_a_log_file_that_cannot_be_written_ends_what_was_started(run_tasks, tmp_path, mark):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(LaunchError, match=r"log file of worker:0 .*--log-dir"):
+        run_tasks({"worker:0": SLEEP}, log_dir=tmp_path / "file")
+    assert mark.pids() == []
+
+
+# As a library
+
+
+def test_it_runs_in_any_thread_and_leaves_signal_handlers_alone(run_tasks):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(run_tasks({"worker:0": "exit 3"}).result)
+    )
+    thread.start()
+    thread.join()
+    results.append(run_tasks({"worker:0": "exit 4"}).result)
+    assert [result.exit_status for result in results] == [3, 4]
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_an_exception_on_the_way_leaves_nothing(mark):
+    class Broken:
+        def write(self, text):
+            raise RuntimeError("no matter of streams")
+
+    plan = LaunchPlan((TaskPlan("worker:0", ("sleep", "60")), TaskPlan("worker:1", ("false",))))
+    with pytest.raises(RuntimeError, match="no matter of streams"):
+        run_plan(plan, env=mark.env, report=Broken())
+    assert mark.pids() == []
+
+
+@pytest.mark.parametrize("option", ["grace", "linger", "timeout"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_seconds_are_checked(option, value):
+    with pytest.raises(LaunchError, match=f"{option} is a number of seconds"):
+        run_plan(LaunchPlan((TaskPlan("worker:0", ("true",)),)), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("terminal", "env", "expected"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (False, {"TERM": "xterm"}, False),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colours_are_for_terminals(terminal, env, expected):
+    class Stream:
+        def isatty(self):
+            return terminal
+
+    assert wants_color(Stream(), env) is expected

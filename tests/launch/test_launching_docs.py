@@ -1,0 +1,56 @@
+"""docs/launching.md says what really happens: its sessions and programs are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+SCRIPT, PROGRAM = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SESSIONS = re.findall(r"^```console\n\$ tfdist (.*?)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+pytestmark = pytest.mark.timeout(25)
+
+
+def normal(text):
+    text = re.sub(r"after \d+\.\d s", "after N s", text)
+    text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", text)
+    return sorted(text.splitlines())  # the tasks' lines come in any order
+
+
+@pytest.mark.parametrize(("words", "output"), SESSIONS)
+def test_sessions(mark, tmp_path, words, output):
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist_ext.cli", *shlex.split(words)],
+        cwd=tmp_path,
+        env=mark.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+    )
+    assert normal(done.stdout) == normal(output)
+
+
+def test_there_are_sessions():
+    assert len(SESSIONS) == 2
+
+
+def test_the_program(mark, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=mark.env,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.stdout.splitlines()[-1] == "1 worker:1"

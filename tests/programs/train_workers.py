@@ -1,0 +1,114 @@
+"""One worker of a cluster: trains in several ways and reports what came out, as JSON.
+
+Argument: a directory that all workers share.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import tfdist_ext as tfd
+
+strategy = tfd.create_strategy()
+
+import keras  # noqa: E402  (importing these first would start TensorFlow too early)
+import mlp  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+shared = Path(sys.argv[1])
+result = {"replicas": strategy.num_replicas_in_sync, "explain": tfd.explain(strategy)}
+x, y = mlp.data()
+
+# Workers that start from other seeds must still begin alike and shuffle alike.
+keras.utils.set_random_seed(7 + 100 * rank)
+model = tfd.distribute(mlp.build, strategy)
+history = model.fit(x, y, batch_size=mlp.BATCH, epochs=3, validation_data=(x[:48], y[:48]))
+result["history"] = history.history
+result["weights"] = mlp.flat(model.keras_model)
+result["bits"] = mlp.fingerprint(model.keras_model)
+result["evaluate"] = model.evaluate(x, y, batch_size=mlp.BATCH, verbose=0)
+rows = np.asarray(model.predict(x[:50], batch_size=mlp.BATCH, verbose=0))  # 24, 24 and 2 rows
+result["predict"] = rows.astype(float).tolist()
+
+# Only the chief writes.
+mine = shared / f"written_by_{rank}"
+model.fit(
+    x,
+    y,
+    batch_size=mlp.BATCH,
+    epochs=2,
+    callbacks=[
+        keras.callbacks.ModelCheckpoint(mine / "checkpoint.keras"),
+        keras.callbacks.CSVLogger(str(mine) + ".csv"),
+        keras.callbacks.EarlyStopping("loss", patience=5, verbose=1),
+    ],
+)
+model.save(shared / "model.keras")
+result["saved_when_save_returns"] = (shared / "model.keras").exists()
+result["bits_saved"] = mlp.fingerprint(model.keras_model)
+
+
+class StopsOnOneWorker(keras.callbacks.Callback):
+    """Worker 1 alone has enough after its third batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if rank == 1 and batch == 2:
+            self.model.stop_training = True
+
+
+before = int(model.keras_model.optimizer.iterations.numpy())
+model.fit(x, y, batch_size=mlp.BATCH, epochs=5, verbose=0, callbacks=[StopsOnOneWorker()])
+result["steps_until_one_stopped"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+
+# Data whose length nobody knows, with a last batch that is smaller.
+before = int(model.keras_model.optimizer.iterations.numpy())
+history = model.fit(mlp.train_data_of_unknown_length(), epochs=2, verbose=0)
+result["unknown_length_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+logs = model.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict=True)
+result["unknown_length_accuracy"] = logs["accuracy"]
+result["unknown_length_predict"] = len(model.predict(mlp.train_data_of_unknown_length(), verbose=0))
+
+endless = tf.data.Dataset.from_tensor_slices((x, y)).batch(mlp.BATCH).repeat()
+before = int(model.keras_model.optimizer.iterations.numpy())
+model.fit(endless, steps_per_epoch=5, epochs=2, verbose=0)
+result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+
+
+class Named(keras.Model):
+    """Dict inputs, BatchNormalization, a step of its own with names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal = keras.layers.BatchNormalization()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, inputs, training=False):
+        return self.dense(self.normal(inputs["features"], training=training))
+
+    def train_step(self, data):
+        inputs, labels = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=labels, y_pred=self(inputs, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"first_row": tf.cast(inputs["row"][0], tf.float32)}
+
+
+def build_named():
+    model = Named()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+named = tfd.distribute(build_named, strategy)
+inputs = {"features": x, "row": np.arange(len(x))}
+logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0)
+# The last global batch starts at row 168; two workers' parts start at 168 and 180.
+result["mean_of_own_log"] = logs.history["first_row"][0]
+result["named_bits"] = mlp.fingerprint(named.keras_model)
+result["moving_mean"] = np.asarray(named.keras_model.normal.moving_mean).astype(float).tolist()
+
+print("RESULT " + json.dumps(result), flush=True)

@@ -1,0 +1,128 @@
+"""Training by two and three real processes; every number against one process's."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+sys.path.insert(0, str(PROGRAMS))
+
+
+class Cluster:
+    """What the workers reported, and the directory they shared."""
+
+    def __init__(self, workers: list[dict[str, Any]], shared: Path):
+        self.workers = workers
+        self.shared = shared
+
+    def same(self, key: str) -> Any:
+        """The value of a key, after checking that all workers agree to the last bit."""
+        first, *others = [worker[key] for worker in self.workers]
+        assert all(other == first for other in others), key
+        return first
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2-workers", "3-workers"])
+def cluster(
+    request: pytest.FixtureRequest,
+    run_cluster: Callable[..., list[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Cluster:
+    shared = tmp_path_factory.mktemp("shared")
+    results = run_cluster("train_workers.py", str(shared), workers=request.param, timeout=200)
+    return Cluster(results, shared)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    """The first part of the program, on one device."""
+    import keras
+    import mlp
+
+    import tfdist_ext as tfd
+
+    x, y = mlp.data()
+    keras.utils.set_random_seed(7)
+    model = tfd.distribute(mlp.build, tfd.create_strategy("default"))
+    validation = (x[:48], y[:48])
+    history = model.fit(
+        x, y, batch_size=mlp.BATCH, epochs=3, validation_data=validation, verbose=0
+    )
+    return {
+        "history": history.history,
+        "weights": mlp.flat(model.keras_model),
+        "evaluate": model.evaluate(x, y, batch_size=mlp.BATCH, verbose=0),
+        "predict": model.predict(x[:50], batch_size=mlp.BATCH, verbose=0),
+    }
+
+
+def test_every_worker_ends_with_the_same_bits(cluster: Cluster) -> None:
+    assert cluster.same("replicas") == len(cluster.workers)
+    for key in ("bits", "bits_saved", "named_bits", "history", "evaluate", "predict"):
+        cluster.same(key)
+
+
+def test_weights_are_those_of_one_process(cluster: Cluster, one_process: dict[str, Any]) -> None:
+    np.testing.assert_allclose(cluster.same("weights"), one_process["weights"], atol=1e-6)
+
+
+def test_history_evaluate_and_predict_are_those_of_one_process(
+    cluster: Cluster, one_process: dict[str, Any]
+) -> None:
+    history = cluster.same("history")
+    assert list(history) == list(one_process["history"])
+    for name, values in one_process["history"].items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(cluster.same("evaluate"), one_process["evaluate"], rtol=1e-5)
+    np.testing.assert_allclose(cluster.same("predict"), one_process["predict"], atol=1e-5)
+
+
+def test_only_the_chief_writes_and_everyone_waits_for_the_file(cluster: Cluster) -> None:
+    written = sorted(path.name for path in cluster.shared.iterdir())
+    assert written == ["model.keras", "written_by_0", "written_by_0.csv"]
+    assert cluster.same("saved_when_save_returns") is True
+    with open(cluster.shared / "written_by_0.csv", newline="") as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1"]
+
+
+def test_plain_keras_loads_what_the_chief_saved(cluster: Cluster) -> None:
+    import keras
+    import mlp
+
+    model = keras.models.load_model(cluster.shared / "model.keras")
+    assert mlp.fingerprint(model) == cluster.same("bits_saved")
+
+
+def test_one_workers_stop_stops_all_at_the_same_step(cluster: Cluster) -> None:
+    assert cluster.same("steps_until_one_stopped") == 3
+
+
+def test_data_of_unknown_length_ends_for_all_together(cluster: Cluster) -> None:
+    assert cluster.same("unknown_length_steps") == 2 * 3
+    accuracy = cluster.same("unknown_length_accuracy") * 58  # of 24 + 24 + 10 rows
+    assert accuracy == pytest.approx(round(accuracy), abs=1e-3)
+    assert cluster.same("unknown_length_predict") == 58
+    assert cluster.same("endless_steps") == 2 * 5
+
+
+def test_logs_of_an_own_step_are_means_over_all_replicas(cluster: Cluster) -> None:
+    n = len(cluster.workers)
+    starts = [168 + 24 * i // n for i in range(n)]
+    assert cluster.same("mean_of_own_log") == pytest.approx(np.mean(starts))
+
+
+def test_moving_statistics_are_the_same_everywhere(cluster: Cluster) -> None:
+    import mlp
+
+    x, _ = mlp.data()
+    expected = np.zeros(6)
+    for start in range(0, mlp.ROWS, mlp.BATCH):  # the mean of equal parts' means
+        expected = 0.99 * expected + 0.01 * x[start : start + mlp.BATCH].mean(axis=0)
+    np.testing.assert_allclose(cluster.same("moving_mean"), expected, atol=1e-6)
