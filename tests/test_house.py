@@ -1,0 +1,104 @@
+"""The house keeps its plan: who may know whom, where private names may stand, how big a room is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tfdist_ext"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Imports point down this list only.
+FLOORS = [
+    "cli",
+    "training",
+    "strategies",
+    "flags",
+    "data",
+    "launch",
+    "cluster",
+    "errors",
+]
+WITHOUT_TENSORFLOW = ("cli", "launch", "cluster", "errors")
+QUARANTINED = {"_keras_private.py", "_tf_private.py"}
+
+
+def floor_of(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            rooms |= {floor_of(a.name) for a in node.names if a.name.startswith("tfdist_ext")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tfdist_ext"):
+            if node.module == "tfdist_ext":
+                rooms |= {alias.name for alias in node.names if alias.name in FLOORS}
+            else:
+                rooms.add(floor_of(node.module or ""))
+    return rooms - {""}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return  # it names everything, and imports it when it is asked for
+    assert room in FLOORS, f"{room} has no place in the list of floors"
+    above = FLOORS[: FLOORS.index(room)]
+    assert not imported_rooms(path) & set(above)
+
+
+def test_the_import_check_sees_imports() -> None:
+    assert imported_rooms(PACKAGE / "training" / "model.py") >= {"strategies", "errors", "training"}
+
+
+def test_cluster_and_launcher_start_without_tensorflow() -> None:
+    rooms = ", ".join(f"tfdist_ext.{room}" for room in WITHOUT_TENSORFLOW)
+    code = f"import sys, tfdist_ext, {rooms}; print({{'tensorflow', 'keras'}} & set(sys.modules))"
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert output.strip() == "set()"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stay_in_quarantine(path: Path) -> None:
+    if path.name in QUARANTINED:
+        return
+    text = path.read_text()
+    assert not re.search(r"keras\.src|tensorflow\.python|tf\.python|__internal__", text)
+
+
+def test_public_names_are_what_all_says() -> None:
+    import tfdist_ext as tfd
+
+    assert sorted({*tfd._HOME, *tfd._ROOMS}) == sorted(tfd.__all__)
+    for name in tfd.__all__:
+        assert getattr(tfd, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = tfd.nonsense
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_all_lists_what_is_there(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    for public in getattr(module, "__all__", []):
+        assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_tells_one_story(path: Path) -> None:
+    assert path.name != "utils.py"
+    assert len(path.read_text().splitlines()) <= 320

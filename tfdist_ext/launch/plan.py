@@ -1,0 +1,173 @@
+"""What would be started: a pure function from a request to a plan of processes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.errors import LaunchError
+
+__all__ = ["LaunchPlan", "TaskPlan", "addresses_needed", "plan_local", "shell_line"]
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One process: its name (`worker:1`), its command, its log.
+
+    `env` is what is added to the environment it gets.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The processes of one run.
+
+    `coordinator` names the task whose success is the success of the run. It is None where every
+    task has to end with 0. With parameter servers it is the chief: the servers and the workers
+    serve it and never end by themselves.
+    """
+
+    tasks: tuple[TaskPlan, ...]
+    coordinator: str | None = None
+
+
+def addresses_needed(
+    *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
+) -> int:
+    """How many ports `plan_local` wants: one a task."""
+    return max(workers, 0) + max(ps, 0) + int(_with_chief(chief, ps)) + int(evaluator)
+
+
+def plan_local(
+    command: Sequence[str],
+    *,
+    workers: int = 1,
+    chief: bool | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    ports: Sequence[int],
+    log_dir: str | os.PathLike[str] | None = None,
+    host: str = "127.0.0.1",
+    env: Mapping[str, str],
+    which: Callable[..., str | None] = shutil.which,
+) -> LaunchPlan:
+    """Plan one process for each task of a cluster on this machine; starts nothing.
+
+    Args:
+        command: the program and its arguments, the same for every task.
+        workers, ps: how many tasks of that type.
+        chief: whether there is a chief. None: exactly when there are parameter servers, which
+            need one as their coordinator.
+        evaluator: whether there is an evaluator beside the cluster.
+        ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
+        log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
+        env: the environment the tasks will have; its PATH is where the program is looked for.
+        which: how the program is found, called as `shutil.which` is.
+
+    Raises:
+        LaunchError: no command, a command that is not found, tasks that make no cluster, or too
+            few ports.
+    """
+    has_chief = _with_chief(chief, ps)
+    _check_tasks(workers, has_chief, ps)
+    argv = _found(command, env, which)
+    needed = addresses_needed(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
+    if len(ports) < needed:
+        raise LaunchError(
+            f"{needed} tasks need {needed} ports, and {len(ports)} arrived: {list(ports)}; "
+            f"reserve {needed}"
+        )
+    free = iter(ports)
+    counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
+    everyone = {
+        job: tuple(f"{host}:{next(free)}" for _ in range(count))
+        for job, count in counts.items()
+        if count
+    }
+    # The evaluator is in nobody's cluster but its own: TensorFlow's MultiWorkerMirroredStrategy
+    # silently trains on a single worker when the cluster names one.
+    cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
+    return LaunchPlan(
+        tasks=tuple(
+            TaskPlan(
+                name=f"{job}:{index}",
+                argv=argv,
+                env={
+                    "TF_CONFIG": ClusterConfig(
+                        everyone if job == "evaluator" else cluster, task=Task(job, index)
+                    ).to_tf_config()
+                },
+                log_file=None if log_dir is None else Path(log_dir) / f"{job}-{index}.log",
+            )
+            for job, addresses in everyone.items()
+            for index in range(len(addresses))
+        ),
+        coordinator="chief:0" if ps else None,
+    )
+
+
+def shell_line(task: TaskPlan) -> str:
+    """The task as one line that can be pasted into a shell."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
+    return " ".join([*settings, shlex.join(task.argv)])
+
+
+def _with_chief(chief: bool | None, ps: int) -> bool:
+    return ps > 0 if chief is None else chief
+
+
+def _check_tasks(workers: int, chief: bool, ps: int) -> None:
+    for option, count in (("--workers", workers), ("--ps", ps)):
+        if count < 0:
+            raise LaunchError(f"{option} is a number of tasks, and {count} arrived; give 0 or more")
+    if ps and not workers:
+        raise LaunchError(
+            f"--ps {ps} without workers: parameter servers hold variables and compute nothing; "
+            "add --workers 1 or more"
+        )
+    if ps and not chief:
+        raise LaunchError(
+            f"--ps {ps} without a chief: training with parameter servers is driven by a "
+            "coordinator, which is the chief task; leave out --no-chief, or leave out --ps"
+        )
+    if not workers and not chief:
+        raise LaunchError("--workers 0 and no chief: no task would train; add --workers 1 or more")
+
+
+def _found(
+    command: Sequence[str], env: Mapping[str, str], which: Callable[..., str | None]
+) -> tuple[str, ...]:
+    if isinstance(command, str):
+        raise LaunchError(
+            f"the command is a list of words, and one string arrived: {command!r}; "
+            "split it, for example with shlex.split"
+        )
+    if not command or not command[0]:
+        raise LaunchError(
+            "there is no command to run; put it after --, for example: "
+            "tfdist run --workers 2 -- python train.py"
+        )
+    program = command[0]
+    if which(program, path=env.get("PATH", os.defpath)):
+        return tuple(command)
+    if program in ("python", "python3") and sys.executable:
+        # A virtual environment that is not activated has no python on PATH: take its own.
+        return (sys.executable, *command[1:])
+    if program.endswith(".py"):
+        advice = f"a script is run by its interpreter: -- python {shlex.join(command)}"
+    elif os.sep in program:
+        advice = "check that the file is there and may be executed (chmod +x)"
+    else:
+        advice = "check the spelling, install it, or give its path"
+    raise LaunchError(f"there is no program {program!r} to run; {advice}")

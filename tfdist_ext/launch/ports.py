@@ -1,0 +1,110 @@
+"""Ports that nobody else takes between being chosen and being used.
+
+The usual way, binding port 0 and closing the socket, gives back a port of the kernel's ephemeral
+range. Until the task binds it, seconds later, the kernel may hand it to any `bind(0)` and to any
+outgoing connection. Keeping the socket open is no way out: TensorFlow's gRPC server switches
+SO_REUSEPORT off, and fails on a port that another socket holds (measured with 2.21: "Could not
+start gRPC server"; TF_GRPC_REUSE_PORT=1 changes that, and then two servers that were given one
+address by mistake would share it without a word).
+
+So the ports lie outside the ephemeral range, where the kernel hands out nothing by itself, and
+were seen free by binding them. Another launcher is kept away by a lock a port: the UDP socket of
+the same number. TensorFlow speaks TCP only, so the lock is not in its way; the kernel gives it to
+one process on the machine, whoever the user and wherever the temporary directory, and takes it
+back when that process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tfdist_ext.errors import LaunchError
+
+__all__ = ["reserve_ports"]
+
+_LOWEST = 10_000  # below it live most services that have a number of their own
+# Without /proc: Linux's own range and that of IANA (macOS, BSD) together.
+_USUAL_RANGE = (32_768, 65_535)
+_LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator[tuple[int, ...]]:
+    """`count` free TCP ports that no other `reserve_ports` on this machine gets until this ends.
+
+    Args:
+        count: how many.
+        among: the ports to choose from, tried in this order; None: those from 10000 up, in random
+            order, those the kernel hands out by itself last.
+
+    Raises:
+        LaunchError: fewer than `count` of them are free.
+    """
+    with ExitStack() as locks:
+        ports: list[int] = []
+        candidates = iter(_candidates() if among is None else among)
+        while len(ports) < count:
+            port = next(candidates, None)
+            if port is None:
+                raise LaunchError(
+                    f"{count} free ports are needed, and {len(ports)} were found; "
+                    "end what uses them, or ask for fewer tasks"
+                )
+            lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            if _binds(lock, _LOOPBACK, port) and _is_free(port):
+                ports.append(port)
+            else:
+                lock.close()
+        yield tuple(ports)
+
+
+def _candidates() -> list[int]:
+    low, high = _ephemeral_range()
+    outside = [port for port in range(_LOWEST, 65_536) if not low <= port <= high]
+    inside = [port for port in range(_LOWEST, 65_536) if low <= port <= high]
+    # Random, so that a port that was in use a moment ago is rarely the next; SystemRandom, so
+    # that the caller's seed neither decides nor is disturbed.
+    shuffle = random.SystemRandom().shuffle
+    shuffle(outside)
+    shuffle(inside)
+    # Inside only where a machine's range is so wide that nothing else is left.
+    return outside + inside
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    except OSError:
+        return _USUAL_RANGE
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else _USUAL_RANGE
+
+
+def _is_free(port: int) -> bool:
+    # gRPC listens on every address, IPv4 and IPv6: a server on ::1 alone is in its way too.
+    for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            probe = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # a machine without IPv6
+            continue
+        with probe:
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if not _binds(probe, host, port):
+                return False
+    return True
+
+
+def _binds(sock: socket.socket, host: str, port: int) -> bool:
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        # IPv6 compiled in and switched off: no address to bind is not a port in use.
+        return sock.family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
+    return True

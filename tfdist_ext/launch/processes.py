@@ -1,0 +1,172 @@
+"""The processes of a run: each task in a session of its own, and the watchdog beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch import watchdog
+from tfdist_ext.launch.plan import TaskPlan
+
+__all__ = ["ProcessSet", "TaskProcess"]
+
+_UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
+
+
+class TaskProcess:
+    """A task that was started. `returncode` is None until its first process has ended."""
+
+    def __init__(self, plan: TaskPlan, popen: subprocess.Popen[bytes]) -> None:
+        self.plan = plan
+        self.name = plan.name
+        self.returncode: int | None = None
+        self._popen = popen
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def output(self) -> int:
+        """The descriptor its standard output and error are read from."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout.fileno()
+
+    def watch(self, ended: Callable[[TaskProcess, int], None]) -> None:
+        """Call `ended(self, returncode)` from a thread, at the moment the task ends."""
+        # A thread a task, not one that polls them in turn: the order in which they end decides
+        # which failure is the root cause.
+        threading.Thread(
+            target=lambda: ended(self, self._wait()), name=f"wait {self.name}", daemon=True
+        ).start()
+
+    def _wait(self) -> int:
+        if not hasattr(os, "waitid"):  # macOS
+            return self._popen.wait()
+        # Not reaped yet: as long as the process is a zombie, the number of its group cannot be
+        # given to somebody else, and the group can be signalled safely.
+        try:
+            info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # the embedding process reaps its children elsewhere
+            return self._popen.wait()
+        assert info is not None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the task and all it has started, as far as they are still there."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Reap the process, which has ended or was killed, and close its output."""
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, on a dead disk
+            self._popen.wait(timeout=_UNKILLABLE)
+
+
+class ProcessSet:
+    """All processes of one run, and those that they start."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.tasks: list[TaskProcess] = []
+        self._run_id = uuid.uuid4().hex
+        self._env = {
+            **env,
+            watchdog.MARK: watchdog.mark_for(self._run_id, env.get(watchdog.MARK, "")),
+        }
+        # Not marked itself, and away from the launcher's group, so that what ends the tasks or
+        # the launcher does not end it.
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", watchdog.__file__, self._run_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=dict(env),
+        )
+
+    def start(self, plan: TaskPlan) -> TaskProcess:
+        """Start one task.
+
+        Raises:
+            LaunchError: the system refuses to start its program.
+        """
+        try:
+            popen = subprocess.Popen(
+                plan.argv,
+                # No standard input: several tasks cannot share a keyboard.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                # A session of its own: a terminal's Ctrl-C reaches the launcher only, and the
+                # task's own children are in its group.
+                start_new_session=True,
+                env={"PYTHONUNBUFFERED": "1", **self._env, **plan.env},
+            )
+        except (OSError, ValueError) as error:
+            raise LaunchError(
+                f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
+                "check that the program runs on this machine by itself"
+            ) from error
+        task = TaskProcess(plan, popen)
+        self.tasks.append(task)
+        self._tell_watchdog(f"{task.pid}\n")
+        return task
+
+    def running(self) -> list[TaskProcess]:
+        """The tasks that have not ended."""
+        return [task for task in self.tasks if task.returncode is None]
+
+    def leftovers(self) -> list[int]:
+        """Processes of this run that are still there, tasks included."""
+        return watchdog.marked(self._run_id)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every task and to everything the tasks have started."""
+        for task in self.tasks:
+            task.signal_group(number)
+        groups = {task.pid for task in self.tasks}
+        outside = [pid for pid in self.leftovers() if _group_of(pid) not in groups]
+        watchdog.signal_all(outside, number)
+
+    def end(self) -> None:
+        """Kill what is left, until nothing is."""
+        deadline = time.monotonic() + _UNKILLABLE
+        self.signal_all(signal.SIGKILL)
+        # Again, for what was being started by a process that is dead by now.
+        while self.leftovers() and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.signal_all(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Dismiss the watchdog and reap everything; after `end`."""
+        self._tell_watchdog("done\n")
+        assert self._watchdog.stdin is not None
+        with contextlib.suppress(OSError):
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
+        for task in self.tasks:
+            task.close()
+
+    def _tell_watchdog(self, line: str) -> None:
+        assert self._watchdog.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # killed by somebody: the run goes on
+            self._watchdog.stdin.write(line.encode())
+            self._watchdog.stdin.flush()
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

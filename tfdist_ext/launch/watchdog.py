@@ -1,0 +1,84 @@
+"""The end of every process of a run, also when the launcher itself is killed.
+
+Two means, because each has a gap. A process group reaches what a task has started, but not what
+left the group (a daemon). A mark in the environment, which children inherit, reaches that too,
+but only where /proc shows it, and not in a process that cleared its environment.
+
+Run as a program, this file waits beside the launcher: it reads the task groups from its standard
+input, and when that closes without the word `done`, the launcher is dead, and they are ended.
+PR_SET_PDEATHSIG would not do: it does not reach grandchildren, and it follows the thread, not the
+process, that started the task. Only the standard library is imported, to start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+MARK = "TFDIST_RUN"
+
+
+def mark_for(run_id: str, env_mark: str = "") -> str:
+    """The mark's value for a run, inside the run (if any) whose mark is `env_mark`."""
+    return f"{env_mark} {run_id}".strip()
+
+
+def marked(run_id: str) -> list[int]:
+    """The living processes of a run, wherever they went; none where there is no /proc."""
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+    return [pid for pid in pids if _has_mark(pid, run_id.encode())]
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    """Send a signal to processes some of which may be gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _has_mark(pid: int, run_id: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environ = file.read()
+    except OSError:  # gone, a zombie, or another user's
+        return False
+    prefix = MARK.encode() + b"="
+    return any(
+        entry.startswith(prefix) and run_id in entry.removeprefix(prefix).split()
+        for entry in environ.split(b"\0")
+    )
+
+
+def _end(groups: list[int], run_id: str, *, at_least: float = 0.5, at_most: float = 10.0) -> None:
+    # More than once: a task that was being started has its mark only a moment later.
+    start = time.monotonic()
+    while time.monotonic() - start < at_most:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        left = marked(run_id)
+        signal_all(left, signal.SIGKILL)
+        if not left and time.monotonic() - start >= at_least:
+            return
+        time.sleep(0.05)
+
+
+def main() -> None:
+    run_id = sys.argv[1]
+    groups: list[int] = []
+    for line in sys.stdin:
+        word = line.strip()
+        if word == "done":
+            return
+        groups.append(int(word))
+    _end(groups, run_id)
+
+
+if __name__ == "__main__":
+    main()
