@@ -1,6 +1,6 @@
 """Load a saved model with plain Keras, without tfdist_ext, and check its accuracy.
 
-    python scripts/check_saved_model.py runs/digits_multi_worker
+python scripts/check_saved_model.py runs/digits_multi_worker
 """
 
 import json

@@ -1,5 +1,9 @@
 """The data sets of the example: images scaled to [0, 1], with a channel, and labels 0 to 9."""
 
+import fcntl
+import tempfile
+from pathlib import Path
+
 import keras
 import numpy as np
 
@@ -12,10 +16,14 @@ def load(name: str) -> tuple[Arrays, Arrays]:
         return _digits()
     if name not in ("mnist", "fashion_mnist"):
         raise SystemExit(f"dataset is digits, mnist or fashion_mnist; {name!r} arrived")
-    try:
-        train, test = getattr(keras.datasets, name).load_data()
-    except Exception as error:
-        raise SystemExit(f"Keras cannot download {name}: {error}. Without a network use digits.")
+    # Workers on one machine share Keras's cache: one downloads, the others find it there.
+    with open(Path(tempfile.gettempdir()) / f"tfdist_{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            train, test = getattr(keras.datasets, name).load_data()
+        except Exception as error:
+            message = f"Keras cannot download {name}: {error}. Without a network use digits."
+            raise SystemExit(message) from error
     return tuple((_scaled(images, 255), labels.astype("int32")) for images, labels in (train, test))
 
 

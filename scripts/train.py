@@ -1,7 +1,7 @@
 """Train a small convolutional network on images of digits, on whatever strategy the config says.
 
-    python scripts/train.py --config configs/digits_mirrored.toml
-    tfdist run --workers 2 -- python scripts/train.py --config configs/digits_multi_worker.toml
+python scripts/train.py --config configs/digits_mirrored.toml
+tfdist run --workers 2 -- python scripts/train.py --config configs/digits_multi_worker.toml
 """
 
 import json
@@ -10,12 +10,12 @@ import time
 import tomllib
 from pathlib import Path
 
+import example_data
 import keras
 from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
-import example_data
 import tfdist_ext as tfd
 
 FLAGS = flags.FLAGS
@@ -93,15 +93,11 @@ def main(argv):
 
     if chief:
         speed = clock.epochs * len(x) / clock.seconds if clock.epochs else float("nan")
-        why = next(l for l in tfd.explain(strategy).splitlines() if l.startswith("because"))
-        table = Table("strategy", "replicas", "examples/s", "test accuracy", title=dataset)
-        table.add_row(
-            f"{type(strategy).__name__}: {why.removeprefix('because').strip()}",
-            str(strategy.num_replicas_in_sync),
-            f"{speed:,.0f}",
-            f"{accuracy:.4f}",
-        )
-        Console().print(table)
+        name, because = (line[12:].strip() for line in tfd.explain(strategy).splitlines()[:2])
+        table = Table("strategy", "because", "replicas", "examples/s", "test accuracy")
+        replicas = str(strategy.num_replicas_in_sync)
+        table.add_row(name.split()[0], because, replicas, f"{speed:,.0f}", f"{accuracy:.4f}")
+        Console(width=None if Console().is_terminal else 140).print(table)
         result = {"dataset": dataset, "test_loss": loss, "test_accuracy": accuracy}
         (output / "result.json").write_text(json.dumps(result))
     if accuracy < settings["minimum_accuracy"]:

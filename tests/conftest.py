@@ -52,9 +52,7 @@ def run_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
             open(os.devnull, "w") as nowhere,
             reserve_ports(addresses_needed(workers=workers)) as ports,
         ):
-            plan = plan_local(
-                command, workers=workers, ports=ports, log_dir=str(folder), env=env
-            )
+            plan = plan_local(command, workers=workers, ports=ports, log_dir=str(folder), env=env)
             result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
         logs = [(folder / f"worker-{i}.log").read_text() for i in range(workers)]
         assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)

@@ -1,0 +1,33 @@
+"""Every Python block of the README and of docs/training.md runs, in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/training.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        run = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, timeout=100, text=True
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+    if page == "README.md":
+        assert (tmp_path / "model.keras").exists()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
