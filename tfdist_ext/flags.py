@@ -13,12 +13,14 @@ app.run(main)
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from absl import flags
 
-__all__ = ["define_strategy_flags", "strategy_config", "strategy_flags"]
+__all__ = ["define_strategy_flags", "not_parsed", "strategy_config", "strategy_flags"]
 
+_NUMBER = re.compile(r"[+-]?\d+")
 _NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication")
 
 
@@ -27,7 +29,7 @@ def define_strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
     A flag that is given goes over the settings file, which goes over the environment.
     """
-    if "strategy" in flag_values and "strategy_config" in flag_values:
+    if _defined(flag_values):
         return  # a library and its script may both ask for them
     flags.DEFINE_string("strategy", None, "Strategy by name, or auto.", flag_values=flag_values)
     flags.DEFINE_string(
@@ -54,7 +56,7 @@ def strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any
     if "strategy" in settings:
         settings["name"] = settings.pop("strategy")
     devices = settings.get("devices")
-    if devices is not None and len(devices) == 1 and devices[0].strip().isdigit():
+    if devices is not None and len(devices) == 1 and _NUMBER.fullmatch(devices[0].strip()):
         settings["devices"] = int(devices[0])
     return settings
 
@@ -64,5 +66,14 @@ def strategy_config(flag_values: flags.FlagValues = flags.FLAGS) -> str | None:
     return flag_values["strategy_config"].value if _in_use(flag_values) else None
 
 
+def not_parsed(flag_values: flags.FlagValues = flags.FLAGS) -> bool:
+    """Whether the flags are defined but no command line has been parsed, so that none counts."""
+    return _defined(flag_values) and not flag_values.is_parsed()
+
+
 def _in_use(flag_values: flags.FlagValues) -> bool:
-    return all(name in flag_values for name in _NAMES) and flag_values.is_parsed()
+    return _defined(flag_values) and flag_values.is_parsed()
+
+
+def _defined(flag_values: flags.FlagValues) -> bool:
+    return all(name in flag_values for name in _NAMES)

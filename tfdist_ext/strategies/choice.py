@@ -23,6 +23,7 @@ def choose(
     cluster_source: str,
     tpu: str | None,
     devices: Callable[[], Sequence[str]],
+    asked_for: int | None = None,
 ) -> Choice:
     """Take the most specific signal: a cluster, then a TPU, then this machine's devices.
 
@@ -31,6 +32,7 @@ def choose(
         cluster_source: where the cluster came from.
         tpu: the name of a TPU, None without one.
         devices: asked last, because listing devices starts TensorFlow: names like "GPU:0".
+        asked_for: how many devices `devices=` asks for, None where it was not given.
     """
     passed_over = []
     if cluster_jobs is not None:
@@ -41,12 +43,18 @@ def choose(
         because = f"{cluster_source} describes a cluster ({jobs})"
         return Choice("multi_worker_mirrored", because, passed_over)
     passed_over.append("multi_worker_mirrored, parameter_server: no cluster")
+    if asked_for is not None:
+        # devices= speaks of this machine, whatever TPU the environment names.
+        because = f"devices= asks for {asked_for} on this machine, no cluster"
+        if tpu is not None:
+            passed_over.append(f"tpu: the environment names {tpu!r}, but devices= was given")
+        return Choice("mirrored" if asked_for > 1 else "one_device", because, passed_over)
     if tpu is not None:
         return Choice("tpu", f"the environment names the TPU {tpu!r}", passed_over)
     passed_over.append("tpu: no TPU is named")
     seen = devices()
     for kind in ("GPU", "CPU"):
-        found = [name for name in seen if name.startswith(kind)]
+        found = [name for name in seen if name.startswith(f"{kind}:")]
         if len(found) > 1:
             logical = "logical " if kind == "CPU" else ""
             because = f"{len(found)} {logical}{kind}s on this machine, no cluster"

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 
-__all__ = ["make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
+__all__ = ["how_many", "make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
 
-_NAME = re.compile(r"^/?(?:.*/)?(?:device:)?(?P<type>[A-Za-z_]+):(?P<index>\d+)$")
+_NAME = re.compile(
+    r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"
+    r"(?P<type>[A-Za-z_]+):(?P<index>\d+)$"
+)
+_FULL = re.compile(r"^(?P<task>/job:.+/task:\d+)?/device:(?P<type>\w+):(?P<index>\d+)$")
 
 
-def normal_name(name: str) -> str:
+def normal_name(name: Any) -> str:
     """'/cpu:0', 'CPU:0' and '/device:CPU:0' are the same device: 'CPU:0'."""
+    if isinstance(name, tf.config.LogicalDevice):
+        name = name.name
     match = _NAME.match(name) if isinstance(name, str) else None
     if match is None:
-        raise StrategyError(f"devices: {name!r} is no device name; write one like 'GPU:0'.")
+        raise StrategyError(
+            f"devices: {name!r} is no name of a device of this process; write one like 'GPU:0'."
+        )
     return f"{match['type'].upper()}:{int(match['index'])}"
 
 
 def seen_devices() -> list[str]:
-    """The logical devices of this process; starts TensorFlow."""
-    return [normal_name(device.name) for device in tf.config.list_logical_devices()]
+    """The logical devices of this process, not those of its peers; starts TensorFlow."""
+    devices = [_FULL.match(device.name) for device in tf.config.list_logical_devices()]
+    found = [match for match in devices if match is not None]
+    if len({match["task"] for match in found}) > 1:
+        # Connected to a cluster: its devices are listed too. An operation tells who we are.
+        with tf.device("CPU:0"):
+            here = _FULL.match(tf.constant(0).device)
+        found = [match for match in found if here is not None and match["task"] == here["task"]]
+    return [f"{match['type']}:{match['index']}" for match in found]
 
 
 def make_logical_cpus(count: int) -> None:
@@ -40,7 +57,7 @@ def make_logical_cpus(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, configuration)
     except RuntimeError:
-        there = len(tf.config.list_logical_devices("CPU"))
+        there = sum(name.startswith("CPU:") for name in seen_devices())
         if there != count:
             raise StrategyError(
                 f"logical_cpus={count}: TensorFlow has started with {there} already, and the"
@@ -48,8 +65,21 @@ def make_logical_cpus(count: int) -> None:
             ) from None
 
 
+def how_many(devices: Any) -> int | None:
+    """How many devices `devices=` asks for; None where it is not given, 1 where it is wrong."""
+    if devices is None:
+        return None
+    if isinstance(devices, Integral):
+        return int(devices)
+    return len(devices) if isinstance(devices, list | tuple) else 1
+
+
 def pick_devices(
-    strategy: str, devices: int | str | Sequence[str] | None, *, default: str = "all"
+    strategy: str,
+    devices: int | str | Sequence[str] | None,
+    *,
+    option: str = "devices",
+    default: str = "all",
 ) -> list[str]:
     """Normal names of the devices that a strategy was asked to use.
 
@@ -57,6 +87,7 @@ def pick_devices(
         strategy: its name, for messages.
         devices: names, a number of devices (GPUs where there are any, else logical CPUs), or
             None for the default.
+        option: what `devices` is called where it was given, for messages.
         default: "all" GPUs, or CPUs where there are none; or "first" of them.
 
     Raises:
@@ -67,17 +98,20 @@ def pick_devices(
     usable = gpus or [name for name in seen if name.startswith("CPU:")]
     if devices is None:
         return usable if default == "all" else usable[:1]
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if not 1 <= devices <= len(usable):
+    if isinstance(devices, Integral) and not isinstance(devices, bool):
+        count = int(devices)
+        if count < 1:
+            raise StrategyError(f"{strategy}: {option} is a number from 1 on; {count} arrived.")
+        if count > len(usable):
             raise StrategyError(
-                f"{strategy}: devices={devices} was asked for; devices seen are"
-                f" {', '.join(seen)}.{_more_cpus(devices) if not gpus and devices > 0 else ''}"
+                f"{strategy}: {option}={count} was asked for; devices seen are"
+                f" {', '.join(seen)}.{'' if gpus else _more_cpus(count)}"
             )
-        return usable[:devices]
-    names = [devices] if isinstance(devices, str) else devices
-    if not isinstance(names, Sequence) or not names:
+        return usable[:count]
+    names = [devices] if isinstance(devices, str | tf.config.LogicalDevice) else devices
+    if not isinstance(names, list | tuple) or not names:
         raise StrategyError(
-            f"{strategy}: devices takes names or a number of devices; {devices!r} arrived."
+            f"{strategy}: {option} takes names or a number of devices; {devices!r} arrived."
         )
     picked = [normal_name(name) for name in names]
     for name in picked:

@@ -8,7 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.resolvers import Described, describe
+
 __all__ = ["Explanation", "explain", "remember"]
+
+_LOCAL = "/job:localhost/replica:0/task:0/device:"
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Explanation:
     because: str
     settings: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    cluster: Described | None = None
 
 
 _MADE: weakref.WeakKeyDictionary[Any, Explanation] = weakref.WeakKeyDictionary()
@@ -29,16 +35,26 @@ def remember(strategy: tf.distribute.Strategy, explanation: Explanation) -> None
 
 
 def explain(strategy: tf.distribute.Strategy) -> str:
-    """Several lines: the choice, the signal behind it, task, replicas, devices, alternatives."""
-    unknown = Explanation("made elsewhere", "it was not made by create_strategy")
-    made = _MADE.get(strategy, unknown)
+    """Several lines: the choice, the signal behind it, task, replicas, devices, alternatives.
+
+    Raises:
+        StrategyError: what arrived is no strategy.
+    """
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise StrategyError(
+            f"explain takes a strategy, as create_strategy returns it; {strategy!r} arrived."
+        )
+    made = _MADE.get(strategy)
+    if made is None:
+        unknown = "it was not made by create_strategy"
+        made = Explanation("made elsewhere", unknown, cluster=_cluster_of(strategy))
     rows = [
         ("strategy", [f"{made.name} ({type(strategy).__name__})"]),
         ("because", [made.because]),
         ("settings", list(made.settings)),
-        ("task", [_task(strategy)]),
+        ("task", [_task(strategy, made.cluster)]),
         ("replicas", [_replicas(strategy)]),
-        ("devices", [", ".join(_devices(strategy))]),
+        ("devices", [", ".join(_devices(strategy, made.cluster))]),
         ("passed over", list(made.passed_over)),
     ]
     lines = []
@@ -48,38 +64,56 @@ def explain(strategy: tf.distribute.Strategy) -> str:
     return "\n".join(lines)
 
 
-def _task(strategy: tf.distribute.Strategy) -> str:
+def _cluster_of(strategy: tf.distribute.Strategy) -> Described | None:
     resolver = getattr(strategy, "cluster_resolver", None)
-    if resolver is None or not resolver.task_type:
+    if resolver is None or isinstance(strategy, tf.distribute.TPUStrategy):
+        return None  # a TPU's resolver asks the cloud each time
+    try:
+        return describe(resolver)
+    except ValueError:  # not our cluster to refuse: the strategy is there
+        return None
+
+
+def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
+    if cluster is None or not cluster.jobs:
         return "this process alone"
-    spec = resolver.cluster_spec().as_dict()
-    parts = ", ".join(f"{len(addresses)} {job}" for job, addresses in spec.items())
+    if cluster.task is None:
+        return f"the coordinator of a cluster of {cluster}"
     chief = ", the chief" if strategy.extended.should_checkpoint else ""
-    return f"{resolver.task_type}:{resolver.task_id}{chief}, in a cluster of {parts}"
+    return f"{cluster.task}{chief}, in a cluster of {cluster}"
 
 
 def _replicas(strategy: tf.distribute.Strategy) -> str:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return "each worker trains by itself (asynchronous)"
     together = strategy.num_replicas_in_sync
-    if _is_default(strategy):
-        return "1"
-    here = len(strategy.extended.worker_devices)
+    here = len(_listed(strategy, "worker_devices"))
+    if not here:
+        return str(together)
     return f"{together} in sync" + (f", {here} of them on this task" if here != together else "")
 
 
-def _devices(strategy: tf.distribute.Strategy) -> list[str]:
+def _devices(strategy: tf.distribute.Strategy, cluster: Described | None) -> list[str]:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return list(strategy.cluster_resolver.cluster_spec().as_dict())
-    if _is_default(strategy):
+        if cluster is None:
+            return ["variables on the ps tasks, computing on the workers"]
+        tasks = {job: len(addresses) for job, addresses in cluster.jobs.items()}
+        return [
+            f"variables on {tasks.get('ps', 0)} ps, computing on {tasks.get('worker', 0)} worker"
+        ]
+    computing = _listed(strategy, "worker_devices")
+    if not computing:
         return ["wherever TensorFlow places an operation"]
-    computing = list(strategy.extended.worker_devices)
-    keeping = list(strategy.extended.parameter_devices)
-    if set(keeping) - set(computing) or len(keeping) < len(computing):
+    keeping = _listed(strategy, "parameter_devices")
+    if keeping and (set(keeping) - set(computing) or len(keeping) < len(computing)):
         return [*computing, f"variables on {', '.join(keeping)}"]
     return computing
 
 
-def _is_default(strategy: tf.distribute.Strategy) -> bool:
-    """The default strategy says nothing of devices."""
-    return type(strategy) is type(tf.distribute.get_strategy()) and not tf.distribute.has_strategy()
+def _listed(strategy: tf.distribute.Strategy, kind: str) -> list[str]:
+    """Short names; none where a strategy says nothing of devices, as the default one."""
+    try:
+        devices = getattr(strategy.extended, kind)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return []
+    return [name.removeprefix(_LOCAL) for name in devices]

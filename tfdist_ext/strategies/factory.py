@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import tensorflow as tf
 from tfdist_ext import flags
 from tfdist_ext.cluster import ClusterConfig, survey
 from tfdist_ext.cluster import tpu as tpu_environment
+from tfdist_ext.cluster.tpu import TpuSignal
+from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.strategies.choice import Choice, choose
-from tfdist_ext.strategies.devices import make_logical_cpus, seen_devices
+from tfdist_ext.strategies.devices import how_many, make_logical_cpus, seen_devices
 from tfdist_ext.strategies.explanation import Explanation, remember
-from tfdist_ext.strategies.makers import resolver_of
-from tfdist_ext.strategies.registry import lookup
-from tfdist_ext.strategies.settings import merge, read_file
+from tfdist_ext.strategies.registry import Entry, lookup
+from tfdist_ext.strategies.resolvers import Described, describe
+from tfdist_ext.strategies.settings import Settings, merge, read_file
 
 __all__ = ["create_strategy"]
+
+_CALL, _FLAGS, _ENVIRONMENT = "the call", "flags", "the environment"
 
 
 def create_strategy(
@@ -40,10 +45,11 @@ def create_strategy(
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
         placement: where variables live, for strategies that take it.
         config: a TOML file whose [strategy] table holds any of these settings.
-        options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage),
-            `cross_device_ops` (mirrored), `parameter_device` (central_storage),
-            `communication` (multi_worker_mirrored: auto, ring, nccl), `partitioner`
-            (parameter_server), `zone` and `project` (tpu), and those of registered strategies.
+        options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage, and
+            auto on one machine), `cross_device_ops` (mirrored), `parameter_device`
+            (central_storage), `communication` (multi_worker_mirrored: auto, ring, nccl),
+            `partitioner` (parameter_server), `tpu`, `zone` and `project` (tpu), and those of
+            registered strategies.
 
     Arguments go over flags (`tfd.flags.define_strategy_flags`), flags over the file, the file
     over the environment. `explain(strategy)` says which won.
@@ -55,64 +61,148 @@ def create_strategy(
     Raises:
         StrategyError: an unknown name, an option the strategy does not take, or a strategy that
             cannot run here.
-        ClusterConfigError: the environment describes a cluster that cannot be right.
+        ClusterConfigError: the cluster to use is one that cannot be right. A strategy asked for
+            by name that takes no cluster does not mind what the environment says of one.
     """
-    arguments = {
-        "name": None if name == "auto" else name,
-        "devices": devices,
-        "placement": placement,
-        **options,
-    }
-    file = config or flags.strategy_config()
-    settings = merge(
-        [
-            ("the call", arguments),
-            ("flags", flags.strategy_flags()),
-            (f"the file {file}", read_file(file) if file else {}),
-        ]
-    )
-    wanted = dict(settings.values)
-    wanted_name = wanted.pop("name", "auto")
-    found = None if cluster is not None else ClusterConfig.from_env(os.environ)
+    arguments = {"devices": devices, "placement": placement, **options}
+    if name != "auto":  # the default, which leaves the choice to flags and file
+        arguments["name"] = name
+    layers = _layers(arguments, config)
+    settings = merge(layers)
+    wanted = settings.values.get("name", "auto")
     tpu = tpu_environment.detect(os.environ)
-    if wanted_name == "auto":
-        choice = _choose(cluster or found, tpu, wanted.get("logical_cpus"))
-    else:
-        choice = Choice(wanted_name, f"it was asked for by name ({_origin(settings.origins)})")
-    entry = lookup(choice.name)
-    if choice.name == "tpu" and cluster is None and tpu is not None:
-        wanted = {"name": tpu.name, "zone": tpu.zone, "project": tpu.project} | wanted
-    if cluster is not None:
-        wanted["cluster"] = cluster
-    entry.check(wanted)
-    if found is not None and entry.takes("cluster"):
-        wanted["cluster"] = found
-    strategy = entry.factory(**wanted)
-    looked_at = [f"{environment}: {text}" for environment, text in survey(os.environ)]
-    if found is not None and "cluster" not in wanted:
-        looked_at.insert(0, f"the cluster of {found.source}: {choice.name} uses this process alone")
+    passed_over: list[str] = []
+    try:
+        if wanted == "auto":
+            found = ClusterConfig.from_env(os.environ) if cluster is None else None
+            choice = _automatic(found if cluster is None else cluster, tpu, settings.values)
+            entry = lookup(choice.name)
+            if not entry.takes("cluster"):
+                cluster = None  # it describes none
+        else:
+            entry = lookup(wanted)
+            found = None
+            because = f"it was asked for by name in {settings.where['name']}"
+            if cluster is None and "cluster" in entry.signals and entry.takes("cluster"):
+                found = ClusterConfig.from_env(os.environ)
+            elif cluster is None and (beaten := _not_used(os.environ)):
+                because += ", over the environment"
+                passed_over.append(f"{beaten}: {entry.name} does not use it")
+            choice = Choice(entry.name, because)
+        signals = _signals(entry, found, tpu) if cluster is None else {"cluster": cluster}
+        settings = merge([*layers, (_ENVIRONMENT, signals)])
+        given = {key: value for key, value in settings.values.items() if key != "name"}
+        if wanted == "auto" and entry.name == "default":
+            given.pop("logical_cpus", None)  # they are made: the choice counted them
+        entry.check(given, settings.where)
+        strategy = entry.make(given)
+    except StrategyError as error:
+        if elsewhere := _from_elsewhere(settings):
+            raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
+        raise
+    if wanted == "auto" or found is not None:
+        passed_over += _others(found, tpu if "tpu" in signals else None)
     explanation = Explanation(
-        choice.name, choice.because, settings.origins, (*choice.passed_over, *looked_at)
+        choice.name,
+        choice.because,
+        tuple(_settings_lines(settings, found, config)),
+        (*choice.passed_over, *passed_over),
+        _described(given.get("cluster")),
     )
     remember(strategy, explanation)
     return strategy
 
 
-def _choose(cluster: Any, tpu: Any, logical_cpus: int | None) -> Choice:
+def _layers(
+    arguments: Mapping[str, Any], config: str | Path | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    file = config if config is not None else flags.strategy_config()
+    layers = [(_CALL, arguments), (_FLAGS, flags.strategy_flags())]
+    return layers if file is None else [*layers, (f"the file {file}", read_file(file))]
+
+
+def _automatic(cluster: Any, tpu: TpuSignal | None, values: Mapping[str, Any]) -> Choice:
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return Choice("tpu", "a TPUClusterResolver was given")
-    jobs = None if cluster is None else list(resolver_of(cluster).cluster_spec().as_dict())
-    if jobs is not None and not jobs:
-        jobs = None  # TensorFlow's resolvers describe "no cluster" as an empty one
-    if jobs is None and tpu is None and logical_cpus is not None:
+    described = None if cluster is None else describe(cluster)
+    alone = described is None or not described.jobs
+    logical_cpus = values.get("logical_cpus")
+    if alone and tpu is None and logical_cpus is not None:
         make_logical_cpus(logical_cpus)  # they count among the devices to choose from
-    return choose(
-        cluster_jobs=jobs,
-        cluster_source=getattr(cluster, "source", None) or type(cluster).__name__,
-        tpu=tpu.name if tpu is not None else None,
+    choice = choose(
+        cluster_jobs=None if alone or described is None else list(described.jobs),
+        cluster_source="" if described is None else described.source,
+        tpu=None if tpu is None else tpu.name,
         devices=seen_devices,
+        asked_for=how_many(values.get("devices")),
     )
+    if alone and described is not None:
+        choice.passed_over.append(f"{described.source}: it was given, but describes no cluster")
+    return choice
 
 
-def _origin(origins: tuple[str, ...]) -> str:
-    return next((line for line in origins if line.startswith("name = ")), "name")
+def _signals(entry: Entry, found: ClusterConfig | None, tpu: TpuSignal | None) -> dict[str, Any]:
+    """What the environment sets, of the options that the strategy lets it set."""
+    signals: dict[str, Any] = {"cluster": found}
+    if tpu is not None:
+        signals |= {"tpu": tpu.name, "zone": tpu.zone, "project": tpu.project}
+    return {
+        option: value
+        for option, value in signals.items()
+        if value is not None and option in entry.signals and entry.takes(option)
+    }
+
+
+def _not_used(env: Mapping[str, str]) -> str | None:
+    """A cluster in the environment of a strategy that does not use it, in words."""
+    try:
+        found = ClusterConfig.from_env(env)
+    except ClusterConfigError as error:
+        return str(error)
+    return None if found is None else f"the cluster of {found.source} ({_in_words(found)})"
+
+
+def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
+    """What the environments say, without the one that was used."""
+    return [
+        f"{name}: {text}"
+        for name, text in survey(os.environ)
+        if not (found is not None and text == f"{_in_words(found)}, from {found.source}")
+        and not (tpu is not None and name == tpu_environment.NAME)
+    ]
+
+
+def _settings_lines(
+    settings: Settings, found: ClusterConfig | None, config: str | Path | None
+) -> Iterator[str]:
+    for option, line in settings.origins.items():
+        if option != "cluster":
+            yield line
+    if found is not None:
+        yield f"cluster = {_in_words(found)} from {found.source}"
+    if config is not None and (beaten := flags.strategy_config()) is not None:
+        yield f"config = {str(config)!r} from the call, over flags ({beaten!r})"
+    if flags.not_parsed():
+        yield "flags are defined, but not parsed: start main with absl.app.run(main)"
+
+
+def _in_words(cluster: ClusterConfig) -> str:
+    return f"{cluster.task} of {cluster.num_tasks} tasks"
+
+
+def _described(cluster: Any) -> Described | None:
+    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        return None  # a TPU's resolver asks the cloud each time
+    try:
+        return describe(cluster)
+    except ValueError:  # a registered strategy's own kind of cluster
+        return None
+
+
+def _from_elsewhere(settings: Settings) -> str:
+    """Those settings that are not to be seen in the call."""
+    return "; ".join(
+        line
+        for option, line in settings.origins.items()
+        if settings.where[option] not in (_CALL, _ENVIRONMENT)
+    )

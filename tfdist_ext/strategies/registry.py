@@ -4,43 +4,77 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies import makers
+from tfdist_ext.strategies import cluster_makers, makers, tpu
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
+
+_OF_THE_CALL = ("name", "config")  # create_strategy keeps these for itself
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy of the table; its options are the parameters of its factory."""
+    """One strategy of the table; its options are the parameters of its factory.
+
+    Attributes:
+        signals: the options that the environment may set, where the factory takes them.
+    """
 
     name: str
     factory: Callable[..., tf.distribute.Strategy]
     description: str
+    signals: tuple[str, ...] = ("cluster",)
 
-    def check(self, given: dict[str, Any]) -> None:
-        """Raise StrategyError for an option that the factory does not take."""
-        parameters = inspect.signature(self.factory).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return
-        for option, value in given.items():
-            if option not in parameters:
-                near = difflib.get_close_matches(option, parameters, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                takes = ", ".join(parameters) or "no options"
+    def check(self, given: Mapping[str, Any], where: Mapping[str, str]) -> None:
+        """Raise StrategyError for an option the factory does not take, or one that it lacks.
+
+        Args:
+            given: the options.
+            where: option -> where it came from, for the message.
+        """
+        parameters = self._parameters()
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for option, value in given.items():
+                if option not in parameters:
+                    near = difflib.get_close_matches(option, [*parameters, "name"], n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise StrategyError(
+                        f"the strategy {self.name!r} does not take {option}={value!r}, which comes"
+                        f" from {where.get(option, 'the call')}.{hint}"
+                        f" It takes: {', '.join(parameters) or 'no options'}."
+                    )
+        for option, parameter in parameters.items():
+            needed = parameter.default is parameter.empty and parameter.kind in (
+                parameter.KEYWORD_ONLY,
+                parameter.POSITIONAL_OR_KEYWORD,
+            )
+            if needed and option not in given:
                 raise StrategyError(
-                    f"the strategy {self.name!r} does not take {option}={value!r}.{hint}"
-                    f" It takes: {takes}."
+                    f"the strategy {self.name!r} needs the option {option!r}:"
+                    f" create_strategy({self.name!r}, {option}=...)."
                 )
 
     def takes(self, option: str) -> bool:
-        return option in inspect.signature(self.factory).parameters
+        return option in self._parameters()
+
+    def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
+        """What the factory returns, which must be a strategy."""
+        strategy = self.factory(**given)
+        if not isinstance(strategy, tf.distribute.Strategy):
+            raise StrategyError(
+                f"the factory of the strategy {self.name!r} must return a tf.distribute.Strategy;"
+                f" it returned {strategy!r}."
+            )
+        return strategy
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.factory).parameters
 
 
 _TABLE: dict[str, Entry] = {}
@@ -59,16 +93,32 @@ def register_strategy(
         description: one line, shown where strategies are listed.
 
     Raises:
-        StrategyError: the name is taken, or is no name.
+        StrategyError: the name is taken, or is no name; the factory cannot be called with
+            keywords, or has a parameter `name` or `config`; the description is empty.
     """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise StrategyError(f"a strategy's name is a word like 'my_strategy'; {name!r} arrived.")
     if name in _TABLE or name == "auto":
         raise StrategyError(
-            f"a strategy named {name!r} is there already ({', '.join(_TABLE)}): choose another name"
+            f"a strategy named {name!r} is there already (auto, {', '.join(_TABLE)}): choose"
+            " another name."
         )
-    if not name.isidentifier():
-        raise StrategyError(f"a strategy's name is a word like 'my_strategy'; {name!r} arrived")
-    if not callable(factory):
-        raise StrategyError(f"the factory of strategy {name!r} cannot be called: {factory!r}")
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        raise StrategyError(
+            f"the factory of the strategy {name!r} must be a function; {factory!r} arrived."
+        ) from None
+    for parameter in parameters.values():
+        if parameter.name in _OF_THE_CALL or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise StrategyError(
+                f"the factory of the strategy {name!r} has a parameter {parameter.name!r} that"
+                " create_strategy cannot pass on: give it another name, and no '/' after it."
+            )
+    if not isinstance(description, str) or not description.strip():
+        raise StrategyError(
+            f"the strategy {name!r} needs a description of one line; {description!r} arrived."
+        )
     _TABLE[name] = Entry(name, factory, description)
 
 
@@ -79,8 +129,8 @@ def available_strategies() -> dict[str, str]:
 
 def lookup(name: str) -> Entry:
     """The entry of a name; StrategyError lists the known ones."""
-    if name not in _TABLE:
-        near = difflib.get_close_matches(str(name), _TABLE, n=1)
+    if not isinstance(name, str) or name not in _TABLE:
+        near = difflib.get_close_matches(str(name).lower(), ["auto", *_TABLE], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise StrategyError(
             f"there is no strategy {name!r}.{hint} Known: auto, {', '.join(_TABLE)}."
@@ -92,9 +142,20 @@ for _name, _factory, _description in (
     ("default", makers.default, "no distribution: TensorFlow's default, one device"),
     ("one_device", makers.one_device, "everything on one named device"),
     ("mirrored", makers.mirrored, "a copy of the model on each device of this machine"),
-    ("multi_worker_mirrored", makers.multi_worker_mirrored, "a copy on each worker of a cluster"),
+    (
+        "multi_worker_mirrored",
+        cluster_makers.multi_worker_mirrored,
+        "a copy on each worker of a cluster",
+    ),
     ("central_storage", makers.central_storage, "variables on one device, computing on all"),
-    ("parameter_server", makers.parameter_server, "variables on parameter servers, asynchronous"),
-    ("tpu", makers.tpu, "a copy on each core of a TPU"),
+    (
+        "parameter_server",
+        cluster_makers.parameter_server,
+        "variables on parameter servers, asynchronous",
+    ),
 ):
     register_strategy(_name, _factory, _description)
+# A TPU is named by variables of its own; a TF_CONFIG does not describe one.
+_TABLE["tpu"] = Entry(
+    "tpu", tpu.tpu, "a copy on each core of a TPU", signals=("tpu", "zone", "project")
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +17,17 @@ __all__ = ["Settings", "merge", "read_file"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that won, and a line for each that says where it came from."""
+    """The settings that won.
+
+    Attributes:
+        values: option -> value.
+        where: option -> where it came from.
+        origins: a line for each: its value, where it came from, and what it won over.
+    """
 
     values: dict[str, Any]
-    origins: tuple[str, ...]
+    where: dict[str, str]
+    origins: dict[str, str]
 
 
 def merge(layers: list[tuple[str, Mapping[str, Any]]]) -> Settings:
@@ -28,39 +37,64 @@ def merge(layers: list[tuple[str, Mapping[str, Any]]]) -> Settings:
         layers: (where it comes from, settings), strongest first; a None value sets nothing.
     """
     values: dict[str, Any] = {}
-    origins: list[str] = []
+    where: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for place, (origin, settings) in enumerate(layers):
         for key, value in settings.items():
             if value is None or key in values:
                 continue
             values[key] = value
+            where[key] = origin
             beaten = [
-                f"{other} ({lower[key]!r})"
+                f"{other} ({_shown(lower[key])})"
                 for other, lower in layers[place + 1 :]
                 if lower.get(key) is not None
             ]
-            over = f", over {', '.join(beaten)}" if beaten else ""
-            origins.append(f"{key} = {value!r} from {origin}{over}")
-    return Settings(values, tuple(origins))
+            over = f", over {' and '.join(beaten)}" if beaten else ""
+            origins[key] = f"{key} = {_shown(value)} from {origin}{over}"
+    return Settings(values, where, origins)
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
+def _shown(value: Any) -> str:
+    """As Python writes it; an object without a text of its own by its type."""
+    text = repr(value)
+    return type(value).__name__ if text.startswith("<") else text
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The [strategy] table of a TOML file.
 
     Raises:
-        StrategyError: the file cannot be read, is no TOML, or its strategy is no table.
+        StrategyError: the file cannot be read, is no TOML, has no [strategy] table, or its
+            strategy has a name that is no text or a key that is not for files.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise StrategyError(f"config takes the path of a TOML file; {path!r} arrived.")
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StrategyError(f"the settings file {str(path)!r} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise StrategyError(
+            f"the settings file {os.fspath(path)!r} cannot be read: {error}"
+        ) from error
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise StrategyError(f"{path} is no valid TOML: {error}") from error
-    table = document.get("strategy", {})
+    if "strategy" not in document:
+        near = difflib.get_close_matches("strategy", document, n=1)
+        hint = f" Did you mean [strategy] by [{near[0]}]?" if near else ""
+        raise StrategyError(
+            f"{path} has no [strategy] table; it has {', '.join(document) or 'nothing'}.{hint}"
+        )
+    table = document["strategy"]
     if not isinstance(table, dict):
         raise StrategyError(f"{path}: [strategy] is a table of settings; {table!r} arrived.")
     if not isinstance(table.get("name", ""), str):
         raise StrategyError(f"{path}: strategy.name is a text; {table['name']!r} arrived.")
+    for key in ("cluster", "config"):
+        if key in table:
+            raise StrategyError(
+                f"{path}: strategy.{key} cannot be set in a file. A cluster is described by"
+                " TF_CONFIG or another environment, or passed as cluster=."
+            )
     return table

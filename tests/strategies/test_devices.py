@@ -1,0 +1,116 @@
+"""Devices by name and by number; this process has four logical CPUs and no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist_ext import StrategyError
+from tfdist_ext.strategies.devices import (
+    how_many,
+    make_logical_cpus,
+    normal_name,
+    pick_devices,
+    seen_devices,
+)
+
+FOUR = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+
+
+@given(
+    st.sampled_from(["", "/", "/device:", "device:", "/job:localhost/replica:0/task:0/device:"]),
+    st.sampled_from(["CPU", "cpu", "Gpu", "TPU"]),
+    st.integers(0, 99),
+)
+def test_every_spelling_is_one_device(prefix: str, kind: str, index: int) -> None:
+    assert normal_name(f"{prefix}{kind}:{index}") == f"{kind.upper()}:{index}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "CPU", "2", "CPU:", "CPU:-1", "CPU:0,CPU:1", 3, None, "/physical_device:CPU:0"]
+    + ["/job:worker/replica:0/task:1/device:CPU:0"],  # of another process: never taken for ours
+)
+def test_what_is_no_name_of_a_device_here(name: Any) -> None:
+    with pytest.raises(StrategyError, match="is no name of a device of this process"):
+        normal_name(name)
+
+
+def test_the_devices_seen() -> None:
+    assert seen_devices() == FOUR
+
+
+@pytest.mark.parametrize(
+    ("devices", "picked"),
+    [
+        (None, FOUR),
+        (1, ["CPU:0"]),
+        (4, FOUR),
+        (np.int64(3), FOUR[:3]),
+        ("/cpu:2", ["CPU:2"]),
+        (["CPU:3", "/device:CPU:1"], ["CPU:3", "CPU:1"]),  # in the order that was given
+        (("CPU:1",), ["CPU:1"]),
+    ],
+)
+def test_picking(devices: Any, picked: list[str]) -> None:
+    assert pick_devices("s", devices) == picked
+
+
+def test_tensorflow_s_own_device_objects_are_taken() -> None:
+    listed = tf.config.list_logical_devices("CPU")
+    assert pick_devices("s", listed[1:3]) == ["CPU:1", "CPU:2"]
+    assert pick_devices("s", listed[3]) == ["CPU:3"]
+
+
+def test_the_first_one_is_a_default_too() -> None:
+    assert pick_devices("s", None, default="first") == ["CPU:0"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (5, "devices=5 was asked for; devices seen are CPU:0, CPU:1, CPU:2, CPU:3. For more CPUs"),
+        (5, "pass logical_cpus=5 to create_strategy before the first TensorFlow operation"),
+        (0, "devices is a number from 1 on; 0 arrived"),
+        (-1, "devices is a number from 1 on; -1 arrived"),
+        (True, "takes names or a number of devices; True arrived"),
+        (2.0, "takes names or a number of devices; 2.0 arrived"),
+        ([], "takes names or a number of devices; [] arrived"),
+        ({"CPU:0"}, "takes names or a number of devices; {'CPU:0'} arrived"),
+        ("2", "'2' is no name of a device"),
+        ([0, 1], "0 is no name of a device"),
+        (["CPU:0", "/cpu:0"], "the device CPU:0 is named twice"),
+        (["GPU:0", "GPU:1"], "there is no GPU:0 and no GPU:1; devices seen are CPU:0, CPU:1"),
+        (["CPU:6"], "there is no CPU:6"),
+        (["CPU:6"], "logical_cpus=7"),
+    ],
+)
+def test_refusals(devices: Any, message: str) -> None:
+    with pytest.raises(StrategyError) as error:
+        pick_devices("mirrored", devices)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "2"])
+def test_logical_cpus_is_a_number(count: Any) -> None:
+    with pytest.raises(StrategyError, match="logical_cpus is a number from 1 on"):
+        make_logical_cpus(count)
+
+
+def test_logical_cpus_after_the_start() -> None:
+    make_logical_cpus(4)  # as many as there are: nothing to complain about
+    with pytest.raises(StrategyError, match=r"logical_cpus=2: TensorFlow has started with 4"):
+        make_logical_cpus(2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "number"),
+    [(None, None), (3, 3), (0, 0), ("CPU:0", 1), (["CPU:0", "CPU:1"], 2), (2.5, 1)],
+)
+def test_how_many_are_asked_for(devices: Any, number: int | None) -> None:
+    assert how_many(devices) == number

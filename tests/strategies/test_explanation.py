@@ -1,0 +1,79 @@
+"""Why this strategy, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+
+def test_a_choice_by_itself() -> None:
+    assert tfd.explain(tfd.create_strategy()) == (
+        "strategy     mirrored (MirroredStrategy)\n"
+        "because      4 logical CPUs on this machine, no cluster\n"
+        "task         this process alone\n"
+        "replicas     4 in sync\n"
+        "devices      CPU:0, CPU:1, CPU:2, CPU:3\n"
+        "passed over  multi_worker_mirrored, parameter_server: no cluster\n"
+        "             tpu: no TPU is named\n"
+        "             mirrored on GPUs: there are none\n"
+        "             TF_CONFIG: TF_CONFIG is not set\n"
+        "             Open MPI: OMPI_COMM_WORLD_RANK is not set\n"
+        "             Slurm: SLURM_PROCID is not set\n"
+        "             SageMaker: SM_HOSTS is not set\n"
+        "             Kubernetes: JOB_COMPLETION_INDEX is not set\n"
+        "             TPU: TPU_NAME is not set"
+    )
+
+
+def test_a_name_that_goes_over_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+    strategy = tfd.create_strategy("one_device", devices="CPU:2")
+    assert tfd.explain(strategy) == (
+        "strategy     one_device (OneDeviceStrategy)\n"
+        "because      it was asked for by name in the call, over the environment\n"
+        "settings     devices = 'CPU:2' from the call\n"
+        "             name = 'one_device' from the call\n"
+        "task         this process alone\n"
+        "replicas     1 in sync\n"
+        "devices      CPU:2\n"
+        "passed over  the cluster of TF_CONFIG (worker:1 of 2 tasks): one_device does not use it"
+    )
+
+
+def test_central_storage_says_where_variables_are() -> None:
+    strategy = tfd.create_strategy("central_storage", devices=2, parameter_device="CPU:3")
+    assert "devices      CPU:0, CPU:1, variables on CPU:3" in tfd.explain(strategy).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (lambda: tf.distribute.OneDeviceStrategy("CPU:1"), ["1 in sync", "CPU:1"]),
+        (lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), ["2 in sync", "CPU:0, CPU:1"]),
+        (lambda: tf.distribute.get_strategy(), ["replicas     1", "wherever TensorFlow places"]),
+    ],
+)
+def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
+    made = strategy()
+    if type(made) is not type(tf.distribute.get_strategy()):
+        assert "made elsewhere" in tfd.explain(made)
+        assert "it was not made by create_strategy" in tfd.explain(made)
+    for word in words:
+        assert word in tfd.explain(made)
+
+
+def test_inside_a_scope_the_default_strategy_is_still_explained() -> None:
+    default = tfd.create_strategy("default")
+    with tfd.create_strategy("mirrored").scope():
+        assert "devices      wherever TensorFlow places an operation" in tfd.explain(default)
+
+
+@pytest.mark.parametrize("thing", [None, "mirrored", 3, tf.distribute.MirroredStrategy])
+def test_what_is_no_strategy(thing: Any) -> None:
+    with pytest.raises(tfd.StrategyError, match="explain takes a strategy"):
+        tfd.explain(thing)

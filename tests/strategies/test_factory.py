@@ -1,0 +1,244 @@
+"""create_strategy as its users meet it; this process has four logical CPUs and no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+TWO_WORKERS = {"worker": ["127.0.0.1:21", "127.0.0.1:22"]}
+MADE = [
+    ("default", {}, type(tf.distribute.get_strategy()), 1),
+    ("one_device", {"devices": "CPU:1"}, tf.distribute.OneDeviceStrategy, 1),
+    ("mirrored", {"devices": 3}, tf.distribute.MirroredStrategy, 3),
+    (
+        "central_storage",
+        {"devices": ["CPU:1", "CPU:2"], "parameter_device": "CPU:3"},
+        tf.distribute.experimental.CentralStorageStrategy,
+        2,
+    ),
+]
+
+
+def _refused(name: str = "auto", **arguments: Any) -> str:
+    with pytest.raises(tfd.TfDistError) as error:
+        tfd.create_strategy(name, **arguments)
+    return str(error.value)
+
+
+def _cluster(jobs: dict[str, list[str]], task: tuple[str, int]) -> tfd.ClusterConfig:
+    return tfd.ClusterConfig(
+        jobs={job: tuple(addresses) for job, addresses in jobs.items()}, task=tfd.Task(*task)
+    )
+
+
+@pytest.mark.parametrize(("name", "options", "kind", "replicas"), MADE)
+def test_the_real_object_of_tensorflow(
+    name: str, options: dict[str, Any], kind: type, replicas: int
+) -> None:
+    strategy = tfd.create_strategy(name, **options)
+    assert type(strategy) in (kind, *kind.__subclasses__())
+    total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(5.0)), axis=None)
+    assert float(total) == 5.0 * replicas
+
+
+def test_variables_of_central_storage_are_where_they_were_asked_for() -> None:
+    strategy = tfd.create_strategy("central_storage", devices=2, parameter_device="cpu:3")
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+    assert variable.device.endswith("CPU:3")
+
+
+def test_mirrored_on_cpus_trains_in_a_loop_with_an_optimizer_built_inside_it() -> None:
+    strategy = tfd.create_strategy("mirrored")
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+
+    @tf.function
+    def loop() -> None:
+        for _ in tf.range(3):
+            strategy.run(lambda: optimizer.apply([tf.constant([1.0, 2.0])], [variable]))
+
+    loop()  # with TensorFlow's default cross-device operations: InvalidArgumentError on CPUs
+    # Gradients sum to 4 and 8 over replicas: steps of 0.5 * 4 = 2 and 4, with their momentum.
+    steps = 2.0 + (2.0 + 0.9 * 2.0) + (2.0 + 0.9 * (2.0 + 0.9 * 2.0))
+    assert variable.numpy() == pytest.approx([1.0 - steps, 2.0 - 2 * steps])
+
+
+def test_cross_device_ops_that_were_given_are_used() -> None:
+    class Counted(tf.distribute.ReductionToOneDevice):
+        calls = 0
+
+        def batch_reduce_implementation(self, *args: Any, **options: Any) -> Any:
+            Counted.calls += 1
+            return super().batch_reduce_implementation(*args, **options)
+
+    strategy = tfd.create_strategy("mirrored", cross_device_ops=Counted())
+    results = strategy.run(
+        lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(2.0))
+    )
+    assert [float(value) for value in strategy.experimental_local_results(results)] == [8.0] * 4
+    assert Counted.calls > 0
+    assert "cross_device_ops takes an object" in _refused("mirrored", cross_device_ops="nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "replicas"),
+    [
+        ({}, tf.distribute.MirroredStrategy, 4),
+        ({"logical_cpus": 4}, tf.distribute.MirroredStrategy, 4),
+        ({"devices": 2}, tf.distribute.MirroredStrategy, 2),
+        ({"devices": "CPU:3"}, tf.distribute.OneDeviceStrategy, 1),
+    ],
+)
+def test_auto_on_one_machine(options: dict[str, Any], kind: type, replicas: int) -> None:
+    strategy = tfd.create_strategy(**options)
+    assert type(strategy) is kind
+    assert strategy.num_replicas_in_sync == replicas
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("auto", {"devices": 9}, ["mirrored: devices=9", "logical_cpus=9"]),
+        ("auto", {"devices": 0}, ["devices is a number from 1 on; 0 arrived"]),
+        ("auto", {"devices": True}, ["names or a number of devices; True arrived"]),
+        ("auto", {"logical_cpus": 2}, ["TensorFlow has started with 4"]),
+        ("auto", {"partitioner": 3}, ["'mirrored' does not take partitioner=3"]),
+        ("auto", {"placement": "x"}, ["does not take placement='x'"]),
+        ("default", {"devices": 1}, ["'default' does not take devices=1", "no options"]),
+        ("one_device", {"devices": 2}, ["one_device takes one device; CPU:0, CPU:1 arrived"]),
+        ("mirrored", {"devices": ["GPU:0", "GPU:1"]}, ["no GPU:0 and no GPU:1", "seen are CPU:0"]),
+        ("mirrored", {"device": 2}, ["does not take device=2", "Did you mean 'devices'?"]),
+        ("mirrored", {"communication": "ring"}, ["It takes: devices, logical_cpus, cross_device"]),
+        ("central_storage", {"parameter_device": ""}, ["'' is no name of a device"]),
+        ("central_storage", {"parameter_device": 0}, ["parameter_device is one name", "0 arrived"]),
+        ("central_storage", {"parameter_device": "GPU:0"}, ["there is no GPU:0"]),
+        ("multi_worker_mirrored", {}, ["needs a cluster, and none was given", "TF_CONFIG"]),
+        ("parameter_server", {}, ["needs a cluster with chief, worker and ps tasks"]),
+        ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster takes a ClusterConfig", "'a:1'"]),
+        ("multi_worker_mirrored", {"cluster": TWO_WORKERS}, ["cluster takes a ClusterConfig"]),
+        ("multi_worker_mirrored", {"devices": 2}, ["does not take devices=2"]),
+        ("multi_worker_mirrored", {"communication": "mpi"}, ["one of auto, ring, nccl; 'mpi'"]),
+        ("multi_worker_mirrored", {"communication": ["ring"]}, ["['ring'] arrived"]),
+        ("parameter_server", {"partitioner": "even"}, ["partitioner takes one of", "'even'"]),
+        ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["not take cluster="]),
+    ],
+)
+def test_what_cannot_be_is_said(name: str, options: dict[str, Any], words: list[str]) -> None:
+    message = _refused(name, **options)
+    for word in words:
+        assert word in message
+
+
+PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs", "task", "words"),
+    [
+        ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
+        ("multi_worker_mirrored", PS, ("chief", 0), ["also has 'ps' (h:3)", "parameter_server"]),
+        (
+            "auto",
+            {"worker": ["h:1"], "evaluator": ["h:2"]},
+            ("evaluator", 0),
+            ["also has 'evaluator' (h:2)", "run the evaluator by itself"],
+        ),
+        ("auto", PS, ("ps", 0), ["this task is ps:0", "made on the chief", "Server("]),
+        ("auto", PS, ("worker", 0), ["this task is worker:0", "job_name='worker', task_index=0"]),
+        ("auto", PS, ("evaluator", 0), ["this task is evaluator:0", "reads checkpoints by itself"]),
+        ("parameter_server", TWO_WORKERS, ("worker", 0), ["needs ps and worker", "has 2 worker"]),
+        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["gives no address for worker:0"]),
+        (
+            "auto",
+            {"chief": ["h:9"], "worker": ["h:1"], "ps": ["", "", "h:2"]},
+            ("chief", 0),
+            ["gives no address for ps:0, ps:1"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("given", ["argument", "TF_CONFIG"])
+def test_clusters_that_a_strategy_cannot_use(
+    name: str,
+    jobs: dict[str, list[str]],
+    task: tuple[str, int],
+    words: list[str],
+    given: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = _cluster(jobs, task)
+    if given == "TF_CONFIG":
+        monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+        message = _refused(name)
+    else:
+        message = _refused(name, cluster=cluster)
+    for word in words:
+        assert word in message
+
+
+def test_what_tensorflow_said_itself_is_kept_as_the_cause() -> None:
+    with pytest.raises(tfd.StrategyError) as error:
+        tfd.create_strategy(cluster=_cluster(TWO_WORKERS, ("worker", 0)))
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert "program startup" in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize("name", ["auto", "multi_worker_mirrored", "parameter_server"])
+def test_a_wrong_tf_config_is_an_error_where_it_is_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {"type": "worker", "index": -1}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO_WORKERS, "task": task}))
+    assert "TF_CONFIG" in _refused(name)
+    # Asked for by name, a strategy of one machine does not mind; the explanation says it.
+    text = tfd.explain(tfd.create_strategy("one_device"))
+    assert "negative" in text
+    assert "one_device does not use it" in text
+
+
+def test_a_given_cluster_goes_over_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 0)).to_tf_config())
+    assert "this task is ps:0" in _refused(cluster=_cluster(PS, ("ps", 0)))
+
+
+def test_inside_the_scope_of_another_strategy() -> None:
+    outer = tfd.create_strategy("mirrored")
+    with outer.scope():
+        assert "inside the scope of MirroredStrategy: call create_strategy outside" in _refused(
+            "default"
+        )
+        inner = tfd.create_strategy("one_device")
+    assert type(inner) is tf.distribute.OneDeviceStrategy
+
+
+def test_what_is_wrong_in_a_file_names_key_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    for text, words in (
+        ("name = 'mirrored'\ndevises = 2", ["devises=2", str(file), "Did you mean 'devices'?"]),
+        ("nam = 'mirrored'", ["nam='mirrored'", str(file), "Did you mean 'name'?"]),
+        ("devices = 'x'", ["'x' is no name", f"devices = 'x' from the file {file}"]),
+        ("name = 'miror'", ["no strategy 'miror'", f"name = 'miror' from the file {file}"]),
+    ):
+        file.write_text(f"[strategy]\n{text}\n")
+        message = _refused(config=file)
+        for word in words:
+            assert word in message
+    assert "cannot be read" in _refused(config="")
+
+
+def test_the_call_goes_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[strategy]\nname = 'mirrored'\ndevices = 3\n")
+    strategy = tfd.create_strategy(config=file, devices=2)
+    assert strategy.num_replicas_in_sync == 2
+    lines = tfd.explain(strategy).splitlines()
+    assert f"because      it was asked for by name in the file {file}" in lines
+    assert f"settings     devices = 2 from the call, over the file {file} (3)" in lines

@@ -1,0 +1,127 @@
+"""Flags over the file over the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+import tfdist_ext as tfd
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
+    """Flags of their own, so that no other test sees them."""
+    values = flags.FlagValues()
+    tfd.flags.define_strategy_flags(values)
+    for name in ("strategy_flags", "strategy_config", "not_parsed"):
+        function = getattr(tfd.flags, name)
+        monkeypatch.setattr(tfd.flags, name, lambda function=function: function(values))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ([], {}),
+        (["--strategy=mirrored"], {"name": "mirrored"}),
+        (["--devices=2"], {"devices": 2}),
+        (["--devices", " 2 "], {"devices": 2}),
+        (["--devices=-1"], {"devices": -1}),
+        (["--devices=CPU:0,CPU:1"], {"devices": ["CPU:0", "CPU:1"]}),
+        (["--devices=CPU:0"], {"devices": ["CPU:0"]}),
+        (
+            ["--logical_cpus=3", "--communication=ring"],
+            {"logical_cpus": 3, "communication": "ring"},
+        ),
+    ],
+)
+def test_what_flags_say(
+    given: flags.FlagValues, arguments: list[str], settings: dict[str, object]
+) -> None:
+    given(["program", *arguments])
+    assert tfd.flags.strategy_flags() == settings
+
+
+@pytest.mark.parametrize("argument", ["--logical_cpus=0", "--communication=mpi"])
+def test_absl_refuses_what_cannot_be(given: flags.FlagValues, argument: str) -> None:
+    with pytest.raises(flags.IllegalFlagValueError):
+        given(["program", argument])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--strategy=mirored", r"Did you mean 'mirrored'.*name = 'mirored' from flags"),
+        ("--devices=", r"\[\] arrived.*devices = \[\] from flags"),
+        ("--devices=-1", "-1 arrived"),
+        ("--devices=9", "devices=9 was asked for"),
+        ("--communication=ring", "does not take communication='ring', which comes from flags"),
+        ("--strategy_config=", "cannot be read"),
+    ],
+)
+def test_errors_say_that_a_flag_was_it(
+    given: flags.FlagValues, argument: str, message: str
+) -> None:
+    given(["program", argument])
+    with pytest.raises(tfd.StrategyError, match=message):
+        tfd.create_strategy()
+
+
+def test_flags_over_file_over_environment(
+    given: flags.FlagValues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+    file = tmp_path / "s.toml"
+    file.write_text("[strategy]\nname = 'one_device'\ndevices = ['CPU:1', 'CPU:2', 'CPU:3']\n")
+    given(["program", f"--strategy_config={file}", "--strategy=mirrored"])
+    strategy = tfd.create_strategy()
+    assert strategy.num_replicas_in_sync == 3
+    text = tfd.explain(strategy)
+    assert "it was asked for by name in flags, over the environment" in text
+    assert f"name = 'mirrored' from flags, over the file {file} ('one_device')" in text
+    assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
+    assert "the cluster of TF_CONFIG (worker:1 of 2 tasks): mirrored does not use it" in text
+    # The file alone goes over the environment too.
+    file.write_text("[strategy]\nname = 'one_device'\n")
+    given.unparse_flags()
+    given["strategy"].value = None
+    given(["program", f"--strategy_config={file}"])
+    text = tfd.explain(tfd.create_strategy())
+    assert f"asked for by name in the file {file}, over the environment" in text
+
+
+def test_a_flag_that_says_auto_goes_over_a_name_in_the_file(
+    given: flags.FlagValues, tmp_path: Path
+) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[strategy]\nname = 'one_device'\n")
+    given(["program", "--strategy=auto"])
+    strategy = tfd.create_strategy(config=file)
+    assert strategy.num_replicas_in_sync == 4
+    assert f"name = 'auto' from flags, over the file {file} ('one_device')" in tfd.explain(strategy)
+
+
+def test_a_file_of_the_call_goes_over_one_of_the_flags(
+    given: flags.FlagValues, tmp_path: Path
+) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[strategy]\ndevices = 3\n")
+    given(["program", "--strategy_config=no/such.toml"])
+    strategy = tfd.create_strategy(config=file)
+    assert strategy.num_replicas_in_sync == 3
+    line = f"config = '{file}' from the call, over flags ('no/such.toml')"
+    assert line in tfd.explain(strategy)
+
+
+def test_flags_that_were_not_parsed_are_mentioned(given: flags.FlagValues) -> None:
+    text = tfd.explain(tfd.create_strategy("mirrored"))
+    assert "flags are defined, but not parsed" in text
+    given(["program"])
+    assert "parsed" not in tfd.explain(tfd.create_strategy("mirrored"))
+
+
+def test_defining_them_twice_is_no_error(given: flags.FlagValues) -> None:
+    tfd.flags.define_strategy_flags(given)

@@ -1,0 +1,124 @@
+"""What needs a TensorFlow of another state than this process's: real programs, hard limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist_ext import ClusterConfig, Task
+from tfdist_ext.launch import reserve_ports
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+def _run(program: str, **env: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / program)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,  # and then SIGKILL
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+
+
+def test_two_real_workers_sum_over_both(run_cluster: Callable[..., list[Any]]) -> None:
+    results = run_cluster("strategy_workers.py", workers=2, timeout=60)
+    assert [result["sum"] for result in results] == [3.0, 3.0]  # (0 + 1) + (1 + 1) on both
+    for index, result in enumerate(results):
+        assert result["class"] == "CollectiveAllReduceStrategy"  # MultiWorkerMirroredStrategy's
+        text = result["explanation"]
+        chief = ", the chief" if index == 0 else ""
+        assert "because      TF_CONFIG describes a cluster (worker)" in text
+        assert f"task         worker:{index}{chief}, in a cluster of 2 worker" in text
+        assert "replicas     2 in sync, 1 of them on this task" in text
+        assert "settings     communication = 'ring' from the call" in text
+        # The environment that was used is not among those passed over.
+        assert not any("TF_CONFIG:" in line for line in text)
+        # A strategy of one machine, made in a worker, stays on that worker.
+        (device,) = [line for line in result["devices_here"] if line.startswith("devices")]
+        assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
+
+
+def test_a_single_worker_is_a_cluster_too() -> None:
+    result = _run("strategy_single_worker.py")
+    assert "worker:0 cannot listen at 127.0.0.1:" in result["in_use"]
+    assert "the port is in use" in result["in_use"]
+    assert "no such rpc_layer as ClusterConfig asks for" in result["rpc_layer"]
+    assert result["sum"] == 7.0
+    assert result["same_resolver"]
+    assert (
+        "because      TFConfigClusterResolver describes a cluster (worker)"
+        in (result["explanation"])
+    )
+    assert "task         worker:0, the chief, in a cluster of 1 worker" in result["explanation"]
+
+
+def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
+    result = _run("strategy_one_process.py")
+    assert result["sum"] == 1 + 2 + 3
+    assert "because      3 logical CPUs on this machine, no cluster" in result["mirrored"]
+    assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
+    assert "replicas     3 in sync" in result["mirrored"]
+
+    assert "must be made before TensorFlow starts, and it has started" in result["late"]
+    assert "Move create_strategy() to the top of the program" in result["late"]
+
+    assert result["class"] == "ParameterServerStrategyV2"
+    assert result["shards"] == [
+        ["/job:ps/replica:0/task:0/device:CPU:0", [[0.0, 1.0], [2.0, 3.0]]],
+        ["/job:ps/replica:0/task:1/device:CPU:0", [[4.0, 5.0], [6.0, 7.0]]],
+    ]
+    text = result["parameter_server"]
+    assert "because      ClusterConfig has ps tasks (chief, worker, ps)" in text
+    assert "settings     partitioner = FixedShardsPartitioner from the call" in text
+    assert "task         chief:0, the chief, in a cluster of 1 chief, 1 worker, 2 ps" in text
+    assert "devices      variables on 2 ps, computing on 1 worker" in text
+    assert result["here"] == 3
+
+
+@pytest.mark.parametrize("strategy", ["multi_worker_mirrored", "parameter_server"])
+def test_a_missing_peer_is_named_while_tensorflow_waits(strategy: str) -> None:
+    with reserve_ports(4) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        if strategy == "parameter_server":
+            jobs = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:3]}
+            me, missing = Task("chief", 0), ["worker:0", addresses[1], "ps:0", addresses[2]]
+        else:
+            jobs = {"worker": addresses[:2]}
+            me, missing = Task("worker", 0), ["worker:1", addresses[1]]
+        config = ClusterConfig(jobs=jobs, task=me)
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "strategy_missing_peer.py"), strategy],
+            env={
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "TF_CONFIG": config.to_tf_config(),
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        limit = threading.Timer(40, process.kill)
+        limit.start()
+        try:
+            assert process.stderr is not None
+            line = next((line for line in process.stderr if "waiting for" in line), "")
+        finally:
+            limit.cancel()
+            process.kill()  # SIGTERM would not end it
+            process.wait()
+            assert process.stderr is not None
+            process.stderr.close()
+    assert line.startswith(f"{me}: waiting for ")
+    for word in missing:
+        assert word in line
+    assert "Is it started, is its address right in TF_CONFIG on every task" in line

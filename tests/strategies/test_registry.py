@@ -1,0 +1,149 @@
+"""The table of strategies, and entries of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import registry
+
+
+@pytest.fixture(autouse=True)
+def _table_as_before() -> Iterator[None]:
+    before = dict(registry._TABLE)
+    yield
+    registry._TABLE.clear()
+    registry._TABLE.update(before)
+
+
+def test_every_strategy_of_tf_distribute_is_there() -> None:
+    known = tfd.available_strategies()
+    assert {
+        "default",
+        "one_device",
+        "mirrored",
+        "multi_worker_mirrored",
+        "central_storage",
+        "parameter_server",
+        "tpu",
+    } <= set(known)
+    assert all(description.strip() for description in known.values())
+
+
+def test_a_strategy_of_one_s_own_gets_its_options() -> None:
+    made = []
+
+    def mine(*, device: str = "CPU:0", twice: bool = False) -> tf.distribute.Strategy:
+        made.append((device, twice))
+        return tf.distribute.OneDeviceStrategy(device)
+
+    tfd.register_strategy("mine", mine, "my own")
+    strategy = tfd.create_strategy("mine", device="CPU:2")
+    assert made == [("CPU:2", False)]
+    assert type(strategy) is tf.distribute.OneDeviceStrategy
+    assert strategy.extended.worker_devices[0].endswith("CPU:2")
+    assert tfd.available_strategies()["mine"] == "my own"
+    assert "mine (OneDeviceStrategy)" in tfd.explain(strategy)
+    with pytest.raises(tfd.StrategyError, match=r"Did you mean 'twice'\? It takes: device, twice"):
+        tfd.create_strategy("mine", twic=True)
+
+
+def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+
+    def mine(cluster: Any = None) -> tf.distribute.Strategy:
+        got.append(cluster)
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+
+    tfd.register_strategy("mine", mine, "my own")
+    config = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"anything": ["a:1"]}), task_type="anything", task_id=0
+    )
+    tfd.create_strategy("mine")
+    tfd.create_strategy("mine", cluster=config)
+    strategy = tfd.create_strategy("mine", cluster=resolver)  # its jobs are its own affair
+    assert got[0] is None
+    assert got[1] is config
+    assert got[2] is resolver
+    assert "this process alone" in tfd.explain(strategy)
+    monkeypatch.setenv("TF_CONFIG", config.to_tf_config())
+    text = tfd.explain(tfd.create_strategy("mine"))
+    assert got[3] == config
+    assert "cluster = worker:1 of 2 tasks from TF_CONFIG" in text
+    assert "worker:1, in a cluster of 2 worker" in text.replace(", the chief", "")
+
+
+def test_a_factory_with_any_keywords_gets_them_all() -> None:
+    got = {}
+
+    def mine(**options: Any) -> tf.distribute.Strategy:
+        got.update(options)
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+
+    tfd.register_strategy("mine", mine, "my own")
+    tfd.create_strategy("mine", devices=2, anything=[1])
+    assert got == {"devices": 2, "anything": [1]}
+
+
+def test_a_class_is_a_factory() -> None:
+    tfd.register_strategy("mine", tf.distribute.OneDeviceStrategy, "my own")
+    assert type(tfd.create_strategy("mine", device="CPU:1")) is tf.distribute.OneDeviceStrategy
+    with pytest.raises(tfd.StrategyError, match="needs the option 'device'"):
+        tfd.create_strategy("mine")
+
+
+@pytest.mark.parametrize("returned", [None, "mirrored", tf.distribute.OneDeviceStrategy])
+def test_a_factory_that_returns_no_strategy(returned: Any) -> None:
+    tfd.register_strategy("mine", lambda: returned, "my own")
+    with pytest.raises(tfd.StrategyError, match=r"must return a tf\.distribute\.Strategy"):
+        tfd.create_strategy("mine")
+
+
+def test_a_factory_s_own_error_arrives_as_it_is() -> None:
+    def mine() -> tf.distribute.Strategy:
+        raise OSError("disk")
+
+    tfd.register_strategy("mine", mine, "my own")
+    with pytest.raises(OSError, match="disk"):
+        tfd.create_strategy("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "factory", "description", "message"),
+    [
+        ("mirrored", lambda: None, "x", "'mirrored' is there already"),
+        ("auto", lambda: None, "x", "'auto' is there already"),
+        ("", lambda: None, "x", "a word like 'my_strategy'; '' arrived"),
+        ("my strategy", lambda: None, "x", "'my strategy' arrived"),
+        (3, lambda: None, "x", "3 arrived"),
+        ("mine", "mirrored", "x", "must be a function; 'mirrored' arrived"),
+        ("mine", lambda name: None, "x", "a parameter 'name' that create_strategy cannot pass on"),
+        ("mine", lambda config: None, "x", "a parameter 'config'"),
+        ("mine", lambda a, /: None, "x", "a parameter 'a'"),
+        ("mine", lambda: None, "", "needs a description of one line; '' arrived"),
+        ("mine", lambda: None, None, "needs a description of one line; None arrived"),
+    ],
+)
+def test_refused_registrations(name: Any, factory: Any, description: Any, message: str) -> None:
+    before = tfd.available_strategies()
+    with pytest.raises(tfd.StrategyError) as error:
+        tfd.register_strategy(name, factory, description)
+    assert message in str(error.value)
+    assert tfd.available_strategies() == before
+
+
+@pytest.mark.parametrize("name", ["mirored", "Mirrored", "", 3, ["mirrored"], None])
+def test_an_unknown_name_lists_the_known_ones(name: Any) -> None:
+    if name is None:
+        assert isinstance(tfd.create_strategy(name), tf.distribute.Strategy)  # as if not given
+        return
+    with pytest.raises(tfd.StrategyError) as error:
+        tfd.create_strategy(name)
+    assert "Known: auto, default, one_device, mirrored, multi_worker_mirrored" in str(error.value)
+    if str(name).lower().startswith("mir"):
+        assert "Did you mean 'mirrored'?" in str(error.value)

@@ -1,0 +1,182 @@
+"""TensorFlow's own resolvers, as they are."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import resolvers as room
+from tfdist_ext.strategies.resolvers import describe, resolver_of
+
+resolvers = tf.distribute.cluster_resolver
+TWO = {"worker": ["h:1", "h:2"]}
+
+
+def _simple(jobs: dict[str, Any], **task: Any) -> Any:
+    return resolvers.SimpleClusterResolver(tf.train.ClusterSpec(jobs), **task)
+
+
+def _tf_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    task = {"type": "worker", "index": 1}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO, "task": task}))
+    return resolvers.TFConfigClusterResolver()
+
+
+def _slurm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name, value in {
+        "SLURM_STEP_NODELIST": "h[1-2]",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_PROCID": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return resolvers.SlurmClusterResolver(
+        jobs={"worker": 2}, port_base=1, gpus_per_node=1, tasks_per_node=1, auto_set_gpu=False
+    )
+
+
+def _kubernetes(_: pytest.MonkeyPatch) -> Any:
+    pods = [
+        SimpleNamespace(
+            status=SimpleNamespace(phase="Running", host_ip=f"10.0.0.{n}"),
+            metadata=SimpleNamespace(name=f"pod-{n}"),
+        )
+        for n in (1, 2)
+    ]
+    client = SimpleNamespace(list_pod_for_all_namespaces=lambda **_: SimpleNamespace(items=pods))
+    resolver = resolvers.KubernetesClusterResolver(
+        {"worker": ["job-name=train"]}, tf_server_port=1, override_client=client
+    )
+    resolver.task_type, resolver.task_id = "worker", 1
+    return resolver
+
+
+def _gce(_: pytest.MonkeyPatch) -> Any:
+    names = ["a", "b"]
+    answers = {
+        name: {"status": "RUNNING", "networkInterfaces": [{"networkIP": f"10.0.0.{n}"}]}
+        for n, name in enumerate(names)
+    }
+    instances = SimpleNamespace(
+        get=lambda instance, **_: SimpleNamespace(execute=lambda: answers[instance])
+    )
+    listed = {"items": [{"instance": f"zones/z/instances/{name}"} for name in names]}
+    groups = SimpleNamespace(
+        listInstances=lambda **_: SimpleNamespace(execute=lambda: listed),
+        listInstances_next=lambda **_: None,
+    )
+    service = SimpleNamespace(instances=lambda: instances, instanceGroups=lambda: groups)
+    return resolvers.GCEClusterResolver(
+        "p", "z", "group", 1, task_type="worker", task_id=1, credentials=None, service=service
+    )
+
+
+def _union(_: pytest.MonkeyPatch) -> Any:
+    return resolvers.UnionResolver(
+        _simple({"worker": ["h:1"]}), _simple({"worker": ["h:2"]}), task_type="worker", task_id=1
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _tf_config,
+        _slurm,
+        _kubernetes,
+        _gce,
+        _union,
+        lambda _: _simple(TWO, task_type="worker", task_id=1),
+    ],
+)
+def test_every_resolver_is_accepted_as_it_is(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = make(monkeypatch)
+    assert resolver_of(resolver) is resolver
+    described = describe(resolver)
+    assert len(described.jobs["worker"]) == 2
+    assert described.task == tfd.Task("worker", 1)
+    assert described.source == type(resolver).__name__
+    # The factory comes as far as TensorFlow, which has started in this process.
+    with pytest.raises(tfd.StrategyError, match="must be made before TensorFlow starts"):
+        tfd.create_strategy(cluster=resolver)
+
+
+def test_a_config_becomes_a_resolver() -> None:
+    config = tfd.ClusterConfig(
+        jobs={"worker": ("h:1", "", "h:3")}, task=tfd.Task("worker", 2), rpc_layer="grpc"
+    )
+    resolver = resolver_of(config)
+    assert resolver.cluster_spec().as_dict() == {"worker": {0: "h:1", 2: "h:3"}}
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
+    described = describe(resolver)
+    assert described.holes() == ["worker:1"]
+    assert described.peers() == {"worker:0": "h:1"}
+    assert str(described) == "2 worker"
+
+
+def test_a_resolver_that_describes_no_cluster() -> None:
+    for empty in (resolvers.TFConfigClusterResolver(), _simple({})):
+        strategy = tfd.create_strategy(cluster=empty)
+        assert strategy.num_replicas_in_sync == 4  # this machine's devices
+        line = f"{type(empty).__name__}: it was given, but describes no cluster"
+        assert line in tfd.explain(strategy)
+        for name in ("multi_worker_mirrored", "parameter_server"):
+            with pytest.raises(tfd.StrategyError, match=f"{name} needs a cluster, and .*none"):
+                tfd.create_strategy(name, cluster=empty)
+
+
+@pytest.mark.parametrize(
+    ("resolver", "message"),
+    [
+        (_simple(TWO), "does not say which task this process is"),
+        (_simple(TWO, task_type="worker", task_id=2), "task.index is out of range"),
+        (_simple(TWO, task_type="chief", task_id=0), "cluster has no chief job"),
+        (_simple({"worker": ["h:1", "h:1"]}, task_type="worker", task_id=0), "address of"),
+        (_simple({"wroker": ["h:1"]}, task_type="wroker", task_id=0), 'mean "worker"'),
+    ],
+)
+def test_what_would_hang_is_refused(resolver: Any, message: str) -> None:
+    with pytest.raises(tfd.TfDistError) as error:
+        tfd.create_strategy("multi_worker_mirrored", cluster=resolver)
+    assert message in str(error.value)
+    assert "SimpleClusterResolver" in str(error.value)
+
+
+class _Own(resolvers.ClusterResolver):  # type: ignore[misc]
+    """A resolver somebody wrote."""
+
+    task_type, task_id = "worker", 0
+
+    def __init__(self, ask: Any) -> None:
+        self._ask = ask
+
+    def cluster_spec(self) -> Any:
+        return self._ask()
+
+    def master(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
+def test_a_resolver_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    def fail() -> None:
+        raise OSError("no route to host")
+
+    with pytest.raises(tfd.StrategyError, match="_Own cannot describe the cluster: OSError: no ro"):
+        tfd.create_strategy(cluster=_Own(fail))
+    release = threading.Event()
+    monkeypatch.setattr(room, "LOOKUP_SECONDS", 0.1)
+    with pytest.raises(tfd.StrategyError, match=r"TimeoutError: no answer within 0\.1 s"):
+        tfd.create_strategy(cluster=_Own(release.wait))
+    release.set()
+
+
+def test_a_broken_tf_config_in_tensorflow_s_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(tfd.StrategyError, match="TFConfigClusterResolver cannot describe"):
+        tfd.create_strategy(cluster=resolvers.TFConfigClusterResolver())

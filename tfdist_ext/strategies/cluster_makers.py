@@ -1,0 +1,159 @@
+"""One function a strategy that spans several processes: its traps become sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
+from tfdist_ext.strategies.waiting import reporting_absent_peers
+
+__all__ = ["multi_worker_mirrored", "parameter_server"]
+
+_Implementation: Any = tf.distribute.experimental.CommunicationImplementation
+_COMMUNICATION = {
+    "auto": _Implementation.AUTO,
+    "ring": _Implementation.RING,
+    "nccl": _Implementation.NCCL,
+}
+
+
+def multi_worker_mirrored(
+    *, cluster: Cluster = None, communication: Any = "auto"
+) -> tf.distribute.Strategy:
+    """A copy on each worker of the cluster; blocks until all of them are there."""
+    implementation = _implementation(communication)
+    if cluster is None:
+        raise StrategyError(
+            "multi_worker_mirrored needs a cluster, and none was given or found in the"
+            " environment: set TF_CONFIG, start the script with `tfdist run --workers N`, or pass"
+            " cluster=."
+        )
+    described = _complete("multi_worker_mirrored", cluster)
+    for job, advice in (
+        ("ps", "or use parameter_server"),
+        ("evaluator", "and run the evaluator by itself, with a TF_CONFIG of its own or none"),
+    ):
+        if job in described.jobs:
+            raise StrategyError(
+                f"multi_worker_mirrored trains on chief and worker tasks; the cluster of"
+                f" {described.source} also has {job!r} ({', '.join(described.jobs[job])})."
+                " TensorFlow would hang, or train alone without a word. Take"
+                f" {job!r} out of the cluster, {advice}."
+            )
+    if described.task is None:
+        raise StrategyError(
+            f"multi_worker_mirrored: {described.source} does not say which task this process is."
+            " Give it task_type= and task_id=, as in SimpleClusterResolver(spec,"
+            " task_type='worker', task_id=0)."
+        )
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    return _made(
+        described,
+        lambda: tf.distribute.MultiWorkerMirroredStrategy(
+            cluster_resolver=resolver_of(cluster), communication_options=options
+        ),
+    )
+
+
+def parameter_server(
+    *, cluster: Cluster = None, partitioner: Callable[..., Any] | None = None
+) -> tf.distribute.Strategy:
+    """Variables on the cluster's `ps` tasks; made on its chief, which coordinates."""
+    if partitioner is not None and not callable(partitioner):
+        raise StrategyError(
+            "partitioner takes one of tf.distribute.experimental.partitioners, or a function"
+            f" (shape, dtype) -> shards of each axis; {partitioner!r} arrived."
+        )
+    if cluster is None:
+        raise StrategyError(
+            "parameter_server needs a cluster with chief, worker and ps tasks, and none was given"
+            " or found in the environment: set TF_CONFIG, start the script with"
+            " `tfdist run --chief --workers N --ps M`, or pass cluster=."
+        )
+    described = _complete("parameter_server", cluster)
+    task = described.task
+    if "ps" not in described.jobs or "worker" not in described.jobs:
+        raise StrategyError(
+            "parameter_server needs ps and worker tasks; the cluster of"
+            f" {described.source} has {described}."
+        )
+    if task is not None and task.type in ("ps", "worker"):
+        raise StrategyError(
+            f"this task is {task}; the parameter_server strategy is made on the chief. Here run"
+            f" tf.distribute.Server(cluster_spec, job_name={task.type!r}, task_index={task.index},"
+            " protocol='grpc').join()."
+        )
+    if task is not None and task.type == "evaluator":
+        raise StrategyError(
+            f"this task is {task}; the parameter_server strategy is made on the chief. An"
+            " evaluator reads checkpoints by itself: use create_strategy('one_device') here."
+        )
+    return _made(
+        described,
+        lambda: tf.distribute.ParameterServerStrategy(
+            resolver_of(cluster), variable_partitioner=partitioner
+        ),
+    )
+
+
+def _implementation(communication: Any) -> Any:
+    if isinstance(communication, _Implementation):
+        return communication
+    if not isinstance(communication, str) or communication.lower() not in _COMMUNICATION:
+        raise StrategyError(
+            f"communication is one of {', '.join(_COMMUNICATION)}; {communication!r} arrived."
+        )
+    return _COMMUNICATION[communication.lower()]
+
+
+def _complete(strategy: str, cluster: Any) -> Described:
+    """The cluster's description, with an address for every task."""
+    described = describe(cluster)
+    if not described.jobs:
+        raise StrategyError(
+            f"{strategy} needs a cluster, and {described.source} describes none: set TF_CONFIG,"
+            " or pass another cluster=."
+        )
+    if holes := described.holes():
+        raise StrategyError(
+            f"{strategy}: {described.source} gives no address for {', '.join(holes)}. This strategy"
+            " connects to all tasks: list each of them, numbered from 0."
+        )
+    return described
+
+
+def _made(described: Described, make: Callable[[], Any]) -> tf.distribute.Strategy:
+    """Call TensorFlow, name who is missing meanwhile, and put its known failures in words."""
+    me = str(described.task or "this process")
+    # An evaluator takes no part in the connections of the training.
+    peers = {task: at for task, at in described.peers().items() if not task.startswith("evaluator")}
+    try:
+        with reporting_absent_peers(me, peers, described.source):
+            return make()
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise StrategyError(
+            "multi_worker_mirrored must be made before TensorFlow starts, and it has started:"
+            " an operation, a tensor, a model, a data set or a list of devices came first."
+            " Move create_strategy() to the top of the program, above the first of them."
+        ) from error
+    except (tf.errors.UnknownError, tf.errors.NotFoundError) as error:
+        text = str(error)
+        if "Could not start gRPC server" in text and described.task is not None:
+            address = described.jobs[described.task.type][described.task.index]
+            raise StrategyError(
+                f"{me} cannot listen at {address}, the address {described.source} gives it: the"
+                " port is in use. End what uses it (the same program, started before?), or give"
+                " this task another port on every task."
+            ) from error
+        if "No server factory registered" in text:
+            raise StrategyError(
+                f"this TensorFlow has no such rpc_layer as {described.source} asks for: take it"
+                " out, or write 'grpc'."
+            ) from error
+        raise

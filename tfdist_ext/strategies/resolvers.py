@@ -1,0 +1,120 @@
+"""Clusters in both forms: this package's ClusterConfig and TensorFlow's own resolvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.cluster.jobs import Jobs
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.bounded import within
+
+__all__ = ["Cluster", "Described", "describe", "resolver_of"]
+
+# A ClusterConfig or any TensorFlow ClusterResolver; TensorFlow ships no types.
+Cluster: TypeAlias = ClusterConfig | Any | None
+
+LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a cluster says, once.
+
+    Attributes:
+        jobs: job -> addresses in index order, "" where none is listed; empty: no cluster.
+        task: which of them this process is; None where the resolver does not say.
+        source: where it came from, for messages.
+    """
+
+    jobs: Mapping[str, tuple[str, ...]]
+    task: Task | None
+    source: str
+
+    def holes(self) -> list[str]:
+        """Tasks below the highest index that have no address, as 'worker:0'."""
+        return [
+            f"{job}:{index}"
+            for job, addresses in self.jobs.items()
+            for index, address in enumerate(addresses)
+            if not address
+        ]
+
+    def peers(self) -> dict[str, str]:
+        """Every other task with an address: 'worker:1' -> 'host:port'."""
+        return {
+            f"{job}:{index}": address
+            for job, addresses in self.jobs.items()
+            for index, address in enumerate(addresses)
+            if address and Task(job, index) != self.task
+        }
+
+    def __str__(self) -> str:
+        return ", ".join(f"{sum(map(bool, tasks))} {job}" for job, tasks in self.jobs.items())
+
+
+def resolver_of(cluster: Any) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """TensorFlow's form of a cluster; its own resolvers stay as they are."""
+    resolvers = tf.distribute.cluster_resolver
+    if isinstance(cluster, resolvers.ClusterResolver):
+        return cluster
+    _check_type(cluster)
+    jobs = {
+        job: {index: address for index, address in enumerate(addresses) if address}
+        for job, addresses in cluster.jobs.items()
+    }
+    return resolvers.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task.type,
+        task_id=cluster.task.index,
+        environment=cluster.environment or "",
+        rpc_layer=cluster.rpc_layer or "grpc",
+    )
+
+
+def describe(cluster: Any) -> Described:
+    """What a cluster says, checked as a TF_CONFIG is.
+
+    Raises:
+        StrategyError: it is no cluster, or the resolver failed or did not answer in a minute.
+        ClusterConfigError: it describes a cluster that cannot be right.
+    """
+    if isinstance(cluster, ClusterConfig):
+        return Described(cluster.jobs, cluster.task, cluster.source)
+    resolver, source = resolver_of(cluster), type(cluster).__name__
+    try:
+        # In this order: SlurmClusterResolver knows its task only after the cluster.
+        spec, task_type, task_id = within(
+            LOOKUP_SECONDS,
+            lambda: (resolver.cluster_spec(), resolver.task_type, resolver.task_id),
+        )
+    except Exception as error:  # what it raises depends on the resolver and on its clients
+        raise StrategyError(
+            f"{source} cannot describe the cluster: {type(error).__name__}: {error}"
+        ) from error
+    jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
+    if not jobs:
+        return Described({}, None, source)
+    if not task_type:
+        return Described(Jobs(jobs, source), None, source)
+    task = Task(task_type, 0 if task_id is None else task_id)
+    return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
+
+
+def _check_type(cluster: Any) -> None:
+    if not isinstance(cluster, ClusterConfig):
+        raise StrategyError(
+            f"cluster takes a ClusterConfig or a TensorFlow ClusterResolver; {cluster!r} arrived."
+            " For the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
+        )
+
+
+def _addresses(tasks: Any) -> tuple[str, ...]:
+    """A ClusterSpec gives a list, or index -> address where indices are missing."""
+    if not isinstance(tasks, Mapping):
+        return tuple(tasks)
+    return tuple(tasks.get(index, "") for index in range(max(tasks, default=-1) + 1))

@@ -1,0 +1,138 @@
+"""The TPU strategy: found and reached within a bounded time, or refused in a sentence."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.bounded import within
+from tfdist_ext.strategies.devices import seen_devices
+from tfdist_ext.strategies.resolvers import Cluster
+from tfdist_ext.strategies.waiting import reporting_absent_peers
+
+__all__ = ["speaks_grpc", "tpu"]
+
+LOOKUP_SECONDS = 30.0  # Google Cloud's metadata server and TPU API, which TensorFlow asks unbounded
+REACH_SECONDS = 10.0
+
+# What a client of HTTP/2, and so of gRPC, says first: the preface and empty settings (RFC 9113,
+# section 3.4). A server answers with its own settings: a frame of type 4.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_FRAME_TYPE = 3
+_SETTINGS = 4
+
+
+def tpu(
+    *, cluster: Cluster = None, tpu: str | None = None, zone: str | None = None,
+    project: str | None = None,
+) -> tf.distribute.Strategy:  # fmt: skip
+    """A copy on each core of a TPU: its name, "grpc://host:port", or "local" for this machine's."""
+    resolvers = tf.distribute.cluster_resolver
+    if cluster is not None:
+        if not isinstance(cluster, resolvers.TPUClusterResolver):
+            raise StrategyError(
+                f"tpu takes a TPUClusterResolver as its cluster; {cluster!r} arrived. Or pass"
+                " tpu= with the name of the TPU."
+            )
+        if tpu is not None or zone is not None or project is not None:
+            raise StrategyError(
+                "tpu takes a TPUClusterResolver, or tpu=, zone= and project=; both arrived."
+            )
+        return _connected(cluster, "the TPUClusterResolver")
+    if tpu is None:
+        raise StrategyError(
+            f"no TPU found: TPU_NAME is not set and tpu= was not given. {_seen()} Pass tpu= with"
+            " the name or address of a TPU, which is 'local' for a TPU of this machine."
+        )
+    for option, value in (("tpu", tpu), ("zone", zone), ("project", project)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise StrategyError(f"{option} is a text; {value!r} arrived.")
+    if re.fullmatch(r"[\w.-]+:\d+", tpu):
+        raise StrategyError(f"tpu={tpu!r} is an address: write it as 'grpc://{tpu}'.")
+    try:
+        resolver = within(
+            LOOKUP_SECONDS,
+            lambda: resolvers.TPUClusterResolver(tpu=tpu, zone=zone, project=project),
+        )
+    except Exception as error:  # what it raises depends on the network and the cloud's client
+        raise StrategyError(
+            f"no TPU found under the name {tpu!r}: asking Google Cloud about it failed ({error})."
+            f" {_seen()} Outside of Google Cloud pass zone= and project=, or the address of the"
+            " TPU as 'grpc://host:port'; on a TPU machine pass 'local'."
+        ) from error
+    return _connected(resolver, repr(tpu))
+
+
+def _connected(resolver: Any, name: str) -> tf.distribute.Strategy:
+    try:
+        spec = within(LOOKUP_SECONDS, resolver.cluster_spec)
+    except Exception as error:
+        raise StrategyError(
+            f"no TPU found at {name}: {_first_sentence(error)} {_seen()}"
+        ) from error
+    tasks = {
+        f"{job}:{index}": address
+        for job, addresses in (spec.as_dict() if spec else {}).items()
+        for index, address in enumerate(addresses)
+    }
+    for address in tasks.values():
+        # TensorFlow tries to connect for ever, without a word.
+        if why := speaks_grpc(address, REACH_SECONDS):
+            raise StrategyError(
+                f"no TPU found at {name}: {address} {why}. {_seen()} Is the TPU running, is its"
+                " address right, may this host reach it?"
+            )
+    try:
+        with reporting_absent_peers("this process", tasks, name):
+            tf.config.experimental_connect_to_cluster(resolver)
+            tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise StrategyError(
+            f"no TPU found at {name}: {_first_sentence(error)} {_seen()}"
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def speaks_grpc(address: str, seconds: float) -> str | None:
+    """None where a gRPC server answers; otherwise what was wrong, to follow the address."""
+
+    def ask() -> str | None:
+        host, _, port = address.rpartition(":")
+        try:
+            server = socket.create_connection((host.strip("[]"), int(port)), seconds)
+        except (OSError, ValueError, OverflowError) as error:
+            return f"cannot be connected to ({error})"
+        with server:
+            answer = b""
+            try:
+                server.sendall(_HELLO)
+                while len(answer) <= _FRAME_TYPE:
+                    part = server.recv(64)
+                    if not part:
+                        break
+                    answer += part
+            except TimeoutError:
+                return f"accepts connections, but said nothing for {seconds:g} s"
+            except OSError as error:
+                return f"broke the connection ({error})"
+        if answer[_FRAME_TYPE : _FRAME_TYPE + 1] != bytes([_SETTINGS]):
+            return "answers, but does not speak gRPC"
+        return None
+
+    try:
+        return within(2 * seconds + 1, ask)  # looking up a host's name has no limit of its own
+    except TimeoutError as error:
+        return f"cannot be looked at ({error})"
+
+
+def _first_sentence(error: BaseException) -> str:
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.split(". ")[0].rstrip(".") + "."
+
+
+def _seen() -> str:
+    return f"Devices seen are {', '.join(seen_devices())}."
