@@ -19,7 +19,7 @@ assert "tfdist_ext" not in sys.modules
 events = list((directory / "events").rglob("events.out.tfevents.*"))
 print(
     f"plain Keras loads {directory / 'model.keras'}: test accuracy {accuracy:.4f},"
-    f" in training {expected['test_accuracy']:.4f}; {len(events)} TensorBoard event files"
+    f" in training {expected['test_accuracy']:.4f}; TensorBoard event files: {len(events)}"
 )
 if abs(accuracy - expected["test_accuracy"]) > 1e-6:
     raise SystemExit("the accuracy is not the same")
