@@ -52,9 +52,7 @@ def one_process() -> dict[str, Any]:
     keras.utils.set_random_seed(7)
     model = tfd.distribute(mlp.build, tfd.create_strategy("default"))
     validation = (x[:48], y[:48])
-    history = model.fit(
-        x, y, batch_size=mlp.BATCH, epochs=3, validation_data=validation, verbose=0
-    )
+    history = model.fit(x, y, batch_size=mlp.BATCH, epochs=3, validation_data=validation, verbose=0)
     return {
         "history": history.history,
         "weights": mlp.flat(model.keras_model),

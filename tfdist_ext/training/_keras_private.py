@@ -13,6 +13,7 @@ from keras.src.backend.tensorflow.trainer import (
     convert_to_np_if_not_ragged,
     potentially_ragged_concat,
 )
+from keras.src.models.functional import Functional
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -24,6 +25,7 @@ __all__ = [
     "convert_to_np_if_not_ragged",
     "flat_layers",
     "get_data_adapter",
+    "is_graph_of_layers",
     "is_tf_dataset",
     "metrics_in_order",
     "metrics_in_use",
@@ -32,6 +34,7 @@ __all__ = [
     "restored_epoch",
     "set_restored_epoch",
     "symbolic_build",
+    "symbolic_call",
     "take",
     "traces_batches",
     "train_validation_split",
@@ -88,9 +91,12 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
     Private because Keras offers no public way to build metrics before the first step, and
     variables must exist before a step is traced.
     """
-    if model.compiled:
-        model._symbolic_build(data_batch=batch)
-    elif not all(layer.built for layer in flat_layers(model)):
+    model._symbolic_build(data_batch=batch)
+
+
+def symbolic_call(model: keras.Model, batch: Any) -> None:
+    """Build the model alone, where there are no targets. Private: public ways need real data."""
+    if not all(layer.built for layer in flat_layers(model)):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         keras.src.backend.compute_output_spec(model, x, training=False)
 
@@ -98,6 +104,14 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
 def flat_layers(model: keras.Model) -> list[Any]:
     """The model and every layer inside it. Private: the public list has one level only."""
     return list(model._flatten_layers())
+
+
+def is_graph_of_layers(model: keras.Model) -> bool:
+    """Whether it is Functional or Sequential, and can be cloned layer by layer.
+
+    Private because Keras exports no name for the class of functional models.
+    """
+    return isinstance(model, keras.Sequential | Functional)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:

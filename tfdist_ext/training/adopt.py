@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,12 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.again import (
+    copy_flags_and_assets,
+    in_short,
+    made_again,
+    model_made_again,
+)
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
 
 __all__ = ["adopt", "belongs_to", "creation_scope", "recompile"]
@@ -83,7 +88,7 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     if isinstance(arguments["optimizer"], keras.optimizers.Optimizer):
         state = [v.numpy() for v in source.optimizer.variables] if source.optimizer.built else None
         with creation_scope(strategy):
-            optimizer = _again(source.optimizer)
+            optimizer = made_again(source.optimizer)
             if state is not None:
                 optimizer.build(target.trainable_variables)
         for variable, value in zip(optimizer.variables, state or [], strict=bool(state)):
@@ -92,21 +97,20 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     with creation_scope(strategy):
         for name in ("metrics", "weighted_metrics"):
             arguments[name] = keras.tree.map_structure(
-                lambda m: _again(m) if isinstance(m, keras.metrics.Metric) else m, arguments[name]
+                lambda m: made_again(m) if isinstance(m, keras.metrics.Metric) else m,
+                arguments[name],
             )
         target.compile(**arguments)
 
 
 def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     try:
-        with creation_scope(strategy), kp.trusted(), _own_objects(model):
-            copy = keras.models.clone_model(model)
-            if model.built and not copy.built:
-                copy.build_from_config(model.get_build_config())
+        with creation_scope(strategy):
+            copy = model_made_again(model)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
             f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
-            f" {str(error).strip().splitlines()[0]} Pass a function that builds the model instead:"
+            f" {in_short(error)} Pass a function that builds the model instead:"
             " distribute(build, strategy); or give the class a get_config()."
         ) from error
     if len(copy.weights) != len(model.weights):
@@ -116,38 +120,13 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
             " model instead: distribute(build, strategy)."
         )
     for new, old in zip(copy.weights, model.weights, strict=True):
+        if new.shape != old.shape:
+            raise TrainingError(
+                f"the copy of {model.name!r} has a weight {new.path!r} of shape {new.shape}, the"
+                f" model itself {old.path!r} of shape {old.shape}: its config does not say all."
+                " Pass a function that builds the model instead: distribute(build, strategy)."
+            )
         new.assign(old.numpy())
-    _copy_assets(model, copy)
+    copy_flags_and_assets(model, copy)
     recompile(model, copy, strategy)
     return copy
-
-
-def _again(thing: Any) -> Any:
-    """The same optimizer or metric, made anew."""
-    with kp.trusted():
-        return type(thing).from_config(thing.get_config())
-
-
-def _copy_assets(model: keras.Model, copy: keras.Model) -> None:
-    """State outside of weights: the vocabularies of preprocessing layers."""
-    for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=True):
-        if type(old).save_assets is not keras.layers.Layer.save_assets and old is not model:
-            with tempfile.TemporaryDirectory() as folder:
-                old.save_assets(folder)
-                new.load_assets(folder)
-
-
-def _own_objects(model: keras.Model) -> Any:
-    """Classes and functions of the user's that a config only names."""
-    objects: dict[str, Any] = {}
-    for layer in [model, *kp.flat_layers(model)]:
-        objects[type(layer).__name__] = type(layer)
-        for value in vars(layer).values():
-            if inspect.isfunction(value):
-                objects[value.__name__] = value
-    own = {
-        name: value
-        for name, value in objects.items()
-        if not str(value.__module__).startswith("keras.")
-    }
-    return keras.saving.custom_object_scope(own)

@@ -13,6 +13,8 @@ from tfdist_ext.training.inputs import GlobalBatches
 
 __all__ = ["Epoch", "Epochs", "steps_of_epoch"]
 
+_EMPTY = "the data holds no batch at all: nothing can be done with it."
+
 
 def steps_of_epoch(position: int, in_pass: int, asked: int | None) -> tuple[int, int]:
     """(steps of the next epoch, position in the pass after it).
@@ -37,19 +39,23 @@ class Epochs:
     """The epochs of one `fit`, `evaluate` or `predict`."""
 
     def __init__(self, batches: GlobalBatches, dataset: Any, asked: int | None) -> None:
+        asked = asked or None  # as Keras: 0 is all there is
+        if asked is not None and asked < 0:
+            raise TrainingError(f"the steps of an epoch are 1 or more; {asked} arrived.")
         if batches.steps is None and batches.endless and asked is None:
             raise TrainingError(
                 "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
                 " and predict: steps)."
             )
         if batches.steps == 0:
-            raise TrainingError("the data holds no batch at all: nothing can be done with it.")
+            raise TrainingError(_EMPTY)
         self._batches = batches
         self._asked = asked
         self._dataset = dataset
         self._iterator: Any = None
         self._position = 0
         self._seen: int | None = None
+        self._fresh = True
 
     @property
     def steps(self) -> int | None:
@@ -71,6 +77,9 @@ class Epochs:
             fresh = True
         if self._iterator is None or fresh:
             self._iterator = iter(self._dataset)
+            self._fresh = True
+        else:
+            self._fresh = False
         self._batches.on_epoch_begin()
         try:
             yield Epoch(self._iterator, steps, known)
@@ -79,8 +88,16 @@ class Epochs:
             if in_pass is not None:
                 self._position = after
 
+    def rewind(self) -> None:
+        """Begin the next epoch at the start of the data: each validation sees the same steps."""
+        if self._position != 0 or (self._asked is not None and self._batches.steps is None):
+            self._position = 0
+            self._iterator = None
+
     def ended_after(self, steps: int) -> None:
         """Say that the data ended after this many steps of an epoch of unknown length."""
+        if steps == 0 and self._seen is None and self._fresh:
+            raise TrainingError(_EMPTY)
         if self._asked is not None and steps < self._asked:
             self.warn_of_end(steps)
         self._seen = steps

@@ -8,6 +8,7 @@ reads only the parts of its own replicas.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ from tfdist_ext.training import _keras_private as kp
 
 __all__ = ["GlobalBatches", "read"]
 
-# (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts
+# (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
+# each (its rows, the rows themselves). Where a batch has fewer rows than there are replicas, a
+# part of 0 rows holds one row all the same: many operations fail, or yield NaN, on no rows.
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
 
@@ -43,7 +46,7 @@ class GlobalBatches:
     @property
     def element_spec(self) -> Any:
         """The structure of one global batch, batch dimension unknown."""
-        return self.parts_of(0, 1, 1).element_spec[0]
+        return self.parts_of(0, 1, 1).element_spec[0][1]
 
     def distributed(self, strategy: tf.distribute.Strategy) -> Any:
         """A distributed dataset: each element holds one part for each local replica."""
@@ -104,7 +107,7 @@ def read(
         batch_size=batch_size,
         steps_per_epoch=steps,
         # Keras warns of a shuffle that it will not do; the default of `fit` should not.
-        shuffle=shuffle if not is_dataset else False,
+        shuffle=False if is_dataset or _has_an_order_of_its_own(x) else shuffle,
         class_weight=class_weight,
     )
     if isinstance(adapter, kp.ArrayDataAdapter):
@@ -124,6 +127,12 @@ def read(
     )
 
 
+def _has_an_order_of_its_own(x: Any) -> bool:
+    if isinstance(x, keras.utils.PyDataset):
+        return x.num_batches is None
+    return isinstance(x, types.GeneratorType)
+
+
 def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
     with tf.device("CPU:0"):
         arrays, rows, batch = kp.array_parts(adapter)
@@ -136,12 +145,12 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
 
             def part(replica: int) -> Any:
                 low, high = shard_range(size, replica, replicas)
-                indices = tf.range(start + low, start + high)
+                indices = tf.range(start + low, start + tf.maximum(high, low + 1))
                 if seed is not None:  # a permutation that is computed, not stored
                     key = tf.stack([tf.constant(seed, tf.int64), step // steps])
                     last = tf.constant(rows - 1, tf.int64)
                     indices = tf.random.experimental.index_shuffle(indices, key, last)
-                return kp.take(arrays, indices)
+                return high - low, kp.take(arrays, indices)
 
             return tuple(part(first + i) for i in range(local))
 
@@ -157,7 +166,7 @@ def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
         def parts(*batch: Any) -> Any:
             whole = _plain(batch if len(batch) > 1 else batch[0])
             if replicas == 1:
-                return (whole,)
+                return ((_batch_size(whole), whole),)
             return tuple(_rows_of(whole, first + i, replicas) for i in range(local))
 
         return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -184,8 +193,10 @@ def _plain(batch: Any) -> Any:
 
 
 def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
-    rows = _batch_size(next(part for part in keras.tree.flatten(batch) if part is not None))
+    rows = _batch_size(batch)
     low, high = shard_range(rows, replica, replicas)
+    mine = high - low
+    high = tf.maximum(high, low + 1)
 
     def cut(part: Any) -> Any:
         if part is None:
@@ -196,10 +207,11 @@ def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
             return tf.sparse.slice(part, start, tf.concat([[high - low], rest], axis=0))
         return part[low:high]
 
-    return keras.tree.map_structure(cut, batch)
+    return mine, keras.tree.map_structure(cut, batch)
 
 
-def _batch_size(part: Any) -> tf.Tensor:
+def _batch_size(batch: Any) -> tf.Tensor:
+    part = next(part for part in keras.tree.flatten(batch) if part is not None)
     if isinstance(part, tf.SparseTensor):
         return part.dense_shape[0]
     if isinstance(part, tf.RaggedTensor):

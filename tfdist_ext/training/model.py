@@ -43,6 +43,11 @@ def distribute(
     Raises:
         TrainingError: not a model, or one that cannot be copied from its config.
     """
+    if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+        raise TrainingError(
+            f"strategy takes a tf.distribute.Strategy; {strategy!r} arrived. By name it is made"
+            " with create_strategy(name)."
+        )
     if strategy is None:
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
@@ -197,7 +202,7 @@ class DistributedModel:
         """
         batches = read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
-        self._build(batches)
+        self._build(batches, kp.symbolic_call)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._strategy, self._reduction, epochs, hooks)
 
@@ -225,13 +230,14 @@ class DistributedModel:
         begin = getattr(hooks, f"on_{kind}_batch_begin")
         end = getattr(hooks, f"on_{kind}_batch_end")
         stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
-        setattr(self._model, stop_flag, False)
         others_may_stop = looks_at_batches(hooks.callbacks, kind)
         logs: dict[str, Any] = {}
         done, seconds = 0, 0.0
         program.reset()
         while data.steps is None or done < data.steps:
-            n = pace.next(None if data.steps is None else data.steps - done)
+            left = None if data.steps is None else data.steps - done
+            # Told to stop before the first batch, Keras still runs that one.
+            n = pace.next(1 if getattr(self._model, stop_flag) else left)
             begin(done)
             started = time.perf_counter()
             result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
@@ -251,7 +257,9 @@ class DistributedModel:
         return logs, done
 
     def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
+        self._model.stop_evaluating = False
         hooks.on_test_begin()
+        epochs.rewind()
         with epochs.next() as data:
             pace = self._pace(hooks, "test")
             logs, steps = self._run(self._program("test"), data, pace, hooks, "test")
@@ -296,7 +304,7 @@ class DistributedModel:
     def _prepare(self, batches: GlobalBatches) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         recompile(self._model, self._model, self._strategy)
-        self._build(batches)
+        self._build(batches, kp.symbolic_build)
         if self._model.jit_compile and self._strategy.num_replicas_in_sync > 1:
             if not self._warned_of_xla:
                 warnings.warn(
@@ -308,7 +316,7 @@ class DistributedModel:
                 self._warned_of_xla = True
             self._model.jit_compile = False
 
-    def _build(self, batches: GlobalBatches) -> None:
+    def _build(self, batches: GlobalBatches, build: Callable[[keras.Model, Any], None]) -> None:
         def symbol(spec: Any) -> Any:
             if spec is None:
                 return None
@@ -318,7 +326,7 @@ class DistributedModel:
 
         batch = keras.tree.map_structure(symbol, batches.element_spec)
         with creation_scope(self._strategy):
-            kp.symbolic_build(self._model, batch)
+            build(self._model, batch)
 
     def _shared_seed(self) -> int:
         """One seed for all tasks, from Python's generator as Keras takes its seeds."""
@@ -353,4 +361,9 @@ class DistributedModel:
 def _validates(epoch: int, frequency: int | list[int]) -> bool:
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0
-    return epoch + 1 in frequency
+    if isinstance(frequency, list | tuple | set):
+        return epoch + 1 in frequency
+    raise TrainingError(
+        "validation_freq takes a number of epochs, or a list of epochs counted from 1;"
+        f" {frequency!r} arrived."
+    )

@@ -42,4 +42,4 @@ class Pace:
         One execution late, because a time travels to the other tasks with the next execution.
         """
         if len(self._steps) == 2 and previous > 0:
-            self._most = max(1, int(self._target * self._steps[0] / previous))
+            self._most = max(1, int(self._target * self._steps[0] / max(previous, 1e-9)))

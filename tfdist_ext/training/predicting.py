@@ -33,8 +33,15 @@ def predict(
         parts = strategy.experimental_local_results(value)
         return parts[0] if len(parts) == 1 else _concat(parts)
 
+    def one_part(part: Any) -> Any:
+        rows, batch = part
+        outputs = model.predict_step(batch)
+        if reduction.replicas == 1:
+            return outputs
+        return keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
+
     def one_batch(iterator: Any) -> Any:
-        outputs = reduction.run(model.predict_step, next(iterator))
+        outputs = reduction.run(one_part, next(iterator))
         return keras.tree.map_structure(whole, outputs)
 
     if not model.run_eagerly:
@@ -55,12 +62,22 @@ def predict(
             hooks.on_predict_batch_end(step, {"outputs": outputs})
             if model.stop_predicting:
                 break
+    if not collected:
+        epochs.ended_after(0)
     hooks.on_predict_end()
 
     def rows(*parts: Any) -> Any:
         return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
 
     return keras.tree.map_structure(rows, *collected)
+
+
+def _if_any(rows: tf.Tensor, value: Any) -> Any:
+    """The outputs, or none where the replica only ran on a row that is another's."""
+    if isinstance(value, tf.SparseTensor) or value.shape.rank == 0:
+        return value
+    length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+    return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
 
 
 def _concat(parts: tuple[Any, ...]) -> Any:

@@ -31,7 +31,10 @@ class Reduction:
         self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run `step(part of the batch, *args)` on each replica; `batch` is from an iterator."""
+        """Run `step((rows, part of the batch), *args)` on each replica.
+
+        `batch` is from an iterator over parts of global batches.
+        """
         if self.feeds_on_host:
             return self._strategy.run(
                 lambda parts, *rest: step(self.of_this_replica(parts), *rest), args=(batch, *args)

@@ -45,9 +45,11 @@ class StepProgram:
         self._strategy = strategy
         self._step = getattr(model, f"{kind}_step")
         # Keras's own steps return the metrics, which are reduced anyway.
-        self._own_outputs = getattr(type(model), f"{kind}_step") is not getattr(
-            keras.Model, f"{kind}_step"
+        self._own_outputs = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in (f"{kind}_step", "compute_metrics")
         )
+        _check_built(model)
         self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
@@ -85,10 +87,16 @@ class StepProgram:
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
-        logs = {name: float(v) if v.shape.rank == 0 else v.numpy() for name, v in logs.items()}
+        logs = {  # by name, as Keras sorts them
+            name: float(value) if value.shape.rank == 0 else value.numpy()
+            for name, value in sorted(logs.items())
+        }
         return Execution(logs, int(steps), float(chief_seconds))
 
     def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+        if self._model.run_eagerly:
+            return self._run_eagerly(iterator, n, seconds, states)
+
         def body(i: Any, states: States, outputs: Any) -> Any:
             states, outputs = self._one_step(next(iterator), states)
             return i + 1, states, outputs
@@ -147,12 +155,15 @@ class StepProgram:
         states = [list(state) for state in by_replica] or states
         return states, {name: _mean(local(value)) for name, value in outputs.items()}
 
-    def _one_replica(self, batch: Any, states: States) -> Any:
+    def _one_replica(self, part: Any, states: States) -> Any:
         """One replica's part of a global batch, in that replica's context."""
         mine = self._reduction.of_this_replica(states)
+        rows, batch = part
         with ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope:
             outputs = self._step(batch)
         new = [scope.get_current_value(variable) for variable in self._metrics]
+        if self._reduction.replicas > 1:  # a row that is another's must not count twice
+            new = [tf.where(rows > 0, *values) for values in zip(new, mine, strict=True)]
         written = self._reduction.mean_in_replica(scope.written)
         if not self._own_outputs:
             outputs = {}
@@ -161,13 +172,11 @@ class StepProgram:
                 f"{type(self._model).__name__}'s own step must return a dict of names and values;"
                 f" it returned {outputs!r}."
             )
-        return new, {str(number): value for number, value in written.items()}, outputs
+        return new, {str(number): value for number, value in written.items()}, _flat(outputs)
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
         if not self._own_outputs:
-            return {}
-        if self._model.run_eagerly:
             return {}
         trace = tf.function(
             lambda it: self._one_step(next(it), states)[1], autograph=False
@@ -187,6 +196,24 @@ class StepProgram:
             results = {name: results.get(name, value) for name, value in last.items()}
         logs = {name: tf.convert_to_tensor(value) for name, value in results.items()}
         return logs, values, states, steps, chief_seconds
+
+
+def _check_built(model: keras.Model) -> None:
+    for name, value in vars(model).items():
+        if isinstance(value, keras.optimizers.Optimizer) and not value.built:
+            raise TrainingError(
+                f"the optimizer {type(model).__name__}.{name} has no variables yet, and a step"
+                " cannot make them: call its build(variables it trains) in the function given to"
+                " distribute(), after the model is built."
+            )
+
+
+def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Without dicts in the dict, which a metric of several values leaves; as Keras flattens."""
+    flat: dict[str, Any] = {}
+    for name, value in outputs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def _mean(values: tuple[Any, ...]) -> Any:

@@ -1,0 +1,224 @@
+"""Keras's callbacks, History and progress bar work as in Keras's own fit."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    classifier,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    steps_taken,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+
+# Keras saves weights of several replicas through an old NumPy protocol.
+SAVES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+FIT = {"batch_size": 16, "epochs": 3}
+
+
+@SAVES
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_the_callbacks_of_every_day(name: str, tmp_path: Path) -> None:
+    def callbacks(who: str) -> list[keras.callbacks.Callback]:
+        return [
+            keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (3 if epoch else 1)),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+            keras.callbacks.ModelCheckpoint(tmp_path / f"{who}.keras", save_best_only=True),
+            keras.callbacks.CSVLogger(tmp_path / f"{who}.csv"),
+        ]
+
+    # Labels of the validation are turned around, so that training soon makes it worse.
+    arguments = {"batch_size": 16, "epochs": 9, "validation_data": (X[48:], 1 - Y[48:])}
+    plain, expected = plain_fit(
+        classifier(), X[:48], Y[:48], callbacks=callbacks("plain"), **arguments
+    )
+    ours, history = distributed_fit(
+        classifier(),
+        X[:48],
+        Y[:48],
+        callbacks=callbacks("ours"),
+        strategy=strategy_of(name),
+        **arguments,
+    )
+    assert_same_history(expected, history)
+    assert len(history["loss"]) < 9  # stopped early
+    assert_same_weights(plain, ours)  # the best ones, taken back
+    saved = [keras.models.load_model(tmp_path / f"{who}.keras") for who in ("plain", "ours")]
+    assert_same_weights(*saved)
+    assert_same_weights(saved[0], ours)
+    logs = [
+        list(csv.reader((tmp_path / f"{who}.csv").read_text().splitlines()))
+        for who in ("plain", "ours")
+    ]
+    assert logs[0][0] == logs[1][0]
+    np.testing.assert_allclose(
+        np.array(logs[0][1:], float), np.array(logs[1][1:], float), atol=1e-6
+    )
+
+
+class Watching(keras.callbacks.Callback):
+    """Notes what can be seen at the end of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[list[float]] = []
+        self.names: list[str] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        loss, compiled = (metric.result() for metric in self.model.metrics)
+        self.names = list(logs)
+        self.seen.append(
+            [
+                batch,
+                *logs.values(),
+                float(self.model.optimizer.iterations.numpy()),
+                float(loss),
+                float(compiled["accuracy"]),
+            ]
+        )
+
+
+def test_a_callback_sees_each_batch_with_the_metrics_so_far() -> None:
+    watching, expected = Watching(), Watching()
+    plain_fit(classifier(), X, Y, batch_size=16, epochs=2, callbacks=[expected])
+    distributed_fit(classifier(), X, Y, batch_size=16, epochs=2, callbacks=[watching])
+    assert len(watching.seen) == 8
+    assert watching.names == expected.names
+    np.testing.assert_allclose(watching.seen, expected.seen, atol=1e-6)
+
+
+def test_without_such_a_callback_executions_are_long() -> None:
+    begun = []
+    ours = tfd.distribute(classifier(), mirrored())
+
+    class Bar(keras.callbacks.ProgbarLogger):  # as the one of Keras, it takes what comes
+        def on_train_batch_begin(self, batch, logs=None):
+            begun.append(batch)
+
+    ours.fit(X, Y, batch_size=2, epochs=3, verbose=0, callbacks=[Bar()])
+    assert steps_taken(ours) == 96
+    assert len(begun) < 30
+    begun.clear()
+    every_eight = classifier(steps_per_execution=8)
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: begun.append(batch)
+    )
+    tfd.distribute(every_eight, mirrored()).fit(X, Y, batch_size=2, verbose=0, callbacks=[seen])
+    assert begun == [7, 15, 23, 31]
+
+
+class StopOn(keras.callbacks.Callback):
+    """Stops the training in the second call (or another) of a hook."""
+
+    def __init__(self, hook: str, call: int = 2):
+        super().__init__()
+        self.calls = -call
+        setattr(self, hook, self.called)
+
+    def called(self, *_, **__):
+        self.calls += 1
+        if self.calls == 0:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize(
+    ("hook", "steps"),
+    [
+        ("on_train_batch_end", 2),
+        ("on_epoch_end", 8),
+        ("on_test_end", 8),
+    ],
+)
+def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
+    def arguments():
+        return {**FIT, "callbacks": [StopOn(hook)], "validation_data": (X[:16], Y[:16])}
+
+    plain, expected = plain_fit(classifier(), X, Y, **arguments())
+    ours, history = distributed_fit(classifier(), X, Y, **arguments())
+    assert steps_taken(ours) == steps_taken(plain) == steps
+    assert_same_history(expected, history)
+
+
+def test_stopped_before_an_epoch_one_batch_runs_however_long_executions_are() -> None:
+    arguments = {"batch_size": 2, "epochs": 4}
+    stop = [StopOn("on_epoch_begin", call=3)]
+    plain, _ = plain_fit(classifier(), X, Y, callbacks=stop, **arguments)
+    stop = [StopOn("on_epoch_begin", call=3)]
+    ours, _ = distributed_fit(classifier(), X, Y, callbacks=stop, **arguments)
+    assert steps_taken(ours) == steps_taken(plain) == 65
+
+
+def test_evaluating_and_predicting_stop_too() -> None:
+    class StopSecond(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = batch == 1
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.stop_predicting = batch == 1
+
+    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    arguments = {"batch_size": 16, "callbacks": [StopSecond()], "verbose": 0}
+    np.testing.assert_allclose(
+        ours.evaluate(X, Y, **arguments), plain.evaluate(X, Y, **arguments), rtol=1e-6
+    )
+    assert ours.predict(X, **arguments).shape == (32, 1)
+
+
+@SAVES
+def test_backup_and_restore(tmp_path: Path) -> None:
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("in the third epoch, after the backup of the second")
+
+    def backup() -> keras.callbacks.Callback:
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    with pytest.raises(RuntimeError, match="third epoch"):
+        distributed_fit(classifier(), X, Y, callbacks=[backup(), Fails()], **FIT)
+    ours, _ = distributed_fit(classifier(), X, Y, callbacks=[backup()], **FIT)
+    plain, _ = plain_fit(classifier(), X, Y, **FIT)
+    assert ours.keras_model.history.epoch == [2]
+    assert_same_weights(plain, ours)
+
+
+@SAVES
+@pytest.mark.parametrize("frequency", ["epoch", "batch"])
+def test_tensorboard_writes_events(frequency: str, tmp_path: Path) -> None:
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=frequency, histogram_freq=1)
+    distributed_fit(classifier(), X, Y, callbacks=[board], validation_data=(X, Y), **FIT)
+    for run in ("train", "validation"):
+        assert len(list((tmp_path / run).glob("events.out.*"))) == 1
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tfd.distribute(classifier(), mirrored())
+    arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
+    ours.fit(X, Y, verbose=0, **arguments)
+    ours.predict(X, verbose=0)
+    ours.evaluate(X, Y, verbose=0)
+    assert capsys.readouterr().out == ""
+    ours.fit(X, Y, verbose=2, **arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" - ")[0] for line in lines] == ["Epoch 1/2", "4/4", "Epoch 2/2", "4/4"]
+    assert all(name in lines[1] for name in ("accuracy: ", "loss: ", "val_loss: "))
+    ours.fit(X, Y, verbose="auto", **arguments)
+    out = capsys.readouterr().out
+    assert out.count("Epoch 2/2") == 1
+    assert "4/4" in out
+    ours.evaluate(X, Y, verbose=2)
+    assert "accuracy" in capsys.readouterr().out

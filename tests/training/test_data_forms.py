@@ -1,0 +1,258 @@
+"""Whatever Keras takes as data; the same steps as Keras, and no step more."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    batches,
+    classifier,
+    distributed_fit,
+    mirrored,
+    of_unknown_length,
+    plain_fit,
+    steps_taken,
+)
+
+import tfdist_ext as tfd
+
+# Keras's own fit says this where ours says what is below; both are expected.
+KERAS_RAN_OUT = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+OURS_RAN_OUT = "the data ended after"
+
+
+def two_inputs() -> keras.Model:
+    inputs = {name: keras.Input((5,), name=name) for name in ("a", "b")}
+    joined = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
+    outputs = {
+        "p": keras.layers.Dense(1, name="p")(joined),
+        "q": keras.layers.Dense(1, activation="sigmoid", name="q")(joined),
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        {"p": "mse", "q": "binary_crossentropy"},
+        loss_weights={"p": 0.3, "q": 2.0},
+        metrics={"p": ["mae"], "q": ["accuracy"]},
+    )
+    return model
+
+
+def test_dicts_of_inputs_and_outputs() -> None:
+    x, y = {"a": X, "b": X[::-1].copy()}, {"p": X[:, :1], "q": Y}
+    plain, ours = assert_trains_as_keras(two_inputs, x, y, batch_size=16, validation_data=(x, y))
+    expected, predicted = plain.predict(x, verbose=0), ours.predict(x, verbose=0)
+    assert list(predicted) == list(expected)
+    for name in expected:
+        np.testing.assert_allclose(predicted[name], expected[name], atol=1e-6)
+    np.testing.assert_allclose(
+        ours.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-5
+    )
+
+
+def test_lists_of_inputs_and_outputs() -> None:
+    def build() -> keras.Model:
+        inputs = [keras.Input((5,)), keras.Input((5,))]
+        joined = keras.layers.Concatenate()(inputs)
+        model = keras.Model(
+            inputs,
+            [keras.layers.Dense(1, name=name)(joined) for name in ("p", "q")],
+        )
+        model.compile("sgd", ["mse", "mae"])
+        return model
+
+    plain, ours = assert_trains_as_keras(build, [X, X[::-1].copy()], [Y, X[:, :1]], batch_size=16)
+    expected, predicted = (m.predict([X, X], verbose=0) for m in (plain, ours))
+    assert isinstance(predicted, list)
+    np.testing.assert_allclose(predicted, expected, atol=1e-6)
+
+
+def test_strings() -> None:
+    def build() -> keras.Model:
+        words = keras.Input((1,), dtype="string")
+        numbers = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(words)
+        flat = keras.layers.Flatten()(keras.layers.Embedding(5, 3)(numbers))
+        model = keras.Model(words, keras.layers.Dense(1)(flat))
+        model.compile("adam", "mse")
+        return model
+
+    words = tf.constant(list("abcd") * 16)[:, None]
+    plain, ours = assert_trains_as_keras(build, words, tf.constant(Y), batch_size=16)
+    copy = tfd.distribute(plain, mirrored())  # with its vocabulary
+    expected = plain.predict(words, verbose=0)
+    np.testing.assert_allclose(copy.predict(words, verbose=0), expected, atol=1e-6)
+    np.testing.assert_allclose(ours.predict(words, verbose=0), expected, atol=1e-6)
+    as_dataset = tf.data.Dataset.from_tensor_slices((words, Y)).batch(16)
+    assert_trains_as_keras(build, as_dataset)
+
+
+def test_ragged_and_sparse_batches() -> None:
+    class SumOfWeights(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = self.add_weight(shape=(9, 1), initializer="ones")
+
+        def call(self, numbers):
+            table = tf.convert_to_tensor(self.table)
+            if isinstance(numbers, tf.RaggedTensor):
+                numbers = numbers.to_tensor()
+            return tf.reduce_sum(tf.gather(table, numbers), axis=1)
+
+    def of_ragged() -> keras.Model:
+        model = SumOfWeights()
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        return model
+
+    ragged = tf.ragged.constant([[1 + i % 8] * (i % 4 + 1) for i in range(64)])
+    assert_trains_as_keras(of_ragged, tf.data.Dataset.from_tensor_slices((ragged, Y)).batch(16))
+
+    def of_sparse() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,), sparse=True), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    sparse = tf.sparse.from_dense(np.where(X > 0, X, 0))
+    dataset = tf.data.Dataset.from_tensor_slices((sparse, Y)).batch(16)
+    plain, _ = assert_trains_as_keras(of_sparse, dataset)
+    from_arrays, _ = distributed_fit(of_sparse, sparse, Y, batch_size=16)
+    assert_same_weights(plain, from_arrays)
+
+
+@KERAS_RAN_OUT
+@pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
+@pytest.mark.parametrize(
+    ("data", "steps"),
+    [
+        pytest.param(lambda: (batches(),), None, id="known length"),
+        pytest.param(lambda: (of_unknown_length(batches()),), None, id="unknown length"),
+        pytest.param(lambda: (batches().repeat(),), 3, id="infinite"),
+        pytest.param(lambda: (batches(),), 3, id="steps that do not divide the pass"),
+        pytest.param(lambda: (batches(),), 7, id="more steps than the pass has"),
+        pytest.param(lambda: (X, Y, 16), 3, id="arrays, steps that do not divide the pass"),
+        pytest.param(lambda: (of_unknown_length(batches()),), 3, id="unknown, does not divide"),
+        pytest.param(lambda: (X, Y, 16), 0, id="0 steps are all"),
+    ],
+)
+def test_epochs_have_the_steps_of_keras(data, steps) -> None:
+    arguments = {"epochs": 3, "steps_per_epoch": steps}
+    plain, expected = plain_fit(classifier(), *data(), **arguments)
+    ours, history = distributed_fit(classifier(), *data(), **arguments)
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+
+
+def test_steps_are_counted_exactly() -> None:
+    ours, _ = distributed_fit(classifier(), of_unknown_length(batches()), epochs=3)
+    assert steps_taken(ours) == 12  # Keras counts the steps for which there was no data, too
+    every_four = classifier(steps_per_execution=4)
+    ours, _ = distributed_fit(every_four, X[:60], Y[:60], batch_size=6, epochs=2)
+    assert steps_taken(ours) == 20  # Keras: 24
+    ours, _ = distributed_fit(every_four, X, Y, batch_size=4, epochs=2, steps_per_epoch=5)
+    assert steps_taken(ours) == 10
+
+
+def test_too_few_steps_are_told() -> None:
+    with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
+        ours, _ = distributed_fit(classifier(), batches(), steps_per_epoch=7)
+    assert steps_taken(ours) == 4
+    with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
+        distributed_fit(classifier(), of_unknown_length(batches()), steps_per_epoch=7)
+
+
+class FourBatches(keras.utils.PyDataset):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.epochs_ended = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        return X[index * 16 : index * 16 + 16], Y[index * 16 : index * 16 + 16]
+
+    def on_epoch_end(self) -> None:
+        self.epochs_ended += 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_py_dataset(workers: int) -> None:
+    plain, expected = plain_fit(classifier(), FourBatches(workers=workers), epochs=3)
+    data = FourBatches(workers=workers)
+    ours, history = distributed_fit(
+        classifier(), data, epochs=3, validation_data=FourBatches(workers=workers)
+    )
+    assert data.epochs_ended == 3
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, {k: v for k, v in history.items() if k in expected})
+    assert len(history["val_loss"]) == 3
+    predicted = ours.predict(FourBatches(workers=workers), verbose=0)
+    np.testing.assert_allclose(predicted, ours.predict(X, verbose=0), atol=1e-6)
+
+
+def test_generator() -> None:
+    def endless():
+        while True:
+            yield from ((X[i : i + 16], Y[i : i + 16]) for i in range(0, 64, 16))
+
+    arguments = {"epochs": 3, "steps_per_epoch": 3}
+    plain, expected = plain_fit(classifier(), endless(), **arguments)
+    ours, history = distributed_fit(classifier(), endless(), **arguments)
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+    assert steps_taken(ours) == 9
+    # With the default shuffle=True, of which Keras warns.
+    ours.fit(endless(), steps_per_epoch=1, verbose=0)
+
+
+def test_evaluate_and_predict_some_steps() -> None:
+    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    for data in [(X, Y), (batches().repeat(),)]:
+        size = {"batch_size": 16} if len(data) == 2 else {}
+        np.testing.assert_allclose(
+            ours.evaluate(*data, steps=2, verbose=0, **size),
+            plain.evaluate(*data, steps=2, verbose=0, **size),
+            rtol=1e-5,
+        )
+        predicted = ours.predict(data[0], steps=2, verbose=0, **size)
+        np.testing.assert_allclose(predicted, plain.predict(X[:32], verbose=0), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        pytest.param(
+            lambda: tf.data.Dataset.from_tensor_slices((X, Y[:, 0])), "Call .batch", id="no batches"
+        ),
+        pytest.param(lambda: batches().repeat(), "steps_per_epoch", id="infinite, no steps"),
+        pytest.param(lambda: batches(rows=0), "no batch at all", id="empty"),
+        pytest.param(
+            lambda: batches().filter(lambda *_: False), "no batch at all", id="empty in the end"
+        ),
+        pytest.param(
+            lambda: mirrored().experimental_distribute_dataset(batches()),
+            "distributed already",
+            id="distributed already",
+        ),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(data, message: str) -> None:
+    with pytest.raises(tfd.TrainingError, match=message):
+        tfd.distribute(classifier(), mirrored()).fit(data(), verbose=0)
+
+
+def test_predict_and_evaluate_refuse_empty_data() -> None:
+    ours = tfd.distribute(classifier(), mirrored())
+    nothing = batches().filter(lambda *_: False)
+    with pytest.raises(tfd.TrainingError, match="no batch at all"):
+        ours.predict(nothing.map(lambda x, _: x), verbose=0)
+    with pytest.raises(tfd.TrainingError, match="no batch at all"):
+        ours.evaluate(nothing, verbose=0)
+    with pytest.raises(tfd.TrainingError, match="1 or more; -1"):
+        ours.fit(X, Y, steps_per_epoch=-1)

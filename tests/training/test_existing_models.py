@@ -1,0 +1,280 @@
+"""distribute(model): weights, compile settings and optimizer state come along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    classifier,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    steps_taken,
+    strategy_of,
+    weights_of,
+)
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
+
+
+def compiled(model: keras.Model, optimizer=None, **settings) -> keras.Model:
+    optimizer = optimizer or keras.optimizers.Adam(0.01)
+    model.compile(optimizer, **{"loss": "mse", "metrics": ["mae"], **settings})
+    return model
+
+
+def swish_of_mine(x):
+    return x * tf.nn.sigmoid(x)
+
+
+class Scaling(keras.layers.Layer):
+    """Has a config, and an activation that the config does not tell."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.activation = None
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), regularizer="l2")
+
+    def call(self, x):
+        out = x @ self.kernel
+        return self.activation(out) if self.activation else out
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class WithConfig(keras.Model):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.first = keras.layers.Dense(units, activation=swish_of_mine)
+        self.second = Scaling(1)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class WithoutConfig(keras.Model):
+    """Nothing to configure, so nothing to tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4, activation="tanh")
+        self.second = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+class NotCopyable(keras.Model):
+    """Would come out with another rate, and the same weights."""
+
+    def __init__(self, rate=0.5):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(rate)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.dense(self.dropout(x, training=training))
+
+
+class TellsLessThanAll(keras.Model):
+    def __init__(self, units=3, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return super().get_config()
+
+
+class OwnSGD(keras.optimizers.SGD):
+    pass
+
+
+def functional_with_lambdas() -> keras.Model:
+    x = keras.Input((5,))
+    h = keras.layers.Lambda(lambda v: v * 2)(x)
+    h = keras.layers.Dense(4, activation=lambda v: tf.nn.relu(v) + 0.1)(h)
+    h = keras.layers.Dense(4, activation=lambda v: tf.tanh(v) - 0.2)(h)
+    return compiled(
+        keras.Model(x, keras.layers.Dense(1)(h)),
+        loss=lambda true, predicted: tf.reduce_mean((true - predicted) ** 2, -1),
+        metrics=[lambda true, predicted: tf.reduce_mean(tf.abs(true - predicted), -1)],
+    )
+
+
+def nested_and_shared() -> keras.Model:
+    x = keras.Input((5,))
+    shared = keras.layers.Dense(5, activation="tanh")
+    inner = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), Scaling(2)])
+    return compiled(keras.Model(x, keras.layers.Dense(1)(inner(shared(shared(x))))))
+
+
+def with_a_function_set_afterwards() -> keras.Model:
+    model = WithConfig(3)
+    model.second.activation = lambda v: tf.tanh(v) * 3
+    return compiled(model)
+
+
+def partly_frozen() -> keras.Model:
+    model = WithoutConfig()
+    model.first.trainable = False
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    return compiled(model, OwnSGD(rate, momentum=0.9))
+
+
+def sequential_without_input() -> keras.Model:
+    layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    return compiled(keras.Sequential(layers), metrics=[keras.metrics.RootMeanSquaredError()])
+
+
+MODELS = [
+    pytest.param(functional_with_lambdas, id="functional with lambdas"),
+    pytest.param(nested_and_shared, id="nested, shared layers"),
+    pytest.param(sequential_without_input, id="sequential without input"),
+    pytest.param(with_a_function_set_afterwards, id="subclass with config"),
+    pytest.param(lambda: compiled(WithoutConfig()), id="subclass without config"),
+    pytest.param(partly_frozen, id="frozen layer, own optimizer, schedule"),
+]
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
+    original, _ = plain_fit(build, X, Y, batch_size=16, epochs=2)
+    before = weights_of(original)
+    ours = tfd.distribute(original, mirrored())
+    assert_same_weights(original, ours, tolerance=0)
+    assert steps_taken(ours) == 8
+    history = ours.fit(X, Y, **FIT).history
+    # The original stays as it was, compiled and all.
+    assert all((a == b).all() for a, b in zip(before, weights_of(original), strict=True))
+    assert steps_taken(original) == 8
+    assert original.compiled
+    expected = original.fit(X, Y, **FIT).history
+    assert_same_weights(original, ours)
+    assert_same_history(expected, history)
+
+
+def test_on_central_storage_too() -> None:
+    original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
+    ours = tfd.distribute(original, strategy_of("central_storage"))
+    ours.fit(X, Y, **FIT)
+    original.fit(X, Y, **FIT)
+    assert_same_weights(original, ours)
+
+
+def test_a_model_that_is_not_compiled_predicts() -> None:
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    ours = tfd.distribute(model, mirrored())
+    np.testing.assert_allclose(
+        ours.predict(X[:7], verbose=0), model.predict(X[:7], verbose=0), atol=1e-6
+    )
+    for call in (ours.fit, ours.evaluate):
+        with pytest.raises(tfd.TrainingError, match="needs a compiled model"):
+            call(X, Y)
+
+
+def test_a_model_that_is_not_built() -> None:
+    assert tfd.distribute(WithoutConfig(), mirrored()).predict(X[:3], verbose=0).shape == (3, 1)
+    ours = tfd.distribute(compiled(WithoutConfig()), mirrored())
+    ours.fit(X, Y, **FIT)
+    assert steps_taken(ours) == 4
+
+
+def test_a_compiled_model_predicts_before_it_is_trained() -> None:
+    assert tfd.distribute(classifier(), mirrored()).predict(X[:3], verbose=0).shape == (3, 1)
+
+
+def test_a_builder_may_hand_out_a_model_made_elsewhere() -> None:
+    original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
+    ours = tfd.distribute(lambda: original, mirrored())
+    assert ours.keras_model is not original
+    ours.fit(X, Y, **FIT)
+    original.fit(X, Y, **FIT)
+    assert_same_weights(original, ours)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_optimizer_and_metrics_made_outside_the_scope(name: str) -> None:
+    def build_with(optimizer, metric) -> Callable[[], keras.Model]:
+        return lambda: compiled(WithoutConfig(), optimizer, metrics=[metric])
+
+    def objects():
+        return keras.optimizers.Adam(0.02), keras.metrics.MeanAbsoluteError(name="m")
+
+    plain, expected = plain_fit(build_with(*objects()), X, Y, batch_size=16)
+    build = build_with(*objects())
+    ours, history = distributed_fit(build, X, Y, batch_size=16, strategy=strategy_of(name))
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+
+
+def test_compiled_again_with_another_part_frozen() -> None:
+    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    for model in (plain, ours.keras_model):
+        model.layers[0].trainable = False
+        compiled(model, metrics=[keras.metrics.MeanAbsoluteError()])
+    frozen = ours.keras_model.layers[0].kernel.numpy()
+    histories = [model.fit(X, Y, **FIT).history for model in (plain, ours)]
+    assert_same_weights(plain, ours)
+    assert_same_history(*histories)
+    assert (ours.keras_model.layers[0].kernel.numpy() == frozen).all()
+
+
+def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
+    for model, what in [(NotCopyable(0.1), "argument 'rate'"), (TellsLessThanAll(1), "of shape")]:
+        compiled(model).fit(X, Y, **FIT)
+        with pytest.raises(tfd.TrainingError, match=f"{what}.*Pass a function that builds"):
+            tfd.distribute(model, mirrored())
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_named() -> None:
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):  # no get_config
+        def __call__(self, step):
+            return 0.5 ** tf.cast(step, tf.float32)
+
+    model = compiled(WithoutConfig(), keras.optimizers.SGD(Halving()))
+    model.fit(X, Y, **FIT)
+    with pytest.raises(tfd.TrainingError, match="SGD was made outside"):
+        tfd.distribute(model, mirrored())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(3, "takes a keras.Model or a function"), (lambda: 3, "it returned 3")],
+)
+def test_what_is_no_model_is_refused(given, message: str) -> None:
+    with pytest.raises(tfd.TrainingError, match=message):
+        tfd.distribute(given, mirrored())
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    with pytest.raises(tfd.TrainingError, match=r"create_strategy\(name\)"):
+        tfd.distribute(classifier(), "mirrored")  # type: ignore[arg-type]
+
+
+def test_the_open_scope_is_the_default() -> None:
+    with mirrored().scope():
+        ours, _ = distributed_fit(classifier(), X, Y, batch_size=16)
+        ours = tfd.distribute(classifier())
+    assert ours.strategy is mirrored()

@@ -1,0 +1,134 @@
+"""Each private name of Keras that the package uses is there and does what is used of it.
+
+When a release of Keras moves one, the test that fails names it and says what it was for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+
+TRAINING = Path(kp.__file__).parent
+
+
+def small_model() -> keras.Model:
+    inner = keras.Sequential([keras.layers.Dense(2)], name="inner")
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "why"),
+    [
+        ("backend.tensorflow.trainer", "convert_to_np_if_not_ragged", "predict's NumPy outputs"),
+        ("backend.tensorflow.trainer", "potentially_ragged_concat", "predict's batches in one"),
+        ("models.functional", "Functional", "cloning a model layer by layer"),
+        ("saving.serialization_lib", "SafeModeScope", "lambdas of models in this process"),
+        ("trainers.data_adapters", "get_data_adapter", "all forms of data"),
+        ("trainers.data_adapters", "is_tf_dataset", "data sets that can be repeated"),
+        ("trainers.data_adapters.array_data_adapter", "ArrayDataAdapter", "arrays"),
+        ("trainers.data_adapters.array_slicing", "convert_to_sliceable", "arrays as tensors"),
+        ("trainers.data_adapters.array_slicing", "train_validation_split", "validation_split"),
+        ("trainers.data_adapters.array_slicing", "TensorflowSparseWrapper", "sparse arrays"),
+        (
+            "trainers.data_adapters.array_slicing",
+            "slice_tensorflow_sparse_wrapper",
+            "rows of sparse arrays",
+        ),
+        ("backend", "compute_output_spec", "building a model that is not compiled"),
+    ],
+)
+def test_names_in_modules(module: str, name: str, why: str) -> None:
+    found = getattr(importlib.import_module(f"keras.src.{module}"), name, None)
+    assert found is not None, f"Keras {keras.__version__} moved {module}.{name}, used for {why}"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("_symbolic_build", "metrics and optimizer are built before the first step"),
+        ("_flatten_layers", "layers inside of layers"),
+        ("_compile_config", "what compile was called with"),
+        ("_compile_metrics", "the metrics given to compile"),
+        ("_flatten_metrics_in_order", "the order in which evaluate returns"),
+        ("_initial_epoch", "the epoch that BackupAndRestore found"),
+    ],
+)
+def test_names_of_models(name: str, why: str) -> None:
+    assert hasattr(small_model(), name), f"Keras {keras.__version__} moved Model.{name}: {why}"
+
+
+def test_variables() -> None:
+    variable = keras.Variable(np.float32(1.0))
+    assert isinstance(kp.raw_value(variable), tf.Variable)
+    with keras.StatelessScope():
+        kp.write(variable, 2.0)  # not into the scope
+    assert float(variable.numpy()) == 2.0
+
+
+def test_array_adapters() -> None:
+    x = np.arange(10.0, dtype="float32")[:, None]
+    parts, rows, batch = kp.array_parts(kp.get_data_adapter(x, x + 1, batch_size=4))
+    assert (rows, batch) == (10, 4)
+    first, second = kp.take(parts, tf.constant([7, 2]))
+    assert first[:, 0].numpy().tolist() == [7, 2]
+    assert second[:, 0].numpy().tolist() == [8, 3]
+    sparse = kp.get_data_adapter(tf.sparse.from_dense(x), x, batch_size=4)
+    (taken, _) = kp.take(kp.array_parts(sparse)[0], tf.constant([7]))
+    assert tf.sparse.to_dense(taken).numpy().tolist() == [[7.0]]
+    (kept, _, _), (held, _, _) = kp.train_validation_split((x, x, None), validation_split=0.3)
+    assert (len(kept), len(held)) == (7, 3)
+    assert kp.is_tf_dataset(tf.data.Dataset.range(3))
+    assert not kp.is_tf_dataset(x)
+
+
+def test_models() -> None:
+    model = small_model()
+    names = {layer.name for layer in kp.flat_layers(model)}
+    assert {"inner", model.layers[0].layers[0].name} < names
+    assert kp.flat_layers(model)[0] is model
+    assert kp.is_graph_of_layers(model)
+    kp.symbolic_build(model, (keras.KerasTensor((None, 3)), keras.KerasTensor((None, 1))))
+    assert model.optimizer.built
+    assert [metric.name for metric in kp.metrics_in_use(model)] == []
+    arguments = kp.compile_arguments(model)
+    assert arguments["loss"] == "mse"
+    assert arguments["optimizer"] is model.optimizer
+    assert set(arguments) <= set(inspect.signature(keras.Model.compile).parameters)
+    assert kp.metrics_in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+    mine = keras.metrics.MeanSquaredError()
+    model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mae"])
+    assert kp.metrics_in_use(model) == [mine]
+    assert kp.restored_epoch(model) is None
+    kp.set_restored_epoch(model, 3)
+    assert kp.restored_epoch(model) == 3
+
+
+def test_tensorboard_tells_whether_it_profiles() -> None:
+    assert kp.traces_batches(keras.callbacks.TensorBoard("x", profile_batch=2))
+    assert not kp.traces_batches(keras.callbacks.TensorBoard("x"))
+
+
+def test_lambdas_are_trusted_in_the_scope_only() -> None:
+    config = keras.layers.Lambda(lambda x: x * 2).get_config()
+    with pytest.raises(ValueError, match="lambda"):
+        keras.layers.Lambda.from_config(config, safe_mode=True)
+    with kp.trusted():
+        layer = keras.layers.Lambda.from_config(config)
+    assert float(layer(tf.constant(2.0))) == 4.0
+
+
+def test_no_other_module_reaches_into_keras() -> None:
+    for module in TRAINING.glob("*.py"):
+        if module.name != "_keras_private.py":
+            assert not re.search(r"keras\.src|from keras\.", module.read_text()), module.name

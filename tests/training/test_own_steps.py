@@ -1,0 +1,268 @@
+"""Steps, losses and metrics of the user's own; eager steps and XLA."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    classifier,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "epochs": 2}
+
+
+def replicas() -> int:
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.hidden(x))
+
+
+class OwnSteps(Net):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="mine")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
+            scaled = loss / replicas()
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"last": loss, "mine": self.tracker.result()}
+
+    def test_step(self, data):
+        x, y = data
+        loss = tf.reduce_mean((y - self(x)) ** 2)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"mine": self.tracker.result()}
+
+    def predict_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        return {"twice": self(x) * 2, "first": x[:, :1]}
+
+
+def compiled(model: keras.Model, **settings) -> keras.Model:
+    model.compile(keras.optimizers.Adam(0.01), **{"loss": "mse", **settings})
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_own_steps_are_used(name: str) -> None:
+    plain, ours = assert_trains_as_keras(
+        lambda: compiled(OwnSteps()), X, Y, strategy=strategy_of(name), **FIT
+    )
+    # Own test_step: every row once, at an uneven end too.
+    assert ours.evaluate(X[:61], Y[:61], batch_size=16, verbose=0) == pytest.approx(
+        plain.evaluate(X[:61], Y[:61], batch_size=16, verbose=0), rel=1e-5
+    )
+    predicted = ours.predict(X[:7], batch_size=3, verbose=0)
+    assert list(predicted) == ["twice", "first"]
+    np.testing.assert_array_equal(predicted["first"], X[:7, :1])
+    np.testing.assert_allclose(predicted["twice"], 2 * np.asarray(plain(X[:7])), atol=1e-6)
+
+
+def test_outputs_of_the_last_step_are_means_over_replicas() -> None:
+    class Tells(OwnSteps):
+        def train_step(self, data):
+            x, _ = data
+            return {**super().train_step(data), "sum": tf.reduce_sum(x)}
+
+    _, history = distributed_fit(lambda: compiled(Tells()), X, Y, batch_size=16)
+    halves = X[48:56].sum(), X[56:].sum()
+    assert abs(halves[0] - halves[1]) > 1
+    assert history["sum"] == [pytest.approx(np.mean(halves), rel=1e-5)]
+
+
+def test_the_train_step_of_keras_guide() -> None:
+    """Updates the compiled metrics one by one, and returns a dict within a dict."""
+
+    class Guide(Net):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                predicted = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=predicted)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss * replicas())
+                else:
+                    metric.update_state(y, predicted)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    plain, expected = plain_fit(lambda: compiled(Guide(), metrics=["mae"]), X, Y, **FIT)
+    ours, history = distributed_fit(lambda: compiled(Guide(), metrics=["mae"]), X, Y, **FIT)
+    assert_same_weights(plain, ours)
+    assert_same_history(dict(sorted(expected.items())), dict(sorted(history.items())))
+
+
+def test_own_compute_metrics() -> None:
+    class Extra(Net):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            metrics = super().compute_metrics(x, y, y_pred, sample_weight)
+            return {**metrics, "predicted": tf.reduce_mean(y_pred)}
+
+    _, ours = assert_trains_as_keras(lambda: compiled(Extra(), metrics=["mae"]), X, Y, **FIT)
+    assert set(ours.evaluate(X, Y, verbose=0, return_dict=True)) == {"loss", "mae", "predicted"}
+
+
+def test_losses_of_layers_and_regularizers() -> None:
+    class Shrinks(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.3 * tf.reduce_mean(x**2))
+            return x
+
+    def build(loss="mse") -> keras.Model:
+        dense = keras.layers.Dense(1, kernel_regularizer="l2", activity_regularizer="l1")
+        model = keras.Sequential([keras.Input((5,)), dense, Shrinks()])
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    assert_trains_as_keras(build, X, Y, validation_data=(X, Y), **FIT)
+    assert_trains_as_keras(lambda: build(loss=None), X, **FIT)
+
+
+class TwoOptimizers(keras.Model):
+    """The shape of a GAN."""
+
+    def __init__(self, prepared: bool):
+        super().__init__()
+        self.prepared = prepared
+        self.maker = keras.Sequential([keras.Input((5,)), keras.layers.Dense(5)])
+        self.judge = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        self.tracker = keras.metrics.Mean(name="made")
+
+    def compile(self, for_maker, for_judge):
+        super().compile()
+        self.for_maker, self.for_judge = for_maker, for_judge
+        if self.prepared:
+            for_maker.build(self.maker.trainable_variables)
+            for_judge.build(self.judge.trainable_variables)
+
+    def call(self, x):
+        return self.maker(x)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, x):
+        def learn(optimizer, variables, loss_of):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(loss_of()) / replicas()
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            return loss * replicas()
+
+        soft = tf.nn.softplus
+        learn(
+            self.for_judge,
+            self.judge.trainable_variables,
+            lambda: soft(-self.judge(x)) + soft(self.judge(self.maker(x))),
+        )
+        made = learn(
+            self.for_maker, self.maker.trainable_variables, lambda: soft(-self.judge(self.maker(x)))
+        )
+        self.tracker.update_state(made)
+        return {"made": self.tracker.result()}
+
+
+def two_optimizers(prepared: bool) -> keras.Model:
+    model = TwoOptimizers(prepared)
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+    return model
+
+
+def test_two_optimizers_and_a_compile_of_its_own() -> None:
+    assert_trains_as_keras(lambda: two_optimizers(True), X, **FIT)
+
+
+def test_an_own_optimizer_without_variables_is_named() -> None:
+    with pytest.raises(tfd.TrainingError, match=r"TwoOptimizers.for_maker .* build\(variables"):
+        distributed_fit(lambda: two_optimizers(False), X, **FIT)
+
+
+def test_eager_steps() -> None:
+    assert_trains_as_keras(lambda: compiled(Net(), run_eagerly=True, metrics=["mae"]), X, Y, **FIT)
+    assert_trains_as_keras(lambda: compiled(OwnSteps(), run_eagerly=True), X, Y, **FIT)
+
+
+def test_xla_runs_on_one_device() -> None:
+    _, ours = assert_trains_as_keras(
+        classifier(jit_compile=True), X, Y, strategy=strategy_of("one_device"), batch_size=16
+    )
+    assert ours.keras_model.jit_compile
+
+
+def test_xla_is_off_under_several_replicas_with_one_warning() -> None:
+    plain, _ = plain_fit(classifier(), X, Y, batch_size=16)
+    with pytest.warns(UserWarning, match="jit_compile=True is off") as told:
+        ours, _ = distributed_fit(classifier(jit_compile=True), X, Y, batch_size=16)
+    assert len(told) == 1
+    assert_same_weights(plain, ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.fit(X, Y, verbose=0)
+        ours.evaluate(X, Y, verbose=0)
+
+
+def test_a_strategy_with_the_default_cross_device_ops() -> None:
+    own = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert_trains_as_keras(classifier(), X, Y, strategy=own, **FIT)
+
+
+def test_dropout_draws_anew_each_step() -> None:
+    masks: list[np.ndarray] = []
+
+    class Drops(Net):
+        def __init__(self):
+            super().__init__()
+            self.dropout = keras.layers.Dropout(0.5, seed=3)
+
+        def train_step(self, data):
+            mask = self.dropout(tf.ones_like(data[0]), training=True)
+            tf.py_function(lambda value: masks.append(value.numpy()), [mask], [])
+            return super().train_step(data)
+
+    distributed_fit(lambda: compiled(Drops()), X, Y, batch_size=16)
+    assert len(masks) == 8
+    by_step = [sorted(m.tobytes() for m in masks[i : i + 2]) for i in range(0, 8, 2)]
+    assert len({tuple(step) for step in by_step}) == 4
+
+
+def test_parameter_server_strategy_is_refused() -> None:
+    strategy = tf.distribute.experimental.ParameterServerStrategy.__new__(
+        tf.distribute.experimental.ParameterServerStrategy
+    )
+    with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
+        tfd.training.DistributedModel(classifier()(), strategy)
+    assert mirrored().num_replicas_in_sync == 2

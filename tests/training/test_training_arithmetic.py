@@ -1,0 +1,165 @@
+"""The pure parts: shards, epochs, pace, and which callbacks look at batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import keras
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist_ext.data import shard_range
+from tfdist_ext.training.epochs import steps_of_epoch
+from tfdist_ext.training.pace import Pace
+from tfdist_ext.training.roles import for_this_task, looks_at_batches
+
+
+@pytest.mark.parametrize(
+    ("n", "count", "shards"),
+    [
+        pytest.param(8, 2, [(0, 4), (4, 8)], id="even"),
+        pytest.param(7, 2, [(0, 3), (3, 7)], id="one row more for the last"),
+        pytest.param(2, 4, [(0, 0), (0, 1), (1, 1), (1, 2)], id="fewer rows than shards"),
+        pytest.param(0, 2, [(0, 0), (0, 0)], id="nothing to share"),
+        pytest.param(5, 1, [(0, 5)], id="a single shard has all"),
+    ],
+)
+def test_shards(n: int, count: int, shards: list[tuple[int, int]]) -> None:
+    assert [shard_range(n, i, count) for i in range(count)] == shards
+    tensors = [shard_range(tf.constant(n, tf.int64), i, count) for i in range(count)]
+    assert [(int(low), int(high)) for low, high in tensors] == shards
+
+
+@given(st.integers(0, 10**12), st.integers(1, 300))
+def test_shards_are_disjoint_complete_and_even(n: int, count: int) -> None:
+    shards = [shard_range(n, i, count) for i in range(count)]
+    assert shards[0][0] == 0
+    assert shards[-1][1] == n
+    assert all(a[1] == b[0] for a, b in pairwise(shards))
+    sizes = [high - low for low, high in shards]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def epochs_of_keras(in_pass: int, asked: int | None, epochs: int) -> list[list[int]]:
+    """Keras's EpochIterator as a list: the numbers of the batches that each epoch reads."""
+    result, position = [], 0
+    for _ in range(epochs):
+        if asked is None:
+            position = 0
+        read = []
+        for _ in range(asked or in_pass):
+            if position >= in_pass:
+                break
+            read.append(position)
+            position += 1
+        if position >= in_pass:
+            position = 0
+        result.append(read)
+    return result
+
+
+@given(st.integers(1, 12), st.one_of(st.none(), st.integers(1, 30)), st.integers(1, 9))
+@settings(max_examples=300)
+def test_epochs_read_the_batches_that_keras_reads(
+    in_pass: int, asked: int | None, epochs: int
+) -> None:
+    position, read = 0, []
+    for _ in range(epochs):
+        steps, after = steps_of_epoch(position, in_pass, asked)
+        read.append(list(range(position, position + steps)))
+        position = after
+    assert read == epochs_of_keras(in_pass, asked, epochs)
+
+
+class TestPace:
+    def test_fixed(self) -> None:
+        pace = Pace(fixed=4)
+        assert [pace.next(n) for n in (10, 6, 2, None)] == [4, 4, 2, 4]
+
+    def test_grows_from_one_by_a_factor(self) -> None:
+        pace = Pace(growth=4)
+        assert [pace.next(None) for _ in range(4)] == [1, 4, 16, 64]
+
+    def test_aims_at_the_target(self) -> None:
+        pace = Pace(target=0.4, growth=4)
+        pace.next(None)
+        pace.took(0)
+        assert pace.next(None) == 4
+        pace.took(2.0)  # the first execution: one step, with the compilation
+        assert pace.next(None) == 1
+        pace.took(0.04)  # the four steps before: 10 ms each, so 40 fit
+        assert pace.next(None) == 4
+        pace.took(0.01)
+        assert pace.next(None) == 16
+        pace.took(0.04)
+        assert pace.next(None) == 40
+
+    @given(st.lists(st.floats(0, 5), max_size=30), st.integers(1, 500))
+    def test_runs_exactly_the_steps_there_are(self, times: list[float], total: int) -> None:
+        pace, left = Pace(), total
+        for seconds in [*times, *([0.0] * total)]:
+            if left == 0:
+                break
+            steps = pace.next(left)
+            assert 1 <= steps <= left
+            left -= steps
+            pace.took(seconds)
+        assert left == 0
+
+
+class Each(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+class OldName(keras.callbacks.Callback):
+    def on_batch_end(self, batch, logs=None):
+        pass
+
+
+class EachTest(keras.callbacks.Callback):
+    def on_test_batch_begin(self, batch, logs=None):
+        pass
+
+
+K = keras.callbacks
+
+
+@pytest.mark.parametrize(
+    ("callback", "kinds"),
+    [
+        pytest.param(Each(), {"train"}, id="own"),
+        pytest.param(OldName(), {"train"}, id="own, by the old name"),
+        pytest.param(EachTest(), {"test"}, id="own, of evaluation"),
+        pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
+        pytest.param(K.LambdaCallback(on_epoch_end=print), set(), id="lambda on epochs"),
+        pytest.param(K.TerminateOnNaN(), {"train"}, id="looks for NaN"),
+        pytest.param(K.History(), set(), id="history"),
+        pytest.param(K.ProgbarLogger(), set(), id="progress"),
+        pytest.param(K.EarlyStopping(), set(), id="early stopping"),
+        pytest.param(K.CSVLogger("x"), set(), id="csv"),
+        pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
+        pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
+        pytest.param(K.BackupAndRestore("x"), set(), id="backup of epochs"),
+        pytest.param(K.BackupAndRestore("x", save_freq=5), {"train"}, id="backup of batches"),
+        pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),
+        pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),
+        pytest.param(K.TensorBoard("x", profile_batch=2), {"train", "test"}, id="profiling"),
+    ],
+)
+def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str]) -> None:
+    assert {kind for kind in ("train", "test") if looks_at_batches([callback], kind)} == kinds
+
+
+def test_only_the_chief_writes_and_prints() -> None:
+    writers = [K.CSVLogger("x"), K.ModelCheckpoint("x.keras"), K.BackupAndRestore("x")]
+    writers += [K.TensorBoard("x"), K.ProgbarLogger(), K.RemoteMonitor()]
+    deciding = [K.EarlyStopping(verbose=1), K.ReduceLROnPlateau(verbose=1), Each()]
+    assert for_this_task([writers, deciding], is_chief=True) == writers + deciding
+    assert for_this_task(None, is_chief=True) == []
+    assert for_this_task(deciding[0], is_chief=True) == deciding[:1]
+    assert deciding[0].verbose == 1
+    assert for_this_task(writers + deciding, is_chief=False) == deciding
+    assert [callback.verbose for callback in deciding[:2]] == [0, 0]

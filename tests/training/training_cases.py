@@ -1,0 +1,109 @@
+"""Small models and data for the tests of training, and Keras's own fit to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+TOLERANCE = 1e-6
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 5)).astype("float32")
+Y = (X @ RNG.normal(size=(5, 1)) > 0).astype("float32")
+
+_STRATEGIES: dict[tuple[str, int], tf.distribute.Strategy] = {}
+
+
+def strategy_of(name: str, replicas: int = 2) -> tf.distribute.Strategy:
+    """One strategy object for all tests: making a new one costs more than a step."""
+    if (name, replicas) not in _STRATEGIES:
+        options = {}
+        if name in ("mirrored", "central_storage"):
+            options = {"devices": [f"CPU:{i}" for i in range(replicas)]}
+        _STRATEGIES[name, replicas] = tfd.create_strategy(name, **options)
+    return _STRATEGIES[name, replicas]
+
+
+def mirrored(replicas: int = 2) -> tf.distribute.Strategy:
+    return strategy_of("mirrored", replicas)
+
+
+def classifier(optimizer: str = "sgd", **compile_settings: Any) -> Callable[[], keras.Model]:
+    """A builder: 5 numbers in, a probability out."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.Dense(1, activation="sigmoid"),
+            ]
+        )
+        adam = keras.optimizers.Adam(0.01)
+        model.compile(
+            optimizer=adam if optimizer == "adam" else keras.optimizers.SGD(0.1, momentum=0.9),
+            **{"loss": "binary_crossentropy", "metrics": ["accuracy"], **compile_settings},
+        )
+        return model
+
+    return build
+
+
+def batches(rows: int = 64, batch: int = 16) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(batch)
+
+
+def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.filter(lambda *_: True)
+
+
+def plain_fit(build: Callable[[], keras.Model], *data: Any, **arguments: Any) -> Any:
+    """(model, history) of Keras's own fit, on one device."""
+    keras.utils.set_random_seed(1)
+    model = build()
+    return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
+
+
+def distributed_fit(
+    build: Callable[[], keras.Model], *data: Any, strategy: Any = None, **arguments: Any
+) -> Any:
+    """(distributed model, history); on two mirrored replicas unless a strategy is given."""
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(build, strategy or mirrored())
+    return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
+
+
+def weights_of(model: Any) -> list[np.ndarray]:
+    model = getattr(model, "keras_model", model)
+    return [variable.numpy() for variable in model.weights]
+
+
+def steps_taken(model: Any) -> int:
+    return int(getattr(model, "keras_model", model).optimizer.iterations.numpy())
+
+
+def assert_same_weights(one: Any, other: Any, tolerance: float = TOLERANCE) -> None:
+    for a, b in zip(weights_of(one), weights_of(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+def assert_same_history(one: dict[str, list[float]], other: dict[str, list[float]]) -> None:
+    assert list(one) == list(other)
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def assert_trains_as_keras(
+    build: Callable[[], keras.Model], *data: Any, strategy: Any = None, **arguments: Any
+) -> tuple[Any, Any]:
+    """(plain model, distributed model), equal in weights, steps and history."""
+    plain, expected = plain_fit(build, *data, **arguments)
+    ours, history = distributed_fit(build, *data, strategy=strategy, **arguments)
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+    return plain, ours
