@@ -3,9 +3,11 @@
 Argument: a directory that all workers share.
 """
 
+import contextlib
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import tfdist_ext as tfd
@@ -75,6 +77,57 @@ endless = tf.data.Dataset.from_tensor_slices((x, y)).batch(mlp.BATCH).repeat()
 before = int(model.keras_model.optimizer.iterations.numpy())
 model.fit(endless, steps_per_epoch=5, epochs=2, verbose=0)
 result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+
+
+# What would leave one worker waiting for ever, if it were not agreed on.
+before = int(model.keras_model.optimizer.iterations.numpy())
+by_steps = keras.callbacks.ModelCheckpoint(
+    mine / "{batch}.weights.h5", save_weights_only=True, save_freq=4
+)
+model.fit(x, y, batch_size=mlp.BATCH, verbose=0, callbacks=[by_steps])
+result["checkpoint_by_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+
+
+class StopsBeforeAnyBatch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if rank == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+before = int(model.keras_model.optimizer.iterations.numpy())
+model.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0, callbacks=[StopsBeforeAnyBatch()])
+result["stopped_before"] = int(model.keras_model.optimizer.iterations.numpy()) - before
+
+
+class Crashes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def with_backup(callbacks):
+    """A new model, trained for 3 epochs by a job that was interrupted and started again."""
+    backup = keras.callbacks.BackupAndRestore(shared / "backup" / str(rank))
+    again = tfd.distribute(mlp.build, strategy)
+    return again, again.fit(
+        x, y, batch_size=mlp.BATCH, epochs=3, verbose=0, callbacks=[backup, *callbacks]
+    )
+
+
+with contextlib.suppress(KeyboardInterrupt):
+    with_backup([Crashes()])
+again, history = with_backup([])
+result["epochs_after_restore"] = history.epoch
+result["iterations_after_restore"] = int(again.keras_model.optimizer.iterations.numpy())
+result["bits_after_restore"] = mlp.fingerprint(again.keras_model)
+
+shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(mlp.BATCH)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    tf.random.set_seed(rank)
+    model.fit(shuffled.map(lambda *batch: batch), verbose=0)
+    told = [w for w in caught if "the workers read different data" in str(w.message)]
+result["chief_told_of_different_data"] = len(told) == (1 if rank == 0 else 0)
 
 
 class Named(keras.Model):

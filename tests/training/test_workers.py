@@ -84,7 +84,8 @@ def test_history_evaluate_and_predict_are_those_of_one_process(
 
 def test_only_the_chief_writes_and_everyone_waits_for_the_file(cluster: Cluster) -> None:
     written = sorted(path.name for path in cluster.shared.iterdir())
-    assert written == ["model.keras", "written_by_0", "written_by_0.csv"]
+    assert written == ["backup", "model.keras", "written_by_0", "written_by_0.csv"]
+    assert [path.name for path in (cluster.shared / "backup").iterdir()] == []
     assert cluster.same("saved_when_save_returns") is True
     with open(cluster.shared / "written_by_0.csv", newline="") as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1"]
@@ -100,6 +101,21 @@ def test_plain_keras_loads_what_the_chief_saved(cluster: Cluster) -> None:
 
 def test_one_workers_stop_stops_all_at_the_same_step(cluster: Cluster) -> None:
     assert cluster.same("steps_until_one_stopped") == 3
+
+
+def test_what_one_task_alone_decides_is_agreed_on(cluster: Cluster) -> None:
+    assert cluster.same("checkpoint_by_steps") == 8
+    assert cluster.same("stopped_before") == 8 + 1  # as Keras, which still runs one batch
+
+
+def test_all_take_over_what_the_chief_restored(cluster: Cluster) -> None:
+    assert cluster.same("epochs_after_restore") == [2]
+    assert cluster.same("iterations_after_restore") == 3 * 8
+    cluster.same("bits_after_restore")
+
+
+def test_workers_that_read_different_data_are_told(cluster: Cluster) -> None:
+    assert cluster.same("chief_told_of_different_data") is True
 
 
 def test_data_of_unknown_length_ends_for_all_together(cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ from tfdist_ext.training.again import (
 )
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
 
-__all__ = ["adopt", "belongs_to", "creation_scope", "recompile"]
+__all__ = ["adopt", "belongs_to", "build", "creation_scope", "recompile"]
 
 
 def creation_scope(strategy: tf.distribute.Strategy) -> Any:
@@ -57,6 +57,27 @@ def adopt(
         return _copy(model, strategy)  # made elsewhere, and only handed out by the function
     recompile(model, model, strategy)
     return model
+
+
+def build(
+    model: keras.Model, spec: Any, strategy: tf.distribute.Strategy, *, with_targets: bool = True
+) -> None:
+    """Make every variable, before a step is traced, from the structure of one global batch.
+
+    Args:
+        spec: tf.TypeSpecs of a batch, batch dimension unknown.
+        with_targets: also the variables of metrics, losses and the optimizer.
+    """
+
+    def symbol(spec: Any) -> Any:
+        if spec is None:
+            return None
+        sparse = isinstance(spec, tf.SparseTensorSpec)
+        return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
+
+    batch = keras.tree.map_structure(symbol, spec)
+    with creation_scope(strategy):
+        (kp.symbolic_build if with_targets else kp.symbolic_call)(model, batch)
 
 
 def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:

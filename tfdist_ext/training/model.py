@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,14 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.adopt import adopt, creation_scope, recompile
-from tfdist_ext.training.epochs import Epoch, Epochs
+from tfdist_ext.training.adopt import adopt, build, recompile
+from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.inputs import GlobalBatches, read
-from tfdist_ext.training.pace import Pace
+from tfdist_ext.training.loop import Loop
 from tfdist_ext.training.predicting import predict
 from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.roles import for_this_task, looks_at_batches
+from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
+from tfdist_ext.training.same_data import warn_of_different_data
 from tfdist_ext.training.steps import StepProgram
 
 __all__ = ["DistributedModel", "distribute"]
@@ -128,6 +128,7 @@ class DistributedModel:
             class_weight=class_weight,
             seed=self._shared_seed,
         )
+        warn_of_different_data(x, self._reduction)
         train = self._epochs(batches, steps_per_epoch)
         self._prepare(batches)
         validation = None
@@ -142,15 +143,15 @@ class DistributedModel:
         )
         model = self._model
         model.stop_training = False
-        pace = self._pace(hooks, "train")
+        loop = Loop(model, self._reduction, hooks, "train")
         program = self._program("train")
         hooks.on_train_begin()
-        self._follow_chief_if_restored(callbacks)
+        follow_chief_if_restored(model, self._reduction, callbacks)
         logs: dict[str, Any] = {}
         for epoch in range(kp.restored_epoch(model) or initial_epoch, epochs):
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
-                logs, steps = self._run(program, data, pace, hooks, "train")
+                logs, steps = loop.run(program, data)
             if data.steps is None or (steps < data.steps and not model.stop_training):
                 train.ended_after(steps)
             if validation is not None and _validates(epoch, validation_freq):
@@ -202,7 +203,7 @@ class DistributedModel:
         """
         batches = read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
-        self._build(batches, kp.symbolic_call)
+        build(self._model, batches.element_spec, self._strategy, with_targets=False)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._strategy, self._reduction, epochs, hooks)
 
@@ -223,46 +224,13 @@ class DistributedModel:
         if failed_elsewhere:
             raise TrainingError(f"the chief could not write {filepath}: see the chief's error.")
 
-    def _run(
-        self, program: StepProgram, data: Epoch, pace: Pace, hooks: Any, kind: str
-    ) -> tuple[dict[str, Any], int]:
-        """Run one epoch, execution by execution; (logs, steps done)."""
-        begin = getattr(hooks, f"on_{kind}_batch_begin")
-        end = getattr(hooks, f"on_{kind}_batch_end")
-        stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
-        others_may_stop = looks_at_batches(hooks.callbacks, kind)
-        logs: dict[str, Any] = {}
-        done, seconds = 0, 0.0
-        program.reset()
-        while data.steps is None or done < data.steps:
-            left = None if data.steps is None else data.steps - done
-            # Told to stop before the first batch, Keras still runs that one.
-            n = pace.next(1 if getattr(self._model, stop_flag) else left)
-            begin(done)
-            started = time.perf_counter()
-            result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
-            seconds = time.perf_counter() - started
-            pace.took(result.chief_seconds)
-            if result.steps == 0:
-                break
-            done += result.steps
-            logs = result.logs
-            end(done - 1, logs)
-            stop = getattr(self._model, stop_flag)
-            if self._agreed(stop) if others_may_stop else stop:
-                setattr(self._model, stop_flag, True)
-                break
-            if result.steps < n:
-                break
-        return logs, done
-
     def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
         self._model.stop_evaluating = False
         hooks.on_test_begin()
         epochs.rewind()
         with epochs.next() as data:
-            pace = self._pace(hooks, "test")
-            logs, steps = self._run(self._program("test"), data, pace, hooks, "test")
+            loop = Loop(self._model, self._reduction, hooks, "test")
+            logs, steps = loop.run(self._program("test"), data)
         if data.steps is None or steps < data.steps:
             epochs.ended_after(steps)
         hooks.on_test_end(logs)
@@ -281,12 +249,6 @@ class DistributedModel:
             **params,
         )
 
-    def _pace(self, hooks: Any, kind: str) -> Pace:
-        asked = self._model.steps_per_execution
-        if asked > 1:
-            return Pace(fixed=asked)
-        return Pace(fixed=1 if looks_at_batches(hooks.callbacks, kind) else None)
-
     def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
         if self._reduction.feeds_on_host:
             return Epochs(batches, batches.on_host(self._reduction.local_replicas), asked)
@@ -304,7 +266,7 @@ class DistributedModel:
     def _prepare(self, batches: GlobalBatches) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         recompile(self._model, self._model, self._strategy)
-        self._build(batches, kp.symbolic_build)
+        build(self._model, batches.element_spec, self._strategy)
         if self._model.jit_compile and self._strategy.num_replicas_in_sync > 1:
             if not self._warned_of_xla:
                 warnings.warn(
@@ -316,39 +278,12 @@ class DistributedModel:
                 self._warned_of_xla = True
             self._model.jit_compile = False
 
-    def _build(self, batches: GlobalBatches, build: Callable[[keras.Model, Any], None]) -> None:
-        def symbol(spec: Any) -> Any:
-            if spec is None:
-                return None
-            return keras.KerasTensor(
-                spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec)
-            )
-
-        batch = keras.tree.map_structure(symbol, batches.element_spec)
-        with creation_scope(self._strategy):
-            build(self._model, batch)
-
     def _shared_seed(self) -> int:
         """One seed for all tasks, from Python's generator as Keras takes its seeds."""
         return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
 
     def _agreed(self, flag: bool) -> bool:
         return self._reduction.any_worker(flag)
-
-    def _follow_chief_if_restored(self, callbacks: Any) -> None:
-        """BackupAndRestore reads its files on the chief; the others take over what it read."""
-        given = keras.tree.flatten(callbacks or [])
-        if not self._reduction.multi_worker or not any(
-            isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given
-        ):
-            return
-        epoch = kp.restored_epoch(self._model)
-        epoch = int(self._reduction.from_chief(-1 if epoch is None else epoch))
-        if epoch < 0:
-            return
-        kp.set_restored_epoch(self._model, epoch)
-        for variable in [*self._model.weights, *self._model.optimizer.variables]:
-            variable.assign(self._reduction.from_chief(variable.numpy()))
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:

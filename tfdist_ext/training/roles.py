@@ -7,8 +7,9 @@ from typing import Any
 import keras
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["for_this_task", "looks_at_batches"]
+__all__ = ["follow_chief_if_restored", "for_this_task", "looks_at_batches"]
 
 # They write files, or print: the chief alone does.
 _WRITERS = (
@@ -48,6 +49,21 @@ def looks_at_batches(callbacks: Any, kind: str) -> bool:
         if _by_batch(callback)
         for hook in hooks
     )
+
+
+def follow_chief_if_restored(model: keras.Model, reduction: Reduction, callbacks: Any) -> None:
+    """BackupAndRestore reads its files on the chief; the others take over what it read."""
+    given = keras.tree.flatten(callbacks or [])
+    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in given)
+    if not reduction.multi_worker or not restores:
+        return
+    epoch = kp.restored_epoch(model)
+    epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
+    if epoch < 0:
+        return
+    kp.set_restored_epoch(model, epoch)
+    for variable in [*model.weights, *model.optimizer.variables]:
+        variable.assign(reduction.from_chief(variable.numpy()))
 
 
 def _by_batch(callback: keras.callbacks.Callback) -> bool:

@@ -1,0 +1,76 @@
+"""One epoch, execution by execution; all tasks of a cluster take the same turns.
+
+Every execution is a collective, and so is every question below that is put to all workers. What
+decides how many there are must therefore be the same on each task, and is agreed on where it may
+not be: the chief alone runs callbacks that write, and a user's callback may stop one task.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+from tfdist_ext.training.epochs import Epoch
+from tfdist_ext.training.pace import Pace
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.roles import looks_at_batches
+from tfdist_ext.training.steps import StepProgram
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """The turns of one `fit` or `evaluate`, its pace kept from epoch to epoch."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        reduction: Reduction,
+        hooks: keras.callbacks.CallbackList,
+        kind: str,
+    ):
+        self._model = model
+        self._reduction = reduction
+        self._begin = getattr(hooks, f"on_{kind}_batch_begin")
+        self._end = getattr(hooks, f"on_{kind}_batch_end")
+        self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
+        self._by_batch = reduction.any_worker(looks_at_batches(hooks.callbacks, kind))
+        asked = model.steps_per_execution
+        if asked > 1:
+            self._pace = Pace(fixed=asked)
+        else:
+            self._pace = Pace(fixed=1 if self._by_batch else None)
+
+    @property
+    def _stopped(self) -> bool:
+        return bool(getattr(self._model, self._stop_flag))
+
+    def run(self, program: StepProgram, data: Epoch) -> tuple[dict[str, Any], int]:
+        """(logs, steps done) of one epoch."""
+        # Told to stop before the first batch, Keras still runs that one.
+        one_only = self._reduction.any_worker(self._stopped)
+        logs: dict[str, Any] = {}
+        done, seconds = 0, 0.0
+        program.reset()
+        while data.steps is None or done < data.steps:
+            left = None if data.steps is None else data.steps - done
+            n = self._pace.next(1 if one_only else left)
+            self._begin(done)
+            started = time.perf_counter()
+            result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
+            seconds = time.perf_counter() - started
+            self._pace.took(result.chief_seconds)
+            if result.steps == 0:
+                break
+            done += result.steps
+            logs = result.logs
+            self._end(done - 1, logs)
+            stop = self._stopped or one_only
+            if self._reduction.any_worker(stop) if self._by_batch else stop:
+                setattr(self._model, self._stop_flag, True)
+                break
+            if result.steps < n:
+                break
+        return logs, done
