@@ -27,22 +27,23 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 LEGACY = ROOT / ".venv-tf_keras"
 MARKERS = ("<!-- fit_speed begin -->", "<!-- fit_speed end -->")
 
-# name -> (workers; 0: a process without a cluster, interpreter, program and arguments)
+# name -> (workers; 0: a process without a cluster, epochs, interpreter, program and arguments).
+# Epochs are so many that each is measured for about five to thirty seconds.
 LEGACY_PYTHON = str(LEGACY / "bin" / "python")
-CONTESTANTS: dict[str, dict[str, tuple[int, str, list[str]]]] = {
+CONTESTANTS: dict[str, dict[str, tuple[int, int, str, list[str]]]] = {
     "MultiWorkerMirroredStrategy, 2 processes": {
-        "tfdist_ext fit": (2, sys.executable, ["tfdist_fit.py", "multi_worker_mirrored"]),
-        "hand-written in-graph loop": (2, sys.executable, ["hand_loop.py", "multi_worker"]),
-        "tf_keras fit": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "1"]),
-        "tf_keras fit, steps_per_execution=16": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "16"]),
-        "tf_keras fit, steps_per_execution=64": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "64"]),
-        "tf_keras fit, steps_per_execution=448": (2, LEGACY_PYTHON, ["tf_keras_fit.py", "448"]),
+        "tfdist_ext fit": (2, 10, sys.executable, ["tfdist_fit.py", "multi_worker_mirrored"]),
+        "hand-written in-graph loop": (2, 10, sys.executable, ["hand_loop.py", "multi_worker"]),
+        "tf_keras fit": (2, 2, LEGACY_PYTHON, ["tf_keras_fit.py", "1"]),
+        "tf_keras fit, steps_per_execution=16": (2, 3, LEGACY_PYTHON, ["tf_keras_fit.py", "16"]),
+        "tf_keras fit, steps_per_execution=64": (2, 3, LEGACY_PYTHON, ["tf_keras_fit.py", "64"]),
+        "tf_keras fit, steps_per_execution=448": (2, 3, LEGACY_PYTHON, ["tf_keras_fit.py", "448"]),
     },
     "MirroredStrategy, 4 logical CPUs": {
-        "tfdist_ext fit": (0, sys.executable, ["tfdist_fit.py", "mirrored"]),
-        "hand-written in-graph loop": (0, sys.executable, ["hand_loop.py", "mirrored"]),
-        "Keras 3 fit": (0, sys.executable, ["keras_fit.py", "1"]),
-        "Keras 3 fit, steps_per_execution=64": (0, sys.executable, ["keras_fit.py", "64"]),
+        "tfdist_ext fit": (0, 10, sys.executable, ["tfdist_fit.py", "mirrored"]),
+        "hand-written in-graph loop": (0, 10, sys.executable, ["hand_loop.py", "mirrored"]),
+        "Keras 3 fit": (0, 3, sys.executable, ["keras_fit.py", "1"]),
+        "Keras 3 fit, steps_per_execution=64": (0, 3, sys.executable, ["keras_fit.py", "64"]),
     },
 }
 
@@ -81,10 +82,10 @@ def prepare_legacy() -> None:
     (LEGACY / "ready").touch()
 
 
-def measure(workers: int, python: str, arguments: list[str]) -> float:
+def measure(workers: int, epochs: int, python: str, arguments: list[str]) -> float:
     """Steps a second that one contestant prints; of a cluster, its slowest task's."""
     command = [python, str(PROGRAMS / arguments[0]), *arguments[1:]]
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "BENCHMARK_EPOCHS": str(epochs)}
     env.pop("TF_CONFIG", None)
     if workers == 0:
         output = subprocess.run(

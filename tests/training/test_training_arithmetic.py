@@ -83,18 +83,29 @@ class TestPace:
         assert [pace.next(None) for _ in range(4)] == [1, 4, 16, 64]
 
     def test_aims_at_the_target(self) -> None:
-        pace = Pace(target=0.4, growth=4)
-        pace.next(None)
-        pace.took(0)
-        assert pace.next(None) == 4
-        pace.took(2.0)  # the first execution: one step, with the compilation
-        assert pace.next(None) == 1
-        pace.took(0.04)  # the four steps before: 10 ms each, so 40 fit
-        assert pace.next(None) == 4
-        pace.took(0.01)
-        assert pace.next(None) == 16
-        pace.took(0.04)
-        assert pace.next(None) == 40
+        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        for _ in range(8):
+            steps.append(pace.next(None))
+            pace.took(before)
+            # The first time is the compiler's. Ten milliseconds a step, so forty fit.
+            before = 0.01 * steps[-1] if len(steps) > 1 else 2.0
+        assert steps == [1, 4, 1, 16, 64, 40, 40, 40]
+
+    def test_slow_steps_go_one_by_one(self) -> None:
+        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        for _ in range(6):
+            steps.append(pace.next(None))
+            pace.took(before)
+            before = 2.0 * steps[-1]
+        assert steps == [1, 4, 1, 1, 1, 1]
+
+    def test_a_short_rest_of_an_epoch_does_not_slow_the_next(self) -> None:
+        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        for left in (500, 500, 500, 500, 500, 500, 3, 500, 500, 500):
+            steps.append(pace.next(left))
+            pace.took(before)
+            before = 0.002 * steps[-1]
+        assert steps[5:] == [200, 3, 200, 200, 200]
 
     @given(st.lists(st.floats(0, 5), max_size=30), st.integers(1, 500))
     def test_runs_exactly_the_steps_there_are(self, times: list[float], total: int) -> None:

@@ -60,13 +60,13 @@ class GlobalBatches:
 
         return strategy.distribute_datasets_from_function(pipeline)
 
-    def on_host(self, local: int) -> tf.data.Dataset:
-        """A plain dataset: each element is the tuple of all replicas' parts.
+    def on_host(self, first: int, local: int, replicas: int) -> tf.data.Dataset:
+        """A plain dataset: each element is the tuple of this task's replicas' parts.
 
-        For several CPU replicas in one process. TensorFlow's iterator for several devices costs
-        more than a small step there, and takes seconds to go away.
+        For replicas on CPUs, where nothing is to be moved. TensorFlow's distributed iterator
+        costs more than a small step there, and takes up to seconds to go away.
         """
-        return self.parts_of(0, local, local).prefetch(tf.data.AUTOTUNE)
+        return self.parts_of(first, local, replicas).prefetch(tf.data.AUTOTUNE)
 
 
 def read(

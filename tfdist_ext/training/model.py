@@ -41,7 +41,8 @@ def distribute(
             open, else `create_strategy()`.
 
     Raises:
-        TrainingError: not a model, or one that cannot be copied from its config.
+        TrainingError: not a model, one that cannot be copied from its config, or a strategy
+            that is none or is asynchronous.
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
@@ -51,6 +52,11 @@ def distribute(
     if strategy is None:
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise TrainingError(
+            "distribute() trains synchronously, and ParameterServerStrategy is asynchronous: drive"
+            " it with tf.distribute.coordinator.ClusterCoordinator, or choose another strategy."
+        )
     return DistributedModel(adopt(model_or_builder, strategy), strategy)
 
 
@@ -62,12 +68,6 @@ class DistributedModel:
     """
 
     def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
-        if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-            raise TrainingError(
-                "distribute() trains synchronously, and ParameterServerStrategy is asynchronous:"
-                " drive it with tf.distribute.coordinator.ClusterCoordinator, or choose another"
-                " strategy."
-            )
         self._model = model
         self._strategy = strategy
         self._reduction = Reduction(strategy)
@@ -250,9 +250,12 @@ class DistributedModel:
         )
 
     def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
-        if self._reduction.feeds_on_host:
-            return Epochs(batches, batches.on_host(self._reduction.local_replicas), asked)
-        return Epochs(batches, batches.distributed(self._strategy), asked)
+        on = self._reduction
+        if on.feeds_on_host:
+            parts = batches.on_host(on.first_replica, on.local_replicas, on.replicas)
+        else:
+            parts = batches.distributed(self._strategy)
+        return Epochs(batches, parts, asked)
 
     def _program(self, kind: str) -> StepProgram:
         """The compiled steps, made anew when the model was compiled since."""

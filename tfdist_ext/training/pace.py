@@ -20,26 +20,35 @@ class Pace:
         self._fixed = fixed
         self._target = target
         self._growth = growth
-        self._steps: list[int] = []
+        self._steps: list[int] = []  # of the last two executions
+        self._largest = 0
+        self._most: int | None = None  # that fit into the target, once a time has told
+        self._compiled = False
+        self._measured = False
 
     def next(self, remaining: int | None) -> int:
         """Steps for the next execution, at least 1 and at most `remaining`."""
-        if self._fixed is not None:
-            steps = self._fixed
-        elif not self._steps:
-            steps = 1  # the first execution compiles; a short one shows early that all is well
-        else:
-            steps = max(1, min(self._steps[-1] * self._growth, self._most))
+        # The first execution compiles; a short one shows early that all is well.
+        steps = self._fixed or max(1, self._largest * self._growth)
+        if self._fixed is None and self._most is not None:
+            steps = min(steps, self._most)
         steps = steps if remaining is None else min(steps, remaining)
+        self._largest = max(self._largest, steps)
         self._steps = [*self._steps[-1:], steps]
         return steps
 
-    _most: int = 1 << 20
-
     def took(self, previous: float) -> None:
-        """Learn how many seconds the execution before the last one took; 0 says nothing.
+        """Learn how many seconds the execution before the last one took.
 
         One execution late, because a time travels to the other tasks with the next execution.
         """
-        if len(self._steps) == 2 and previous > 0:
-            self._most = max(1, int(self._target * self._steps[0] / max(previous, 1e-9)))
+        if len(self._steps) < 2:
+            return
+        long = previous > self._target / 8  # what is shorter is mostly the call itself
+        if long:
+            self._most = max(1, int(self._target * self._steps[0] / previous))
+        elif not self._measured:
+            self._most = None
+        # The first time is the compiler's: it holds until another one is there.
+        self._measured = self._compiled and (long or self._measured)
+        self._compiled = True

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.epochs import Epochs
+from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.reduction import Reduction
 
 __all__ = ["predict"]
@@ -40,12 +40,24 @@ def predict(
             return outputs
         return keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
 
-    def one_batch(iterator: Any) -> Any:
-        outputs = reduction.run(one_part, next(iterator))
-        return keras.tree.map_structure(whole, outputs)
+    def of_batch(batch: Any) -> Any:
+        return keras.tree.map_structure(whole, reduction.run(one_part, batch))
+
+    def of_next(iterator: Any) -> Any:
+        return of_batch(next(iterator))
 
     if not model.run_eagerly:
-        one_batch = tf.function(one_batch, autograph=False, reduce_retracing=True)
+        of_batch = tf.function(of_batch, autograph=False, reduce_retracing=True)
+        of_next = tf.function(of_next, autograph=False, reduce_retracing=True)
+
+    def outputs_of(data: Epoch) -> Any:
+        if data.steps is not None or not reduction.multi_worker:
+            return of_next(data.iterator)
+        # gather is a collective: no worker may go on alone.
+        batch = data.iterator.get_next_as_optional()
+        if reduction.any_worker(not bool(batch.has_value())):
+            raise StopIteration
+        return of_batch(batch.get_value())
 
     model.stop_predicting = False
     hooks.on_predict_begin()
@@ -55,7 +67,7 @@ def predict(
             step = len(collected)
             hooks.on_predict_batch_begin(step)
             try:
-                outputs = one_batch(data.iterator)
+                outputs = outputs_of(data)
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
             collected.append(outputs)

@@ -17,15 +17,14 @@ class Reduction:
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
         self.replicas = strategy.num_replicas_in_sync
-        probe = tf.function(lambda: strategy.run(lambda: tf.constant(0)), autograph=False)
-        self.local_replicas = len(strategy.experimental_local_results(probe()))
+        ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)()
+        local = strategy.experimental_local_results(ids)
+        self.local_replicas = len(local)
+        self.first_replica = int(local[0])  # of this worker, in the order of all
         self.multi_worker = self.replicas > self.local_replicas
-        # Several CPU replicas in one process are fed from one iterator on the host.
-        self.feeds_on_host = (
-            self.local_replicas > 1
-            and not self.multi_worker
-            and all("CPU" in device.upper() for device in strategy.extended.worker_devices)
-        )
+        devices = _devices(strategy)
+        # CPU replicas are fed from a plain iterator on the host.
+        self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
@@ -128,6 +127,13 @@ class Reduction:
         """Whether the flag is set on any worker; every worker must call."""
         return bool(self.sum_over_workers(np.int32(flag)) > 0)
 
+    def on_all_workers(self, flag: Any) -> Any:
+        """Whether a boolean tensor is true on every worker: in the graph, in all of them."""
+        if not self.multi_worker:
+            return flag
+        here = [[tf.cast(flag, tf.int32)] for _ in range(self.local_replicas)]
+        return self._sum_of_replicas(here)[0] == self.replicas
+
     def _sum_of_local(self, value: Any) -> Any:
         others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
         return self._sum_of_replicas([[value], *others])[0]
@@ -151,3 +157,15 @@ class Reduction:
 
         summed = self._strategy.run(in_replica, args=(per_replica,))
         return [self._strategy.experimental_local_results(value)[0] for value in summed]
+
+
+def _replica_id() -> tf.Tensor:
+    # identity: some strategies give a number, and one that is no tensor is not per replica.
+    return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+def _devices(strategy: tf.distribute.Strategy) -> list[str]:
+    try:
+        return list(strategy.extended.worker_devices)
+    except RuntimeError:  # the default strategy has none
+        return []

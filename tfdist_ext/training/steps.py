@@ -111,7 +111,7 @@ class StepProgram:
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = iterator.get_next_as_optional()
-            more = batch.has_value()
+            more = self._reduction.on_all_workers(batch.has_value())
             states, outputs = tf.cond(
                 more,
                 lambda: self._one_step(batch.get_value(), states),
