@@ -35,6 +35,15 @@ result["evaluate"] = model.evaluate(x, y, batch_size=mlp.BATCH, verbose=0)
 rows = np.asarray(model.predict(x[:50], batch_size=mlp.BATCH, verbose=0))  # 24, 24 and 2 rows
 result["predict"] = rows.astype(float).tolist()
 
+# The same training, fed by TensorFlow's distributed iterator, as GPUs are.
+keras.utils.set_random_seed(7 + 100 * rank)
+moved = tfd.distribute(mlp.build, strategy)
+moved._reduction.feeds_on_host = False
+moved.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
+result["moved_weights"] = mlp.flat(moved.keras_model)
+unknown = moved.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict=True)
+result["moved_accuracy_rows"] = unknown["accuracy"] * 58
+
 # Only the chief writes.
 mine = shared / f"written_by_{rank}"
 model.fit(
