@@ -264,5 +264,7 @@ def test_parameter_server_strategy_is_refused() -> None:
         tf.distribute.experimental.ParameterServerStrategy
     )
     with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
-        tfd.training.DistributedModel(classifier()(), strategy)
+        tfd.DistributedModel(classifier()(), strategy)
+    with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
+        tfd.distribute(lambda: pytest.fail("it was built"), strategy)
     assert mirrored().num_replicas_in_sync == 2

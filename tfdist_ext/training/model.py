@@ -52,11 +52,7 @@ def distribute(
     if strategy is None:
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        raise TrainingError(
-            "distribute() trains synchronously, and ParameterServerStrategy is asynchronous: drive"
-            " it with tf.distribute.coordinator.ClusterCoordinator, or choose another strategy."
-        )
+    _check_synchronous(strategy)  # before any variable is made
     return DistributedModel(adopt(model_or_builder, strategy), strategy)
 
 
@@ -68,6 +64,7 @@ class DistributedModel:
     """
 
     def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        _check_synchronous(strategy)
         self._model = model
         self._strategy = strategy
         self._reduction = Reduction(strategy)
@@ -294,6 +291,14 @@ class DistributedModel:
                 f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
                 " given to distribute(), or on the model before it is distributed."
             )
+
+
+def _check_synchronous(strategy: tf.distribute.Strategy) -> None:
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise TrainingError(
+            "distribute() trains synchronously, and ParameterServerStrategy is asynchronous: drive"
+            " it with tf.distribute.coordinator.ClusterCoordinator, or choose another strategy."
+        )
 
 
 def _validates(epoch: int, frequency: int | list[int]) -> bool:
