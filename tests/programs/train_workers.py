@@ -130,6 +130,33 @@ result["epochs_after_restore"] = history.epoch
 result["iterations_after_restore"] = int(again.keras_model.optimizer.iterations.numpy())
 result["bits_after_restore"] = mlp.fingerprint(again.keras_model)
 
+# A trained model of each worker's own: the chief's counts, its optimizer's state included.
+keras.utils.set_random_seed(20 + rank)
+own = mlp.build()
+own.fit(x, y, verbose=0)
+adopted = tfd.distribute(own, strategy)
+result["chiefs_own"] = mlp.fingerprint(own) if rank == 0 else None
+result["adopted_bits"] = mlp.fingerprint(adopted.keras_model)
+
+
+def refused(call):
+    try:
+        call()
+    except tfd.TrainingError as error:
+        return str(error)
+    return "it passed"
+
+
+part = slice(0, 96 if rank == 0 else 48)
+result["other_length"] = refused(lambda: model.fit(x[part], y[part], batch_size=24, verbose=0))
+result["other_batch"] = refused(lambda: model.fit(x, y, batch_size=24 + rank, verbose=0))
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.fit(x, np.roll(y, rank), batch_size=24, verbose=0)
+    told = [w for w in caught if "the workers read different data" in str(w.message)]
+result["chief_told_of_different_arrays"] = len(told) == (1 if rank == 0 else 0)
+
 shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(mlp.BATCH)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

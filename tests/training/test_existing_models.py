@@ -278,3 +278,13 @@ def test_the_open_scope_is_the_default() -> None:
         ours, _ = distributed_fit(classifier(), X, Y, batch_size=16)
         ours = tfd.distribute(classifier())
     assert ours.strategy is mirrored()
+
+
+def test_operations_between_layers() -> None:
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(5)(inputs * 2.0)
+    outputs = keras.layers.Dense(1)(keras.ops.relu(hidden) + inputs)
+    model = keras.Model(inputs, keras.ops.reshape(outputs, (-1, 1)))
+    expected = model.predict(X, verbose=0)
+    ours = tfd.distribute(model, mirrored()).predict(X, verbose=0)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)

@@ -268,3 +268,35 @@ def test_parameter_server_strategy_is_refused() -> None:
     with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
         tfd.distribute(lambda: pytest.fail("it was built"), strategy)
     assert mirrored().num_replicas_in_sync == 2
+
+
+class OwnLoss(keras.Model):
+    """Returns its loss under the name of a tracker that it does not update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def _step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        return {"loss": tf.reduce_mean(tf.abs(y - self(x)))}
+
+    train_step = test_step = _step
+
+
+def test_an_own_loss_is_not_hidden_by_a_tracker_of_its_name() -> None:
+    def build() -> keras.Model:
+        model = OwnLoss()
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build, mirrored())
+    logs = model.fit(X[:16], Y[:16], batch_size=16, verbose=0).history
+    expected = float(np.abs(Y[:16] - model.keras_model(X[:16]).numpy()).mean())
+    assert expected > 0
+    assert logs["loss"] == [pytest.approx(expected, rel=1e-5)]
+    evaluated = model.evaluate(X[:16], Y[:16], batch_size=16, verbose=0, return_dict=True)
+    assert evaluated["loss"] == pytest.approx(expected, rel=1e-5)

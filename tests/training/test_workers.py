@@ -119,6 +119,19 @@ def test_all_take_over_what_the_chief_restored(cluster: Cluster) -> None:
 
 def test_workers_that_read_different_data_are_told(cluster: Cluster) -> None:
     assert cluster.same("chief_told_of_different_data") is True
+    assert cluster.same("chief_told_of_different_arrays") is True
+
+
+def test_an_existing_models_weights_are_the_chiefs(cluster: Cluster) -> None:
+    assert cluster.same("adopted_bits") == cluster.workers[0]["chiefs_own"]
+
+
+def test_different_calls_are_refused_before_the_first_step(cluster: Cluster) -> None:
+    for worker in cluster.workers:
+        assert "the chief has steps 4" in worker["other_length"]
+        assert "batch_size 24" in worker["other_batch"]
+    assert "this worker has steps 2" in cluster.workers[1]["other_length"]
+    assert "this worker has batch_size 25" in cluster.workers[1]["other_batch"]
 
 
 def test_data_of_unknown_length_ends_for_all_together(cluster: Cluster) -> None:

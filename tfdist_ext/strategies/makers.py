@@ -5,6 +5,7 @@ The parameters of a function are the options of its strategy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -61,7 +62,13 @@ def mirrored(
     if cross_device_ops is None and all(name.startswith("CPU:") for name in picked):
         # The default collectives fail on CPUs inside a loop in the graph.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
-    return tf.distribute.MirroredStrategy(picked, cross_device_ops=cross_device_ops)
+    try:
+        return tf.distribute.MirroredStrategy(picked, cross_device_ops=cross_device_ops)
+    except json.JSONDecodeError as error:
+        raise StrategyError(
+            f"mirrored: TensorFlow's MirroredStrategy reads TF_CONFIG, and it is no JSON: {error}."
+            " Correct it or unset it; mirrored needs none."
+        ) from error
 
 
 def central_storage(

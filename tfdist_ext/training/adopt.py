@@ -128,7 +128,7 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     try:
         with creation_scope(strategy):
             copy = model_made_again(model)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
             f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
             f" {in_short(error)} Pass a function that builds the model instead:"

@@ -87,6 +87,8 @@ def _build_as(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _layer_again(layer: Any) -> Any:
+    if not isinstance(layer, keras.layers.Layer):  # an operation of a functional model: h + 1
+        return type(layer).from_config(layer.get_config())
     config = layer.get_config()
     parameters = inspect.signature(type(layer).__init__).parameters
     if isinstance(layer, keras.Model) and type(layer).get_config is keras.Model.get_config:

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import GlobalBatches
 
-__all__ = ["Epoch", "Epochs", "steps_of_epoch"]
+__all__ = ["Epoch", "Epochs", "steps_of_epoch", "validates"]
 
 _EMPTY = "the data holds no batch at all: nothing can be done with it."
 
@@ -109,3 +109,15 @@ class Epochs:
             " Ask for fewer steps, or repeat the data with .repeat().",
             stacklevel=6,
         )
+
+
+def validates(epoch: int, frequency: int | list[int]) -> bool:
+    """Whether an epoch, counted from 0, is followed by validation."""
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    if isinstance(frequency, list | tuple | set):
+        return epoch + 1 in frequency
+    raise TrainingError(
+        "validation_freq takes a number of epochs, or a list of epochs counted from 1;"
+        f" {frequency!r} arrived."
+    )

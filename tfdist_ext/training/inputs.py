@@ -32,13 +32,15 @@ PartsOf = Callable[[int, int, int], tf.data.Dataset]
 class GlobalBatches:
     """One pass after another over a sequence of global batches.
 
-    `steps` is the number of global batches in a pass, None where only reading tells. An
+    `steps` is the number of global batches in a pass, None where only reading tells, as is
+    `batch_size`, the examples in each. An
     `endless` source starts the next pass by itself, so that nobody has to ask, step by step,
     whether the data has ended: under several workers each such question is a collective.
     """
 
     parts_of: PartsOf
     steps: int | None
+    batch_size: int | None
     endless: bool
     on_epoch_begin: Callable[[], None]
     on_epoch_end: Callable[[], None]
@@ -99,6 +101,8 @@ def read(
             f"the data is distributed already: {type(x).__name__} arrived. Pass the tf.data.Dataset"
             " of global batches itself; it is cut for the replicas here."
         )
+    if batch_size is not None and batch_size < 1:
+        raise TrainingError(f"batch_size is 1 or more examples; {batch_size!r} arrived.")
     is_dataset = kp.is_tf_dataset(x)
     adapter = kp.get_data_adapter(
         x,
@@ -113,7 +117,12 @@ def read(
     if isinstance(adapter, kp.ArrayDataAdapter):
         parts_of = _parts_of_arrays(adapter, seed() if shuffle is True else None)
         return GlobalBatches(
-            parts_of, adapter.num_batches, True, adapter.on_epoch_begin, adapter.on_epoch_end
+            parts_of,
+            adapter.num_batches,
+            adapter.batch_size,
+            True,
+            adapter.on_epoch_begin,
+            adapter.on_epoch_end,
         )
     dataset = adapter.get_tf_dataset()
     _check_batched(dataset.element_spec)
@@ -121,6 +130,7 @@ def read(
     return GlobalBatches(
         _parts_of_dataset(dataset.repeat() if endless else dataset),
         adapter.num_batches,
+        None,
         endless,
         adapter.on_epoch_begin,
         adapter.on_epoch_end,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,13 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.adopt import adopt, build, recompile
-from tfdist_ext.training.epochs import Epochs
+from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.inputs import GlobalBatches, read
 from tfdist_ext.training.loop import Loop
-from tfdist_ext.training.predicting import predict
+from tfdist_ext.training.predicting import Predictor
 from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
-from tfdist_ext.training.same_data import warn_of_different_data
+from tfdist_ext.training.roles import follow_chief, follow_chief_if_restored, for_this_task
+from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
 from tfdist_ext.training.steps import StepProgram
 
 __all__ = ["DistributedModel", "distribute"]
@@ -68,7 +69,10 @@ class DistributedModel:
         self._model = model
         self._strategy = strategy
         self._reduction = Reduction(strategy)
+        # Weights that came along are each worker's own; where they differ, the chief's count.
+        follow_chief(model, self._reduction)
         self._programs: dict[str, tuple[Any, StepProgram]] = {}
+        self._predictor: Predictor | None = None
         self._warned_of_xla = False
 
     @property
@@ -125,7 +129,13 @@ class DistributedModel:
             class_weight=class_weight,
             seed=self._shared_seed,
         )
-        warn_of_different_data(x, self._reduction)
+        check_same_call(
+            self._reduction,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            with_validation=validation_data is not None,
+        )
+        warn_of_different_data(x, y, self._reduction)
         train = self._epochs(batches, steps_per_epoch)
         self._prepare(batches)
         validation = None
@@ -151,7 +161,7 @@ class DistributedModel:
                 logs, steps = loop.run(program, data)
             if data.steps is None or (steps < data.steps and not model.stop_training):
                 train.ended_after(steps)
-            if validation is not None and _validates(epoch, validation_freq):
+            if validation is not None and validates(epoch, validation_freq):
                 val_logs = self._evaluate(validation, hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
@@ -202,7 +212,9 @@ class DistributedModel:
         epochs = self._epochs(batches, steps)
         build(self._model, batches.element_spec, self._strategy, with_targets=False)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        return predict(self._model, self._strategy, self._reduction, epochs, hooks)
+        if self._predictor is None or self._predictor.eager != self._model.run_eagerly:
+            self._predictor = Predictor(self._model, self._strategy, self._reduction)
+        return self._predictor.predict(epochs, hooks)
 
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
         """Write the model as `keras.Model.save` does; plain Keras loads it.
@@ -219,6 +231,7 @@ class DistributedModel:
         if failure is not None:
             raise failure
         if failed_elsewhere:
+            time.sleep(1)  # the chief's own error is the one to be seen first
             raise TrainingError(f"the chief could not write {filepath}: see the chief's error.")
 
     def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
@@ -248,6 +261,7 @@ class DistributedModel:
 
     def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
         on = self._reduction
+        check_same_call(on, steps=batches.steps, asked=asked, batch_size=batches.batch_size)
         if on.feeds_on_host:
             parts = batches.on_host(on.first_replica, on.local_replicas, on.replicas)
         else:
@@ -299,14 +313,3 @@ def _check_synchronous(strategy: tf.distribute.Strategy) -> None:
             "distribute() trains synchronously, and ParameterServerStrategy is asynchronous: drive"
             " it with tf.distribute.coordinator.ClusterCoordinator, or choose another strategy."
         )
-
-
-def _validates(epoch: int, frequency: int | list[int]) -> bool:
-    if isinstance(frequency, int):
-        return (epoch + 1) % frequency == 0
-    if isinstance(frequency, list | tuple | set):
-        return epoch + 1 in frequency
-    raise TrainingError(
-        "validation_freq takes a number of epochs, or a list of epochs counted from 1;"
-        f" {frequency!r} arrived."
-    )

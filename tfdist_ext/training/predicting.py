@@ -11,77 +11,84 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["predict"]
+__all__ = ["Predictor"]
 
 
-def predict(
-    model: keras.Model,
-    strategy: tf.distribute.Strategy,
-    reduction: Reduction,
-    epochs: Epochs,
-    hooks: Any,
-) -> Any:
-    """The outputs for one pass over the data, as NumPy arrays of all rows.
+class Predictor:
+    """The compiled predict_step of a model.
 
     A global batch is cut into contiguous parts in replica order, so the parts' outputs, put one
     after another, are in the order of the rows.
     """
 
-    def whole(value: Any) -> Any:
-        if reduction.multi_worker:
-            return strategy.gather(value, axis=0)
-        parts = strategy.experimental_local_results(value)
-        return parts[0] if len(parts) == 1 else _concat(parts)
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, reduction: Reduction
+    ) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._reduction = reduction
+        self.eager = model.run_eagerly
+        self._of_batch: Any = self._outputs_of_batch
+        self._of_next: Any = self._outputs_of_next
+        if not self.eager:
+            self._of_batch = tf.function(self._of_batch, autograph=False, reduce_retracing=True)
+            self._of_next = tf.function(self._of_next, autograph=False, reduce_retracing=True)
 
-    def one_part(part: Any) -> Any:
+    def predict(self, epochs: Epochs, hooks: Any) -> Any:
+        """The outputs for one pass over the data, as NumPy arrays of all rows."""
+        model = self._model
+        model.stop_predicting = False
+        hooks.on_predict_begin()
+        collected: list[Any] = []
+        with epochs.next() as data:
+            while data.steps is None or len(collected) < data.steps:
+                step = len(collected)
+                hooks.on_predict_batch_begin(step)
+                try:
+                    outputs = self._next_outputs(data)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    break
+                collected.append(outputs)
+                hooks.on_predict_batch_end(step, {"outputs": outputs})
+                if model.stop_predicting:
+                    break
+        if not collected:
+            epochs.ended_after(0)
+        hooks.on_predict_end()
+
+        def rows(*parts: Any) -> Any:
+            return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+
+        return keras.tree.map_structure(rows, *collected)
+
+    def _next_outputs(self, data: Epoch) -> Any:
+        if data.steps is not None or not self._reduction.multi_worker:
+            return self._of_next(data.iterator)
+        # gather is a collective: no worker may go on alone.
+        batch = data.iterator.get_next_as_optional()
+        if self._reduction.any_worker(not bool(batch.has_value())):
+            raise StopIteration
+        return self._of_batch(batch.get_value())
+
+    def _outputs_of_next(self, iterator: Any) -> Any:
+        return self._outputs_of_batch(next(iterator))
+
+    def _outputs_of_batch(self, batch: Any) -> Any:
+        outputs = self._reduction.run(self._of_one_part, batch)
+        return keras.tree.map_structure(self._whole, outputs)
+
+    def _of_one_part(self, part: Any) -> Any:
         rows, batch = part
-        outputs = model.predict_step(batch)
-        if reduction.replicas == 1:
+        outputs = self._model.predict_step(batch)
+        if self._reduction.replicas == 1:
             return outputs
         return keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
 
-    def of_batch(batch: Any) -> Any:
-        return keras.tree.map_structure(whole, reduction.run(one_part, batch))
-
-    def of_next(iterator: Any) -> Any:
-        return of_batch(next(iterator))
-
-    if not model.run_eagerly:
-        of_batch = tf.function(of_batch, autograph=False, reduce_retracing=True)
-        of_next = tf.function(of_next, autograph=False, reduce_retracing=True)
-
-    def outputs_of(data: Epoch) -> Any:
-        if data.steps is not None or not reduction.multi_worker:
-            return of_next(data.iterator)
-        # gather is a collective: no worker may go on alone.
-        batch = data.iterator.get_next_as_optional()
-        if reduction.any_worker(not bool(batch.has_value())):
-            raise StopIteration
-        return of_batch(batch.get_value())
-
-    model.stop_predicting = False
-    hooks.on_predict_begin()
-    collected: list[Any] = []
-    with epochs.next() as data:
-        while data.steps is None or len(collected) < data.steps:
-            step = len(collected)
-            hooks.on_predict_batch_begin(step)
-            try:
-                outputs = outputs_of(data)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                break
-            collected.append(outputs)
-            hooks.on_predict_batch_end(step, {"outputs": outputs})
-            if model.stop_predicting:
-                break
-    if not collected:
-        epochs.ended_after(0)
-    hooks.on_predict_end()
-
-    def rows(*parts: Any) -> Any:
-        return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
-
-    return keras.tree.map_structure(rows, *collected)
+    def _whole(self, value: Any) -> Any:
+        if self._reduction.multi_worker:
+            return self._strategy.gather(value, axis=0)
+        parts = self._strategy.experimental_local_results(value)
+        return parts[0] if len(parts) == 1 else _concat(parts)
 
 
 def _if_any(rows: tf.Tensor, value: Any) -> Any:

@@ -17,7 +17,9 @@ class Reduction:
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
         self.replicas = strategy.num_replicas_in_sync
-        ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)()
+        # The concrete function: calls of the other kind are counted, and warned of, as retracing.
+        ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
+        ids = ids.get_concrete_function()()
         local = strategy.experimental_local_results(ids)
         self.local_replicas = len(local)
         self.first_replica = int(local[0])  # of this worker, in the order of all

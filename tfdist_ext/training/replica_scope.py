@@ -28,6 +28,7 @@ class ReplicaScope(keras.StatelessScope):
         self._metrics = set(self.state_mapping)
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._graph = _graph()
+        self.updated: set[int] = set()  # ids of the metrics' variables that were written
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -35,6 +36,7 @@ class ReplicaScope(keras.StatelessScope):
         if key not in self._metrics and key not in self._watched:
             kp.write(variable, value)
         elif _graph() is self._graph:
+            self.updated |= {key} & self._metrics
             super().add_update(update)
         elif key in self._watched:
             # Inside a cond or a loop of the layer's own: its value cannot leave it.

@@ -63,6 +63,7 @@ class StepProgram:
             compiled = tf.function(autograph=False, reduce_retracing=True)
         self._counted = compiled(self._run_counted)
         self._open_ended = compiled(self._run_open_ended)
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._states: States = []
         self.reset()
 
@@ -161,6 +162,7 @@ class StepProgram:
         rows, batch = part
         with ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope:
             outputs = self._step(batch)
+        self._updated |= scope.updated
         new = [scope.get_current_value(variable) for variable in self._metrics]
         if self._reduction.replicas > 1:  # a row that is another's must not count twice
             new = [tf.where(rows > 0, *values) for values in zip(new, mine, strict=True)]
@@ -186,14 +188,26 @@ class StepProgram:
             for name, spec in trace.structured_outputs.items()
         }
 
+    def _metrics_among(self, names: Any, results: dict[str, Any]) -> dict[str, Any]:
+        """Results of the metrics that the step updates, of those that it returned.
+
+        A step of its own may return a "loss" and leave the model's tracker of that name at zero.
+        """
+        live = set()
+        for metric in self._model.metrics:
+            if any(id(variable) in self._updated for variable in metric.variables):
+                value = metric.result()
+                live |= set(value) if isinstance(value, dict) else {metric.name}
+        return {name: results[name] for name in names if name in live and name in results}
+
     def _finish(self, states: States, outputs: Any, steps: Any, seconds: Any) -> Any:
         values, last, chief_seconds = self._reduction.over_all(
             self._metrics, states, outputs, seconds
         )
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             results = self._model.get_metrics_result()
-        if last:  # the step's own names; a metric among them has its global value
-            results = {name: results.get(name, value) for name, value in last.items()}
+            if last:  # the step's own names; a metric among them has its global value
+                results = {**last, **self._metrics_among(last, results)}
         logs = {name: tf.convert_to_tensor(value) for name, value in results.items()}
         return logs, values, states, steps, chief_seconds
 
