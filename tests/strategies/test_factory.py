@@ -242,3 +242,11 @@ def test_the_call_goes_over_the_file(tmp_path: Path) -> None:
     lines = tfd.explain(strategy).splitlines()
     assert f"because      it was asked for by name in the file {file}" in lines
     assert f"settings     devices = 2 from the call, over the file {file} (3)" in lines
+
+
+def test_mirrored_says_that_tensorflow_reads_a_broken_tf_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{bad")
+    with pytest.raises(tfd.StrategyError, match="reads TF_CONFIG, and it is no JSON"):
+        tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
