@@ -71,15 +71,11 @@ class Epochs:
         if in_pass is not None:
             steps, after = steps_of_epoch(self._position, in_pass, self._asked)
             if self._asked is not None and steps < self._asked:
-                self.warn_of_end(steps)
-        fresh = self._position == 0 and not (self._batches.endless or self._asked is not None)
-        if in_pass is not None and self._position == 0 and not self._batches.endless:
-            fresh = True
-        if self._iterator is None or fresh:
+                self._warn_of_end(steps)
+        begins_a_pass = self._position == 0 and (self._asked is None or in_pass is not None)
+        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
+        if self._fresh:
             self._iterator = iter(self._dataset)
-            self._fresh = True
-        else:
-            self._fresh = False
         self._batches.on_epoch_begin()
         try:
             yield Epoch(self._iterator, steps, known)
@@ -99,11 +95,11 @@ class Epochs:
         if steps == 0 and self._seen is None and self._fresh:
             raise TrainingError(_EMPTY)
         if self._asked is not None and steps < self._asked:
-            self.warn_of_end(steps)
+            self._warn_of_end(steps)
         self._seen = steps
         self._iterator = None
 
-    def warn_of_end(self, steps: int) -> None:
+    def _warn_of_end(self, steps: int) -> None:
         warnings.warn(
             f"the data ended after {steps} of the {self._asked} steps asked for in this epoch."
             " Ask for fewer steps, or repeat the data with .repeat().",

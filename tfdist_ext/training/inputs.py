@@ -23,8 +23,7 @@ from tfdist_ext.training import _keras_private as kp
 __all__ = ["GlobalBatches", "read"]
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
-# each (its rows, the rows themselves). Where a batch has fewer rows than there are replicas, a
-# part of 0 rows holds one row all the same: many operations fail, or yield NaN, on no rows.
+# each (its rows, the rows themselves); see _span for a part of 0 rows.
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
 
@@ -32,10 +31,10 @@ PartsOf = Callable[[int, int, int], tf.data.Dataset]
 class GlobalBatches:
     """One pass after another over a sequence of global batches.
 
-    `steps` is the number of global batches in a pass, None where only reading tells, as is
-    `batch_size`, the examples in each. An
-    `endless` source starts the next pass by itself, so that nobody has to ask, step by step,
-    whether the data has ended: under several workers each such question is a collective.
+    `steps` is the number of global batches in a pass, `batch_size` the examples in each; None
+    where only reading tells. An `endless` source starts the next pass by itself, so that nobody
+    has to ask, step by step, whether the data has ended: under several workers each such question
+    is a collective.
     """
 
     parts_of: PartsOf
@@ -154,13 +153,13 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
             size = tf.minimum(rows - start, batch)
 
             def part(replica: int) -> Any:
-                low, high = shard_range(size, replica, replicas)
-                indices = tf.range(start + low, start + tf.maximum(high, low + 1))
+                mine, low, high = _span(size, replica, replicas)
+                indices = tf.range(start + low, start + high)
                 if seed is not None:  # a permutation that is computed, not stored
                     key = tf.stack([tf.constant(seed, tf.int64), step // steps])
                     last = tf.constant(rows - 1, tf.int64)
                     indices = tf.random.experimental.index_shuffle(indices, key, last)
-                return high - low, kp.take(arrays, indices)
+                return mine, kp.take(arrays, indices)
 
             return tuple(part(first + i) for i in range(local))
 
@@ -202,11 +201,18 @@ def _plain(batch: Any) -> Any:
     )
 
 
-def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
-    rows = _batch_size(batch)
+def _span(rows: Any, replica: int, replicas: int) -> tuple[Any, Any, Any]:
+    """(rows of a replica's part, first row, row after the last one to read).
+
+    A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
+    same: many operations fail, or yield NaN, on no rows.
+    """
     low, high = shard_range(rows, replica, replicas)
-    mine = high - low
-    high = tf.maximum(high, low + 1)
+    return high - low, low, tf.maximum(high, low + 1)
+
+
+def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
+    mine, low, high = _span(_batch_size(batch), replica, replicas)
 
     def cut(part: Any) -> Any:
         if part is None:

@@ -165,7 +165,7 @@ class DistributedModel:
                 val_logs = self._evaluate(validation, hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
-            if self._agreed(model.stop_training):
+            if self._reduction.any_worker(model.stop_training):
                 break
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
             with self._strategy.scope():
@@ -227,7 +227,7 @@ class DistributedModel:
                 self._model.save(filepath, overwrite=overwrite, **kwargs)
             except Exception as error:  # the others must not wait for a file that never comes
                 failure = error
-        failed_elsewhere = self._agreed(failure is not None)
+        failed_elsewhere = self._reduction.any_worker(failure is not None)
         if failure is not None:
             raise failure
         if failed_elsewhere:
@@ -295,9 +295,6 @@ class DistributedModel:
     def _shared_seed(self) -> int:
         """One seed for all tasks, from Python's generator as Keras takes its seeds."""
         return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
-
-    def _agreed(self, flag: bool) -> bool:
-        return self._reduction.any_worker(flag)
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:

@@ -1,4 +1,4 @@
-"""Many steps of a model in one execution: the loop over the distributed iterator, in the graph.
+"""Many steps of a model in one execution: the loop over an iterator of parts, in the graph.
 
 An execution runs `n` global batches without coming back to Python. The metrics' states travel
 through the loop, one set for each local replica, and are reduced over all replicas once, at its
@@ -77,7 +77,7 @@ class StepProgram:
         """Run `n` steps, or fewer where the data may end and does.
 
         Args:
-            iterator: a distributed iterator over parts of global batches.
+            iterator: over this task's parts of global batches.
             n: global batches to use.
             seconds: how long this task's last execution took; the chief's figure comes back on
                 every task, so that all choose the same next `n`.
