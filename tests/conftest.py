@@ -37,15 +37,11 @@ def four_cpus() -> None:
 
 
 @pytest.fixture(scope="session")
-def run_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """Run a program of tests/programs as the workers of a real cluster.
+def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Run a command as the workers of a real cluster; their logs, in the order of workers."""
 
-    Returns what each worker printed last after "RESULT ", as JSON, in the order of workers.
-    """
-
-    def run(program: str, *args: str, workers: int = 2, timeout: float = 120) -> list[Any]:
+    def run(command: list[str], *, workers: int = 2, timeout: float = 120) -> list[str]:
         folder = tmp_path_factory.mktemp("cluster")
-        command = [sys.executable, str(PROGRAMS / program), *args]
         env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
         env["TF_CPP_MIN_LOG_LEVEL"] = "2"
         with (
@@ -56,6 +52,20 @@ def run_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
             result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
         logs = [(folder / f"worker-{i}.log").read_text() for i in range(workers)]
         assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)
+        return logs
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_cluster(run_workers: Callable[..., list[str]]) -> Callable[..., list[Any]]:
+    """Run a program of tests/programs as the workers of a real cluster.
+
+    Returns what each worker printed last after "RESULT ", as JSON, in the order of workers.
+    """
+
+    def run(program: str, *args: str, **options: Any) -> list[Any]:
+        logs = run_workers([sys.executable, str(PROGRAMS / program), *args], **options)
         return [json.loads(log.rsplit("RESULT ", 1)[1].splitlines()[0]) for log in logs]
 
     return run
