@@ -23,7 +23,8 @@ from tfdist_ext.training import _keras_private as kp
 __all__ = ["GlobalBatches", "read"]
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
-# each (its rows, the rows themselves); see _span for a part of 0 rows.
+# each (how many rows, of how many in the global batch, the rows themselves); see _span for a part
+# of 0 rows.
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
 
@@ -47,7 +48,7 @@ class GlobalBatches:
     @property
     def element_spec(self) -> Any:
         """The structure of one global batch, batch dimension unknown."""
-        return self.parts_of(0, 1, 1).element_spec[0][1]
+        return self.parts_of(0, 1, 1).element_spec[0][2]
 
     def distributed(self, strategy: tf.distribute.Strategy) -> Any:
         """A distributed dataset: each element holds one part for each local replica."""
@@ -159,7 +160,7 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
                     key = tf.stack([tf.constant(seed, tf.int64), step // steps])
                     last = tf.constant(rows - 1, tf.int64)
                     indices = tf.random.experimental.index_shuffle(indices, key, last)
-                return mine, kp.take(arrays, indices)
+                return mine, size, kp.take(arrays, indices)
 
             return tuple(part(first + i) for i in range(local))
 
@@ -174,9 +175,10 @@ def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         def parts(*batch: Any) -> Any:
             whole = _plain(batch if len(batch) > 1 else batch[0])
+            size = _batch_size(whole)
             if replicas == 1:
-                return ((_batch_size(whole), whole),)
-            return tuple(_rows_of(whole, first + i, replicas) for i in range(local))
+                return ((size, size, whole),)
+            return tuple(_rows_of(whole, size, first + i, replicas) for i in range(local))
 
         return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
@@ -211,8 +213,8 @@ def _span(rows: Any, replica: int, replicas: int) -> tuple[Any, Any, Any]:
     return high - low, low, tf.maximum(high, low + 1)
 
 
-def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
-    mine, low, high = _span(_batch_size(batch), replica, replicas)
+def _rows_of(batch: Any, size: Any, replica: int, replicas: int) -> Any:
+    mine, low, high = _span(size, replica, replicas)
 
     def cut(part: Any) -> Any:
         if part is None:
@@ -223,7 +225,7 @@ def _rows_of(batch: Any, replica: int, replicas: int) -> Any:
             return tf.sparse.slice(part, start, tf.concat([[high - low], rest], axis=0))
         return part[low:high]
 
-    return mine, keras.tree.map_structure(cut, batch)
+    return mine, size, keras.tree.map_structure(cut, batch)
 
 
 def _batch_size(batch: Any) -> tf.Tensor:

@@ -78,7 +78,7 @@ class Predictor:
         return keras.tree.map_structure(self._whole, outputs)
 
     def _of_one_part(self, part: Any) -> Any:
-        rows, batch = part
+        rows, _, batch = part
         outputs = self._model.predict_step(batch)
         if self._reduction.replicas == 1:
             return outputs

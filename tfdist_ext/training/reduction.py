@@ -32,7 +32,7 @@ class Reduction:
         self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run `step((rows, part of the batch), *args)` on each replica.
+        """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
 
         `batch` is from an iterator over parts of global batches.
         """
@@ -54,19 +54,6 @@ class Reduction:
         which = number % self.local_replicas
         return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
 
-    def mean_in_replica(self, values: dict[Any, Any]) -> dict[Any, Any]:
-        """The mean over all replicas of each floating value, in a replica's context.
-
-        Other values (seeds, counters) are the same on every replica already.
-        """
-        floats = [key for key, value in values.items() if value.dtype.is_floating]
-        if self.replicas == 1 or not floats:
-            return values
-        reduced = tf.distribute.get_replica_context().all_reduce(
-            tf.distribute.ReduceOp.MEAN, [tf.identity(values[key]) for key in floats]
-        )
-        return {**values, **dict(zip(floats, reduced, strict=True))}
-
     def over_all(
         self, variables: Sequence[Any], states: Any, outputs: dict[str, Any], seconds: Any
     ) -> tuple[list[Any], dict[str, Any], Any]:
@@ -75,7 +62,7 @@ class Reduction:
         Args:
             variables: Keras variables that say by `aggregation` how their states combine.
             states: for each local replica, the value of each variable.
-            outputs: means over the local replicas.
+            outputs: contributions of the local replicas, summed.
             seconds: this task's figure.
         """
         if self.replicas == 1:
@@ -93,7 +80,6 @@ class Reduction:
         first_worker = self.is_chief
         # What is one value a worker already goes in with its first replica only.
         names = [name for name, value in outputs.items() if value.dtype.is_floating]
-        workers = self.replicas // self.local_replicas
         mine: list[list[Any]] = []
         for replica, state in enumerate(states):
             first = first_worker and replica == 0
@@ -101,7 +87,7 @@ class Reduction:
                 contribution(variable, value, replica, first)
                 for variable, value in zip(variables, state, strict=True)
             ]
-            shared = [outputs[name] / workers for name in names]
+            shared = [outputs[name] for name in names]
             shared.append(seconds if first else tf.zeros_like(seconds))
             if replica > 0:
                 shared = [tf.zeros_like(value) for value in shared]

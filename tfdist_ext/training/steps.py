@@ -15,10 +15,14 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import exact
+from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 __all__ = ["Execution", "StepProgram"]
+
+exact.install()
 
 States = list[list[tf.Tensor]]  # for each local replica, the value of each metric variable
 
@@ -154,19 +158,27 @@ class StepProgram:
         by_replica = zip(*(local(value) for value in new), strict=True)
         # An empty zip has lost how many replicas there were.
         states = [list(state) for state in by_replica] or states
-        return states, {name: _mean(local(value)) for name, value in outputs.items()}
+        return states, {name: _sum(local(value)) for name, value in outputs.items()}
 
     def _one_replica(self, part: Any, states: States) -> Any:
         """One replica's part of a global batch, in that replica's context."""
         mine = self._reduction.of_this_replica(states)
-        rows, batch = part
-        with ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope:
+        rows, of, batch = part
+        here = None
+        if self._reduction.replicas > 1:
+            here = Part(rows, of, self._reduction.local_replicas)
+        with (
+            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope,
+            set_part(here),
+        ):
             outputs = self._step(batch)
         self._updated |= scope.updated
         new = [scope.get_current_value(variable) for variable in self._metrics]
-        if self._reduction.replicas > 1:  # a row that is another's must not count twice
+        written = scope.written
+        if here:
+            # A row that is another's must not count twice.
             new = [tf.where(rows > 0, *values) for values in zip(new, mine, strict=True)]
-        written = self._reduction.mean_in_replica(scope.written)
+            written = here.mean(written)
         if not self._own_outputs:
             outputs = {}
         elif not isinstance(outputs, dict):
@@ -174,7 +186,10 @@ class StepProgram:
                 f"{type(self._model).__name__}'s own step must return a dict of names and values;"
                 f" it returned {outputs!r}."
             )
-        return new, {str(number): value for number, value in written.items()}, _flat(outputs)
+        outputs = {name: tf.convert_to_tensor(value) for name, value in _flat(outputs).items()}
+        if here:
+            outputs = {name: here.contribution(value) for name, value in outputs.items()}
+        return new, {str(number): value for number, value in written.items()}, outputs
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -230,8 +245,5 @@ def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _mean(values: tuple[Any, ...]) -> Any:
-    values = tuple(tf.convert_to_tensor(value) for value in values)
-    if len(values) == 1 or not values[0].dtype.is_floating:
-        return values[0]
-    return tf.add_n(values) / len(values)
+def _sum(values: tuple[Any, ...]) -> Any:
+    return tf.add_n(values) if values[0].dtype.is_floating else values[0]

@@ -1,0 +1,73 @@
+"""Keras code on one replica's own copies of the variables, as if there were no strategy.
+
+What an optimizer does after gradients are summed is the same on every replica. Inside a strategy
+its conditions fail (a cond cannot contain a cross-replica call) and its assignments take detours.
+On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = ["LocalCopies", "copies_per_worker", "local_copy", "outside_of_strategies"]
+
+
+class LocalCopies(keras.StatelessScope):
+    """Scope in which each Keras variable is a plain tf.Variable, read and assigned at once.
+
+    Args:
+        copy_of: Keras variable -> the plain variable to use for it.
+    """
+
+    def __init__(self, copy_of: Callable[[Any], Any]):
+        super().__init__(initialize_variables=False)
+        self._copy_of = copy_of
+
+    def get_current_value(self, variable: Any) -> Any:
+        return self._copy_of(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        copy = self._copy_of(variable)
+        copy.assign(tf.cast(value, copy.dtype))
+
+
+def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
+    """How many copies of a Keras variable the strategy keeps on this worker."""
+    return len(strategy.experimental_local_results(kp.raw_value(variable)))
+
+
+def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> Any:
+    """The plain tf.Variable that is a Keras variable's copy of the given number."""
+    copies = strategy.experimental_local_results(kp.raw_value(variable))
+    copy = copies[number % len(copies)]
+    # The one copy of central storage comes in a wrapper that insists on its strategy.
+    return copy.get() if hasattr(copy, "get") else copy
+
+
+@contextlib.contextmanager
+def outside_of_strategies(optimizer: Any = None) -> Iterator[None]:
+    """Scope in which TensorFlow, Keras and the given optimizer see no strategy."""
+    with _default_context(), kp.distribution_strategy_of(optimizer, _default_context().strategy):
+        yield
+
+
+_context: Any = None
+
+
+def _default_context() -> Any:
+    """TensorFlow's replica context where no strategy is used."""
+    global _context
+    if _context is None:
+        # A new thread is outside of all scopes, whatever is open in this one.
+        with ThreadPoolExecutor(1) as thread:
+            _context = thread.submit(tf.distribute.get_replica_context).result()
+    return _context

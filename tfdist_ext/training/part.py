@@ -1,0 +1,129 @@
+"""Which part of a global batch the running replica holds.
+
+A replica's step computes on its part what one device would compute on the whole batch. The share
+of the part, its rows over those of the global batch, says how much the result counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+
+__all__ = ["Part", "part", "set_part"]
+
+_here = threading.local()  # TensorFlow runs each replica in a thread of its own
+
+
+class Part:
+    """The rows that the running replica holds, as a part of the global batch.
+
+    Args:
+        rows: examples of this part, a scalar tensor. A part of 0 rows has read another's row, and
+            counts for nothing.
+        of: examples of the global batch, over all replicas of all workers.
+        local_replicas: parts on this worker.
+    """
+
+    def __init__(self, rows: tf.Tensor, of: tf.Tensor, local_replicas: int):
+        self.local_replicas = local_replicas
+        self._rows = rows
+        self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
+        self._graph = _graph()
+
+    def share(self, dtype: Any) -> tf.Tensor:
+        """Rows over the rows of the global batch."""
+        return tf.cast(self._share, dtype)
+
+    def present(self, dtype: Any) -> tf.Tensor:
+        """1, or 0 where this replica has no row of its own."""
+        return tf.cast(self._rows > 0, dtype)
+
+    def weighted(self, values: Sequence[Any]) -> list[Any]:
+        """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
+        return [
+            tf.IndexedSlices(self._times_share(value.values), value.indices, value.dense_shape)
+            if isinstance(value, tf.IndexedSlices)
+            else self._times_share(value)
+            for value in values
+        ]
+
+    def contribution(self, value: tf.Tensor) -> tf.Tensor:
+        """What this replica adds to the mean over all rows; what is no float stays as it is."""
+        return self._times_share(value) if value.dtype.is_floating else value
+
+    def mean(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        """The mean over all rows of each floating value that is a mean over the part's.
+
+        Other values (seeds, counters) are the same on every replica already.
+        """
+        floats = [key for key, value in values.items() if value.dtype.is_floating]
+        reduced = self.sum_up(self.weighted([values[key] for key in floats]))
+        return {**values, **dict(zip(floats, reduced, strict=True))}
+
+    def sum_up(self, values: Sequence[Any]) -> list[Any]:
+        """The sum of each value over all replicas. It has no gradient."""
+        if not values:
+            return []
+        self._check_graph()
+        context = tf.distribute.get_replica_context()
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, list(values))
+        return list(reduced)
+
+    def total(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of each tensor over all replicas, to be used inside a model.
+
+        Its gradient is that of the loss of the global batch, in which this replica's loss counts
+        with its share, to be weighted by the share once more when gradients are summed.
+        """
+
+        @tf.custom_gradient
+        def summed(*parts: tf.Tensor) -> Any:
+            def gradient(*upstream: tf.Tensor) -> Any:
+                reduced = self.sum_up(self.weighted(upstream))
+                shares = [self.share(value.dtype) for value in reduced]
+                return [
+                    tf.math.divide_no_nan(value, share)
+                    for value, share in zip(reduced, shares, strict=True)
+                ]
+
+            return self.sum_up([tf.identity(value) for value in parts]), gradient
+
+        return list(summed(*values))
+
+    def _times_share(self, value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        return tf.math.multiply_no_nan(value, self.share(value.dtype))
+
+    def _check_graph(self) -> None:
+        if _graph() is not self._graph:
+            raise TrainingError(
+                "a value is summed over replicas inside a tf.function, a cond or a loop of the"
+                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss or a"
+                " synchronized BatchNormalization. Call it directly in the body of train_step; the"
+                " step is compiled as a whole already."
+            )
+
+
+def part() -> Part | None:
+    """The part of the replica whose step is running, None outside of one."""
+    return getattr(_here, "part", None)
+
+
+@contextlib.contextmanager
+def set_part(value: Part | None) -> Iterator[None]:
+    """Scope of a replica's step; with None, a scope in which there is none."""
+    before, _here.part = part(), value
+    try:
+        yield
+    finally:
+        _here.part = before
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
