@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
+from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow.trainer import (
     convert_to_np_if_not_ragged,
     potentially_ragged_concat,
@@ -23,6 +24,7 @@ from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from tensorflow.python.eager import tape
 
 __all__ = [
     "ArrayDataAdapter",
@@ -37,11 +39,15 @@ __all__ = [
     "loss_weights",
     "metrics_in_order",
     "metrics_in_use",
+    "optimizer_keys",
     "potentially_ragged_concat",
     "raw_value",
+    "read_by_tapes",
     "replace_in_steps",
     "restored_epoch",
+    "rows_taken_by",
     "set_restored_epoch",
+    "step_variables",
     "symbolic_build",
     "symbolic_call",
     "take",
@@ -252,3 +258,60 @@ def replace_in_steps(
         lambda strategy: replicas(strategy) if part() is None else 1,
         doc=tf.distribute.Strategy.num_replicas_in_sync.__doc__,
     )
+
+
+def read_by_tapes(stand_in: Any) -> None:
+    """Let open gradient tapes watch the `handle` of what stands in for a trainable variable.
+
+    Private because only a tf.Variable is watched without the user's word.
+    """
+    tape.variable_accessed(stand_in)
+
+
+@contextlib.contextmanager
+def rows_taken_by(rows: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Scope in which `keras.ops.take` of a variable's rows calls `rows(variable, ids)` instead.
+
+    Where that gives None, Keras's own is called. Private because Keras turns the variable into a
+    tensor before TensorFlow could gather rows of it where it is.
+    """
+    original = keras_numpy.take
+
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
+        return original(x, indices, axis=axis) if taken is None else taken
+
+    keras_numpy.take = take
+    try:
+        yield
+    finally:
+        keras_numpy.take = original
+
+
+@contextlib.contextmanager
+def optimizer_keys(owner_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Scope in which an optimizer finds the slots of `owner_of(value)` for a raw value.
+
+    Private because an optimizer's table of slots is, and knows nothing of pieces.
+    """
+    original = keras.optimizers.Optimizer._var_key
+
+    def key(self: Any, variable: Any) -> Any:
+        raw = raw_value(variable) if isinstance(variable, keras.Variable) else variable
+        return original(self, owner_of(raw))
+
+    keras.optimizers.Optimizer._var_key = key
+    try:
+        yield
+    finally:
+        keras.optimizers.Optimizer._var_key = original
+
+
+def step_variables(optimizer: Any) -> tuple[Any, Any]:
+    """(the variable that counts steps, that of the learning rate, or None under a schedule).
+
+    Private because `iterations` and `learning_rate` give values computed from them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = inner._learning_rate
+    return inner._iterations, rate if isinstance(rate, keras.Variable) else None

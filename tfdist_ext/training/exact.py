@@ -70,7 +70,7 @@ def _apply(
         with set_part(None), outside_of_strategies(optimizer), copies:
             apply(gradients)
 
-    if here.local_replicas > 1 and copies_per_worker(optimizer.iterations, strategy) == 1:
+    if here.local_replicas > 1 and copies_per_worker(optimizer.variables[0], strategy) == 1:
 
         def apply_once(_: Any, gradients: list[Any]) -> None:
             apply_on(0, [strategy.experimental_local_results(value)[0] for value in gradients])

@@ -27,10 +27,12 @@ class Part:
         rows: examples of this part, a scalar tensor. A part of 0 rows has read another's row, and
             counts for nothing.
         of: examples of the global batch, over all replicas of all workers.
+        replicas: parts of the global batch, over all workers.
         local_replicas: parts on this worker.
     """
 
-    def __init__(self, rows: tf.Tensor, of: tf.Tensor, local_replicas: int):
+    def __init__(self, rows: tf.Tensor, of: tf.Tensor, replicas: int, local_replicas: int):
+        self.replicas = replicas
         self.local_replicas = local_replicas
         self._rows = rows
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
@@ -46,6 +48,8 @@ class Part:
 
     def weighted(self, values: Sequence[Any]) -> list[Any]:
         """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
+        if self.replicas == 1:
+            return list(values)
         return [
             tf.IndexedSlices(self._times_share(value.values), value.indices, value.dense_shape)
             if isinstance(value, tf.IndexedSlices)
@@ -68,8 +72,8 @@ class Part:
 
     def sum_up(self, values: Sequence[Any]) -> list[Any]:
         """The sum of each value over all replicas. It has no gradient."""
-        if not values:
-            return []
+        if not values or self.replicas == 1:
+            return list(values)
         self._check_graph()
         context = tf.distribute.get_replica_context()
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, list(values))

@@ -47,7 +47,9 @@ class StepProgram:
     ):
         self._model = model
         self._strategy = strategy
-        self._step = getattr(model, f"{kind}_step")
+        step = getattr(model, f"{kind}_step")
+        # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
+        self._step = getattr(step, "python_function", step)
         # Keras's own steps return the metrics, which are reduced anyway.
         self._own_outputs = any(
             getattr(type(model), name) is not getattr(keras.Model, name)
@@ -165,8 +167,8 @@ class StepProgram:
         mine = self._reduction.of_this_replica(states)
         rows, of, batch = part
         here = None
-        if self._reduction.replicas > 1:
-            here = Part(rows, of, self._reduction.local_replicas)
+        if tf.distribute.has_strategy():
+            here = Part(rows, of, self._reduction.replicas, self._reduction.local_replicas)
         with (
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope,
             set_part(here),
@@ -220,7 +222,7 @@ class StepProgram:
             self._metrics, states, outputs, seconds
         )
         with ReplicaScope(zip(self._metrics, values, strict=True)):
-            results = self._model.get_metrics_result()
+            results = _flat(self._model.get_metrics_result())
             if last:  # the step's own names; a metric among them has its global value
                 results = {**last, **self._metrics_among(last, results)}
         logs = {name: tf.convert_to_tensor(value) for name, value in results.items()}

@@ -1,0 +1,67 @@
+"""Trains all cells of the matrix on one strategy and writes what comes out to a file.
+
+    python tests/exactness/train.py NAME OUT [--keras] [--model MODEL ...]
+
+NAME is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
+cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`. With
+--keras the strategy is used by Keras's own fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import matrix
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+
+def strategy_of(name: str) -> tf.distribute.Strategy:
+    name, _, replicas = name.rpartition("_") if name[-1].isdigit() else (name, "", "")
+    devices = {"devices": [f"CPU:{i}" for i in range(int(replicas))]} if replicas else {}
+    return tfd.create_strategy(name, **devices)
+
+
+def wrapper(name: str, by_keras: bool) -> Callable[[Callable[[], keras.Model]], Any]:
+    """builder -> the model that trains on the named strategy."""
+    if name == "one process":
+        return lambda build: build()
+    strategy = strategy_of(name)
+    if not by_keras:
+        return lambda build: tfd.distribute(build, strategy)
+
+    def in_scope(build: Callable[[], keras.Model]) -> keras.Model:
+        with strategy.scope():
+            return build()
+
+    return in_scope
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--keras", action="store_true")
+    parser.add_argument("--models", nargs="*", default=list(matrix.MODELS))
+    arguments = parser.parse_args()
+    if arguments.name[-1].isdigit():
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        one = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [one] * int(arguments.name[-1]))
+    distribute = wrapper(arguments.name, arguments.keras)
+    cells = dict(matrix.train_all(distribute, arguments.models, go_on=arguments.keras))
+    chief = arguments.name != "multi_worker_mirrored" or (
+        tf.distribute.cluster_resolver.TFConfigClusterResolver().task_id == 0
+    )
+    if chief:
+        arguments.out.write_bytes(pickle.dumps(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Every loss, optimizer and metric as on one device, on parts of uneven size.
+
+Three replicas and batches of 16: parts of 5, 5 and 6 rows; at the end of 50 rows two replicas
+have one row and one has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    RNG,
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    strategy_of,
+    weights_of,
+)
+
+ROWS = 50
+FIT = {"batch_size": 16, "epochs": 3}
+WEIGHTS = np.linspace(0.1, 3, ROWS).astype("float32")
+WORDS = RNG.integers(1, 8, (ROWS, 4))
+WORDS[np.arange(4) >= RNG.integers(1, 5, ROWS)[:, None]] = 0
+NEXT = RNG.normal(size=(ROWS, 4, 1)).astype("float32")
+
+
+def dense(optimizer: Any = None, activation: Any = "sigmoid", **settings: Any) -> Callable:
+    def build() -> keras.Model:
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1, activation)]
+        )
+        made = keras.optimizers.SGD(0.1) if optimizer is None else optimizer()
+        model.compile(made, **{"loss": "mse", "metrics": ["mae"], **settings})
+        return model
+
+    return build
+
+
+def masked(reduction: Any) -> Callable:
+    def build() -> keras.Model:
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                layers.Embedding(8, 3, mask_zero=True),
+                layers.Dense(1),
+            ]
+        )
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(keras.optimizers.SGD(0.01), loss, metrics=["mae"])
+        return model
+
+    return build
+
+
+def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tuple[Any, Any]:
+    return assert_trains_as_keras(build, *data, strategy=mirrored(replicas), **{**FIT, **arguments})
+
+
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]
+)
+def test_reductions(reduction: str) -> None:
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    slow = lambda: keras.optimizers.SGD(0.005)  # noqa: E731
+    same(dense(slow, loss=loss), X[:ROWS], Y[:ROWS], sample_weight=WEIGHTS)
+    plain, ours = same(masked(reduction), WORDS, NEXT)
+    np.testing.assert_allclose(
+        ours.evaluate(WORDS, NEXT, batch_size=16, verbose=0),
+        plain.evaluate(WORDS, NEXT, batch_size=16, verbose=0),
+        rtol=1e-5,
+    )
+
+
+def test_masks_with_sample_weights() -> None:
+    weights = np.outer(WEIGHTS, [1, 2, 0.5, 0]).astype("float32")
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        same(masked(reduction), WORDS, NEXT, sample_weight=weights)
+
+
+def test_no_reduction_is_a_sum() -> None:
+    def build() -> keras.Model:
+        model = dense(lambda: keras.optimizers.SGD(0.005), metrics=[])()
+        model.compile(model.optimizer, keras.losses.MeanSquaredError(reduction=None))
+        return model
+
+    plain, _ = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
+    ours, _ = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
+    assert_same_weights(plain, ours)
+
+
+def test_a_class_that_is_ignored() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    same(build, X[:ROWS], RNG.integers(0, 3, ROWS))
+
+
+def test_weights_of_classes() -> None:
+    same(dense(loss="binary_crossentropy"), X[:ROWS], Y[:ROWS], class_weight={0: 0.2, 1: 3.0})
+
+
+def test_several_outputs_with_loss_weights() -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")]
+        model = keras.Model(inputs, outputs)
+        total = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(keras.optimizers.SGD(0.02), ["mae", total], loss_weights=[0.5, 0.1])
+        return model
+
+    weights = [WEIGHTS, WEIGHTS[::-1].copy()]
+    same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clipnorm": 0.05},
+        {"global_clipnorm": 0.05},
+        {"clipvalue": 0.01},
+        {"gradient_accumulation_steps": 3},
+        {"gradient_accumulation_steps": 2, "global_clipnorm": 0.05, "weight_decay": 0.1},
+        {"use_ema": True, "ema_momentum": 0.7},
+        {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": 3},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_what_optimizers_do_beside_their_update(name: str, settings: dict[str, Any]) -> None:
+    def optimizer() -> keras.optimizers.Optimizer:
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.9)
+        return keras.optimizers.SGD(schedule, momentum=0.5, **settings)
+
+    plain, ours = assert_trains_as_keras(
+        dense(optimizer), X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT
+    )
+    for a, b in zip(plain.optimizer.variables, ours.keras_model.optimizer.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
+
+
+def test_constraints_and_frozen_layers() -> None:
+    def build() -> keras.Model:
+        model = dense()()
+        model.layers[0].trainable = False
+        model.layers[1].kernel.constraint = keras.constraints.MaxNorm(0.3)
+        return model
+
+    _, ours = same(build, X[:ROWS], Y[:ROWS])
+    assert np.linalg.norm(ours.keras_model.layers[1].kernel.numpy()) < 0.3 + 1e-6
+
+
+class Overflows(keras.layers.Layer):
+    """Multiplies by the first column; one huge number there overflows in float16."""
+
+    def call(self, x: Any) -> Any:
+        return x * tf.cast(x[:, :1], x.dtype)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
+    def build() -> keras.Model:
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = keras.Sequential(
+                [keras.Input((5,)), Overflows(), keras.layers.Dense(1, dtype="float32")]
+            )
+        finally:
+            keras.config.set_dtype_policy("float32")
+        inner = keras.optimizers.SGD(0.01, momentum=0.9)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+        return model
+
+    x = X[:48].copy()
+    x[17, 0] = 60000.0  # in the second batch, on the first replica
+    plain, _ = plain_fit(build, x, Y[:48], batch_size=16)
+    ours, _ = distributed_fit(build, x, Y[:48], batch_size=16, strategy=strategy_of(name, 3))
+    assert_same_weights(plain, ours, 1e-5)
+    optimizer = ours.keras_model.optimizer
+    assert int(optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy()) == 2
+    assert float(optimizer.dynamic_scale.numpy()) == 4.0
+    assert all(np.isfinite(weight).all() for weight in weights_of(ours))
+
+
+class LastSum(keras.metrics.Metric):
+    """Declares how its states combine: one as a sum, one as a mean."""
+
+    def __init__(self, name: str = "own", **arguments: Any):
+        super().__init__(name=name, **arguments)
+        self.rows = self.add_variable((), "zeros", name="rows")
+        self.level = self.add_variable((), "zeros", aggregation="mean", name="level")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+        self.level.assign(tf.constant(5.0))
+
+    def result(self) -> dict[str, Any]:
+        return {"rows": self.rows.value, "level": self.level.value}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_metrics_over_all_rows(name: str) -> None:
+    metrics = [
+        "accuracy",
+        keras.metrics.AUC(num_thresholds=20),
+        keras.metrics.BinaryIoU(name="iou"),  # as MeanIoU, from probabilities
+        keras.metrics.F1Score(threshold=0.5),
+        LastSum(),
+    ]
+
+    def build() -> keras.Model:
+        made = [m if isinstance(m, str) else type(m).from_config(m.get_config()) for m in metrics]
+        return dense(loss="binary_crossentropy", metrics=made)()
+
+    strategy = strategy_of(name, 3)
+    plain, expected = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
+    ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
+    assert_same_weights(plain, ours)
+    assert_same_history(dict(sorted(expected.items())), dict(sorted(history.items())))
+    evaluated = ours.evaluate(X[:ROWS], Y[:ROWS], batch_size=16, verbose=0, return_dict=True)
+    expected = plain.evaluate(X[:ROWS], Y[:ROWS], batch_size=16, verbose=0, return_dict=True)
+    assert evaluated["rows"] == ROWS
+    assert evaluated["level"] == 5
+    for key, value in expected.items():
+        np.testing.assert_allclose(evaluated[key], value, rtol=1e-5, err_msg=key)
+
+
+def test_moving_statistics_are_means_over_the_rows() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.BatchNormalization(momentum=0.0),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    ours, _ = distributed_fit(build, X[:16], Y[:16], batch_size=16, strategy=mirrored(3))
+    layer = ours.keras_model.layers[0]
+    np.testing.assert_allclose(layer.moving_mean.numpy(), X[:16].mean(0), atol=1e-6)
+    parts = [X[:5], X[5:10], X[10:16]]
+    expected = sum(len(part) * part.var(0) for part in parts) / 16
+    np.testing.assert_allclose(layer.moving_variance.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_synchronized_batch_normalization(name: str) -> None:
+    def build(mask: bool) -> keras.Model:
+        normal = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+        if mask:
+            embedding = keras.layers.Embedding(8, 3, mask_zero=True)
+            layers = [keras.Input((4,), dtype="int32"), embedding, normal]
+        else:
+            layers = [keras.Input((5,)), keras.layers.Dense(3, use_bias=False), normal]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    strategy = strategy_of(name, 3)
+    assert_trains_as_keras(lambda: build(mask=False), X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
+    assert_trains_as_keras(lambda: build(mask=True), WORDS, NEXT, strategy=strategy, **FIT)
+
+
+class Net(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
+    return model
+
+
+def replicas() -> int:
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+class LossOfItsOwn(Net):
+    """Written for one device, or for many: with and without a division by the replicas."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.divided = divided
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = tf.reduce_mean(tf.abs(y - y_pred)) + super().compute_loss(x, y, y_pred)
+        return loss / replicas() if self.divided else loss
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_loss_of_ones_own_divided_or_not(divided: bool) -> None:
+    same(lambda: compiled(LossOfItsOwn(divided)), X[:ROWS], Y[:ROWS])
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["plain", "tf.function"])
+def test_a_step_with_a_metric_of_single_numbers(compile_it: bool) -> None:
+    class Step(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.seen.update_state(loss)
+            return {"seen": self.seen.result(), "last": loss}
+
+        if compile_it:
+            train_step = tf.function(train_step)
+
+    same(lambda: compiled(Step()), X[:ROWS], Y[:ROWS])
+
+
+def test_the_number_of_replicas_is_told_outside_of_steps() -> None:
+    strategy = mirrored(3)
+    assert strategy.num_replicas_in_sync == 3
+    inside = strategy.run(lambda: tf.constant(replicas()))
+    assert [int(n) for n in strategy.experimental_local_results(inside)] == [3, 3, 3]
+
+
+def test_keras_under_a_strategy_of_its_own_is_left_alone() -> None:
+    """The same plain fit before and after this package is used in the process: row 4's error."""
+    with mirrored(2).scope():
+        keras.utils.set_random_seed(1)
+        theirs = dense()()
+    theirs.fit(X[:17], Y[:17], batch_size=16, epochs=3, shuffle=False, verbose=0)
+    plain, _ = plain_fit(dense(), X[:17], Y[:17], batch_size=16, epochs=3)
+    off = max(
+        np.abs(a - b).max() for a, b in zip(weights_of(plain), weights_of(theirs), strict=True)
+    )
+    assert off > 1e-3
+
+
+def test_a_gradient_penalty() -> None:
+    class Smooth(Net):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    predicted = self(x, training=True)
+                slope = inner.gradient(predicted, x)
+                loss = self.compute_loss(y=y, y_pred=predicted) + tf.reduce_mean(slope**2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            self._loss_tracker.update_state(loss)
+            return {"loss": self._loss_tracker.result()}
+
+    same(lambda: compiled(Smooth()), X[:ROWS], Y[:ROWS])
+
+
+def test_eager_steps() -> None:
+    def build() -> keras.Model:
+        model = dense(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))()
+        model.run_eagerly = True
+        return model
+
+    same(build, X[:ROWS], Y[:ROWS])
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_embeddings_under_adam(name: str) -> None:
+    def build() -> keras.Model:
+        model = masked("sum_over_batch_size")()
+        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.05), model.loss)
+        return model
+
+    assert_trains_as_keras(build, WORDS, NEXT, strategy=strategy_of(name, 3), **FIT)
+
+
+def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:
+    class Nested(Net):
+        def train_step(self, data: Any) -> Any:
+            @tf.function
+            def inner(x: Any, y: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+                gradients = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return loss
+
+            return {"loss": inner(*data)}
+
+    # TensorFlow wraps what is raised inside a tf.function.
+    with pytest.raises(Exception, match=r"TrainingError.*directly in the body of train_step"):
+        distributed_fit(lambda: compiled(Nested()), X[:16], Y[:16], strategy=mirrored(3))
