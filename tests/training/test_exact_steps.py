@@ -235,6 +235,8 @@ def test_metrics_over_all_rows(name: str) -> None:
     assert_same_history(dict(sorted(expected.items())), dict(sorted(history.items())))
     evaluated = ours.evaluate(X[:ROWS], Y[:ROWS], batch_size=16, verbose=0, return_dict=True)
     expected = plain.evaluate(X[:ROWS], Y[:ROWS], batch_size=16, verbose=0, return_dict=True)
+    one_row = ours.evaluate(X[:1], Y[:1], verbose=0, return_dict=True)
+    assert (one_row["rows"], one_row["level"]) == (1, 5)
     assert evaluated["rows"] == ROWS
     assert evaluated["level"] == 5
     for key, value in expected.items():

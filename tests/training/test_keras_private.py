@@ -46,6 +46,10 @@ def small_model() -> keras.Model:
             "rows of sparse arrays",
         ),
         ("backend", "compute_output_spec", "building a model that is not compiled"),
+        ("losses.loss", "reduce_weighted_values", "losses over the parts of a global batch"),
+        ("losses.loss", "apply_mask", "what a weighted mean divides by"),
+        ("trainers.compile_utils", "CompileLoss", "compiled losses without a reduction"),
+        ("backend.tensorflow.nn", "_compute_moments_sync", "synchronized BatchNormalization"),
     ],
 )
 def test_names_in_modules(module: str, name: str, why: str) -> None:
@@ -126,6 +130,99 @@ def test_lambdas_are_trusted_in_the_scope_only() -> None:
     with kp.trusted():
         layer = keras.layers.Lambda.from_config(config)
     assert float(layer(tf.constant(2.0))) == 4.0
+
+
+def test_optimizers() -> None:
+    inner = keras.optimizers.SGD()
+    outer = keras.optimizers.LossScaleOptimizer(inner)
+    weights = [keras.Variable(np.ones(2))]
+    outer.build(weights)
+    assert kp.trained_by(outer) == kp.trained_by(inner) == weights
+    other = tf.distribute.OneDeviceStrategy("CPU:0")
+    mine = inner._distribution_strategy
+    with kp.distribution_strategy_of(outer, other):
+        assert inner._distribution_strategy is outer._distribution_strategy is other
+    assert inner._distribution_strategy is outer._distribution_strategy is mine
+
+
+def test_what_a_weighted_mean_divides_by() -> None:
+    def divisor(weights, mask):
+        return kp.loss_weights(weights, mask, "mean_with_sample_weight", "float32")
+
+    mask = tf.constant([[True, False], [True, True]])
+    assert divisor(None, None) is None
+    assert float(tf.reduce_sum(divisor(None, mask))) == 3
+    assert float(tf.reduce_sum(divisor(np.array([[2.0, 2.0], [5.0, 1.0]]), mask))) == 8
+
+
+def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replacement is reached by Keras's public way, and only in a step."""
+    here: list[str] = []
+    called: list[str] = []
+
+    def noting(name: str):
+        def other(part, original, *args, **kwargs):
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return other
+
+    def moments(part, x, axes, keepdims):
+        called.append("moments")
+        return tf.nn.moments(x, axes, keepdims=keepdims)
+
+    def masked_moments(part, x, mask, axes, epsilon):
+        called.append("masked_moments")
+        return tf.zeros(x.shape[-1]), tf.ones(x.shape[-1])
+
+    for owner, name in (
+        (keras.optimizers.Optimizer, "apply"),
+        (keras.optimizers.LossScaleOptimizer, "apply"),
+        (keras.src.losses.loss, "reduce_weighted_values"),
+        (keras.src.trainers.compile_utils.CompileLoss, "call"),
+        (keras.metrics.Mean, "update_state"),
+        (keras.src.backend.tensorflow.nn, "_compute_moments_sync"),
+        (keras.layers.BatchNormalization, "_moments"),
+        (tf.distribute.Strategy, "num_replicas_in_sync"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    kp.replace_in_steps(
+        lambda: here[0] if here else None,
+        apply=noting("apply"),
+        reduce_loss=noting("reduce_loss"),
+        unreduced_loss=lambda part, loss: called.append("unreduced_loss") or loss,
+        update_mean=noting("update_mean"),
+        moments=moments,
+        masked_moments=masked_moments,
+    )
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction=None))
+    normal = keras.layers.BatchNormalization(synchronized=True)
+    x = np.ones((4, 2, 3), "float32")
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def use_all() -> None:
+        model.train_step((x[:, 0], x[:, 0, :1]))
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        scaled.apply([tf.ones(1)], [keras.Variable(np.ones(1, "float32"))])
+        normal(x, training=True)
+        normal(x, training=True, mask=np.ones((4, 2), bool))
+
+    use_all()
+    assert called == []
+    assert strategy.num_replicas_in_sync == 2
+    here.append("a step")
+    use_all()
+    assert set(called) == {
+        "apply",
+        "reduce_loss",
+        "unreduced_loss",
+        "update_mean",
+        "moments",
+        "masked_moments",
+    }
+    assert called.count("apply") == 3  # the model's, the scaled one and the one inside it
+    assert strategy.num_replicas_in_sync == 1
 
 
 def test_no_other_module_reaches_into_keras() -> None:

@@ -178,8 +178,11 @@ class StepProgram:
         new = [scope.get_current_value(variable) for variable in self._metrics]
         written = scope.written
         if here:
-            # A row that is another's must not count twice.
-            new = [tf.where(rows > 0, *values) for values in zip(new, mine, strict=True)]
+            # A row that is another's must not be added twice.
+            new = [
+                tf.where(rows > 0, after, before) if variable.aggregation == "sum" else after
+                for variable, after, before in zip(self._metrics, new, mine, strict=True)
+            ]
             written = here.mean(written)
         if not self._own_outputs:
             outputs = {}
