@@ -260,17 +260,6 @@ def test_dropout_draws_anew_each_step() -> None:
     assert len({tuple(step) for step in by_step}) == 4
 
 
-def test_parameter_server_strategy_is_refused() -> None:
-    strategy = tf.distribute.experimental.ParameterServerStrategy.__new__(
-        tf.distribute.experimental.ParameterServerStrategy
-    )
-    with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
-        tfd.DistributedModel(classifier()(), strategy)
-    with pytest.raises(tfd.TrainingError, match="ParameterServerStrategy is asynchronous"):
-        tfd.distribute(lambda: pytest.fail("it was built"), strategy)
-    assert mirrored().num_replicas_in_sync == 2
-
-
 class OwnLoss(keras.Model):
     """Returns its loss under the name of a tracker that it does not update."""
 
