@@ -166,6 +166,20 @@ def test_constraints_and_frozen_layers() -> None:
     assert np.linalg.norm(ours.keras_model.layers[1].kernel.numpy()) < 0.3 + 1e-6
 
 
+def test_a_layer_without_a_gradient() -> None:
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            self.unused(x)
+            return super().call(x)
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        same(lambda: compiled(Unused()), X[:ROWS], Y[:ROWS])
+
+
 class Overflows(keras.layers.Layer):
     """Multiplies by the first column; one huge number there overflows in float16."""
 
