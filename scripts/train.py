@@ -2,6 +2,8 @@
 
 python scripts/train.py --config configs/digits_mirrored.toml
 tfdist run --workers 2 -- python scripts/train.py --config configs/digits_multi_worker.toml
+tfdist run --workers 2 --ps 2 --evaluator -- \\
+    python scripts/train.py --config configs/digits_parameter_server.toml
 """
 
 import json
@@ -42,9 +44,7 @@ class Clock(keras.callbacks.Callback):
             self.seconds += time.perf_counter() - self._started
 
 
-def main(argv):
-    del argv
-    logging.set_verbosity(logging.WARNING)  # app.run turns on TensorFlow's own chatter
+def train():
     config = tomllib.loads(Path(FLAGS.config).read_text())
     settings = config["training"]
     dataset = FLAGS.dataset or settings["dataset"]
@@ -75,7 +75,10 @@ def main(argv):
 
     model = tfd.distribute(build, strategy)
     clock = Clock()
-    chief = strategy.extended.should_checkpoint
+    cluster = tfd.ClusterConfig.from_env()
+    evaluator = cluster is not None and cluster.task.type == "evaluator"
+    chief = strategy.extended.should_checkpoint and not evaluator
+    checkpoints = config["output"].get("checkpoints")
     if chief:
         print(tfd.explain(strategy), flush=True)
         shutil.rmtree(output / "events", ignore_errors=True)
@@ -84,7 +87,9 @@ def main(argv):
         y,
         batch_size=settings["global_batch"],
         epochs=FLAGS.epochs or settings["epochs"],
+        validation_data=(x_test, y_test) if evaluator else None,
         callbacks=[clock, keras.callbacks.TensorBoard(output / "events")],
+        checkpoint_dir=checkpoints and output / checkpoints,
     )
     loss, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
     if chief:
@@ -104,6 +109,12 @@ def main(argv):
         raise SystemExit(
             f"test accuracy {accuracy:.4f} is under the {settings['minimum_accuracy']} asked for"
         )
+
+
+def main(argv):
+    del argv
+    logging.set_verbosity(logging.WARNING)  # app.run turns on TensorFlow's own chatter
+    tfd.run(train)  # in a ps or worker task beside a coordinator: serve
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 def test_there_are_configs() -> None:
-    assert len(CONFIGS) >= 4
+    assert len(CONFIGS) >= 5
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
@@ -30,6 +32,10 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
         text, silent = run_workers(command, timeout=200)
         assert "test accuracy" not in silent
         assert "Epoch" not in silent
+    elif settings["strategy"]["name"] == "parameter_server":
+        text, *servers = _with_parameter_servers(command, tmp_path, env)
+        for log in servers:  # each has ended by itself, with 0
+            assert log.endswith("is done\n")
     else:
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=200)
         text = run.stdout.decode()
@@ -40,6 +46,17 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
     check = [sys.executable, "scripts/check_saved_model.py", str(output)]
     run = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, timeout=100, check=True)
     assert b"plain Keras loads" in run.stdout
+
+
+def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str]) -> list[str]:
+    """The logs of a chief, two workers and two parameter servers, all of which ended with 0."""
+    tasks = {"workers": 2, "ps": 2}
+    with open(os.devnull, "w") as nowhere, reserve_ports(addresses_needed(**tasks)) as ports:
+        plan = plan_local(command, **tasks, ports=ports, log_dir=folder, env=env)
+        result = run_plan(plan, env=env, stream=nowhere, linger=20, timeout=200)
+    logs = [(folder / f"{task.name.replace(':', '-')}.log").read_text() for task in plan.tasks]
+    assert set(result.returncodes.values()) == {0}, "\n".join(log[-2000:] for log in logs)
+    return logs
 
 
 def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:

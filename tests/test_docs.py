@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/training.md runs, in a process of its own."""
+"""Every Python block of these pages runs, in a process of its own; all links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/training.md"]
+PAGES = ["README.md", "docs/training.md", "docs/saving.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

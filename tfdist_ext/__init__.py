@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         create_strategy,
         explain,
         register_strategy,
+        run,
     )
     from tfdist_ext.training import DistributedModel, distribute
 
@@ -50,6 +51,7 @@ _HOME = {
     "distribute": "tfdist_ext.training",
     "explain": "tfdist_ext.strategies",
     "register_strategy": "tfdist_ext.strategies",
+    "run": "tfdist_ext.strategies",
 }
 _ROOMS = ("flags", "strategies")
 
@@ -68,6 +70,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "explain",
     "flags",
     "register_strategy",
+    "run",
     "strategies",
 ]
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import matrix
 
@@ -39,13 +40,16 @@ COLUMNS = {
 }
 
 
-def train(name: str, workers: int, by_keras: bool) -> dict[matrix.Cell, matrix.Trained | None]:
+def train(
+    name: str, workers: int, by_keras: bool, optimizers: Iterable[str]
+) -> dict[matrix.Cell, matrix.Trained | None]:
     """Run train.py, in a process of its own or as the workers of a cluster."""
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     env.pop("TF_CONFIG", None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells"
         command = [sys.executable, str(PROGRAM), name, str(out), *["--keras"] * by_keras]
+        command += ["--optimizers", *optimizers]
         if workers:
             with (
                 reserve_ports(addresses_needed(workers=workers)) as ports,
@@ -62,13 +66,20 @@ def train(name: str, workers: int, by_keras: bool) -> dict[matrix.Cell, matrix.T
         return dict(pickle.loads(out.read_bytes()))
 
 
-def figures(columns: Iterable[str] = COLUMNS) -> dict[str, dict[matrix.Cell, float | None]]:
-    """Title of a column -> the difference to one device in each cell; None where it failed."""
+def figures(
+    columns: Mapping[str, Iterable[str]] | None = None,
+) -> dict[str, dict[matrix.Cell, float | None]]:
+    """Title of a column -> the difference to one device in each cell; None where it failed.
+
+    Args:
+        columns: title -> the optimizers to train with; by default all columns with all of them.
+    """
+    wanted = dict.fromkeys(COLUMNS, matrix.OPTIMIZERS) if columns is None else columns
     started = time.monotonic()
 
-    def trained(column: tuple[str, int, bool]) -> dict[matrix.Cell, matrix.Trained | None]:
-        cells = train(*column)
-        words = [column[0], f"{column[1]} processes" if column[1] else "", "Keras" * column[2]]
+    def trained(*job: Any) -> dict[matrix.Cell, matrix.Trained | None]:
+        cells = train(*job)
+        words = [job[0], f"{job[1]} processes" if job[1] else "", "Keras" * job[2]]
         print(
             f"{time.monotonic() - started:4.0f} s: {' '.join(words)}", file=sys.stderr, flush=True
         )
@@ -76,14 +87,18 @@ def figures(columns: Iterable[str] = COLUMNS) -> dict[str, dict[matrix.Cell, flo
 
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
-        wanted = [(ONE_PROCESS, 0, False), *(COLUMNS[title] for title in columns)]
-        one_device, *others = pool.map(trained, wanted)
+        reference = pool.submit(trained, ONE_PROCESS, 0, False, matrix.OPTIMIZERS)
+        others = {
+            title: pool.submit(trained, *COLUMNS[title], optimizers)
+            for title, optimizers in wanted.items()
+        }
+        one_device = reference.result()
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])
-            for cell, result in cells.items()
+            for cell, result in cells.result().items()
         }
-        for title, cells in zip(columns, others, strict=True)
+        for title, cells in others.items()
     }
 
 

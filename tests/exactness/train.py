@@ -1,6 +1,6 @@
 """Trains all cells of the matrix on one strategy and writes what comes out to a file.
 
-    python tests/exactness/train.py NAME OUT [--keras] [--model MODEL ...]
+    python tests/exactness/train.py NAME OUT [--keras] [--optimizers NAME ...]
 
 NAME is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
 cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`. With
@@ -48,14 +48,14 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("out", type=Path)
     parser.add_argument("--keras", action="store_true")
-    parser.add_argument("--models", nargs="*", default=list(matrix.MODELS))
+    parser.add_argument("--optimizers", nargs="*", default=list(matrix.OPTIMIZERS))
     arguments = parser.parse_args()
     if arguments.name[-1].isdigit():
         cpu = tf.config.list_physical_devices("CPU")[0]
         one = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(cpu, [one] * int(arguments.name[-1]))
     distribute = wrapper(arguments.name, arguments.keras)
-    cells = dict(matrix.train_all(distribute, arguments.models, go_on=arguments.keras))
+    cells = dict(matrix.train_all(distribute, arguments.optimizers, go_on=arguments.keras))
     chief = arguments.name != "multi_worker_mirrored" or (
         tf.distribute.cluster_resolver.TFConfigClusterResolver().task_id == 0
     )

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.strategies.explanation import evaluates
 
 TWO_WORKERS = {"worker": ["127.0.0.1:21", "127.0.0.1:22"]}
 MADE = [
@@ -149,12 +150,9 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
         (
             "auto",
             {"worker": ["h:1"], "evaluator": ["h:2"]},
-            ("evaluator", 0),
+            ("worker", 0),
             ["also has 'evaluator' (h:2)", "run the evaluator by itself"],
         ),
-        ("auto", PS, ("ps", 0), ["this task is ps:0", "made on the chief", "Server("]),
-        ("auto", PS, ("worker", 0), ["this task is worker:0", "job_name='worker', task_index=0"]),
-        ("auto", PS, ("evaluator", 0), ["this task is evaluator:0", "reads checkpoints by itself"]),
         ("parameter_server", TWO_WORKERS, ("worker", 0), ["needs ps and worker", "has 2 worker"]),
         ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["gives no address for worker:0"]),
         (
@@ -184,6 +182,30 @@ def test_clusters_that_a_strategy_cannot_use(
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("auto", {}),
+        ("parameter_server", {"partitioner": lambda shape, dtype: [1]}),
+        ("multi_worker_mirrored", {"communication": "ring"}),
+    ],
+)
+def test_an_evaluator_gets_a_strategy_for_its_own_devices(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = _cluster(PS, ("evaluator", 0))
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+    for given in ({}, {"cluster": cluster}):
+        strategy = tfd.create_strategy(name, **given, **options)
+        assert isinstance(strategy, tf.distribute.MirroredStrategy)
+        assert strategy.num_replicas_in_sync == 4
+        assert evaluates(strategy) is not None
+        text = tfd.explain(strategy)
+        assert "4 logical CPUs on this machine, evaluator:0 works by itself" in text
+        assert "task         evaluator:0, beside a cluster of 1 chief, 1 worker, 1 ps" in text
+    assert evaluates(tfd.create_strategy("mirrored", devices=2)) is None  # asked for by name
+
+
 def test_what_tensorflow_said_itself_is_kept_as_the_cause() -> None:
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(cluster=_cluster(TWO_WORKERS, ("worker", 0)))
@@ -206,7 +228,8 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
 
 def test_a_given_cluster_goes_over_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 0)).to_tf_config())
-    assert "this task is ps:0" in _refused(cluster=_cluster(PS, ("ps", 0)))
+    given = _cluster({**PS, "ps": ["", "h:5"]}, ("chief", 0))
+    assert "parameter_server: ClusterConfig gives no address for ps:0" in _refused(cluster=given)
 
 
 def test_inside_the_scope_of_another_strategy() -> None:

@@ -288,3 +288,22 @@ def test_operations_between_layers() -> None:
     expected = model.predict(X, verbose=0)
     ours = tfd.distribute(model, mirrored()).predict(X, verbose=0)
     np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_variables_from_outside_of_the_strategy() -> None:
+    """A copy inside, or a sentence; what is outside stays as it is."""
+    outside = keras.layers.Dense(4)
+    outside.build((None, 5))
+
+    def around_it() -> keras.Model:
+        return compiled(keras.Sequential([keras.Input((5,)), outside, keras.layers.Dense(1)]))
+
+    before = outside.get_weights()[0]
+    model = tfd.distribute(around_it, mirrored())
+    np.testing.assert_array_equal(weights_of(model)[0], before)
+    model.fit(X, Y, **FIT)
+    assert steps_taken(model) == 4
+    assert abs(weights_of(model)[0] - before).max() > 0.001
+    np.testing.assert_array_equal(outside.get_weights()[0], before)
+    with pytest.raises(tfd.TrainingError, match="were created outside of the strategy"):
+        tfd.DistributedModel(around_it(), mirrored())

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import read_by_tapes
 
 TRAINING = Path(kp.__file__).parent
 
@@ -101,6 +102,8 @@ def test_models() -> None:
     names = {layer.name for layer in kp.flat_layers(model)}
     assert {"inner", model.layers[0].layers[0].name} < names
     assert kp.flat_layers(model)[0] is model
+    assert [layer for layer in kp.inner_layers(model) if layer.weights] == model.layers
+    assert kp.inner_layers(model.layers[0])[-1:] == model.layers[0].layers
     assert kp.is_graph_of_layers(model)
     kp.symbolic_build(model, (keras.KerasTensor((None, 3)), keras.KerasTensor((None, 1))))
     assert model.optimizer.built
@@ -223,6 +226,42 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     }
     assert called.count("apply") == 3  # the model's, the scaled one and the one inside it
     assert strategy.num_replicas_in_sync == 1
+
+
+def test_steps_on_workers_reach_into_optimizers_and_lookups() -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    counter, rate = kp.step_variables(optimizer)
+    assert counter is optimizer.inner_optimizer._iterations
+    assert float(rate.numpy()) == 0.5
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    assert kp.step_variables(keras.optimizers.SGD(schedule))[1] is None
+
+    known, stranger = keras.Variable([1.0]), tf.Variable([2.0])
+    adam = keras.optimizers.Adam()
+    adam.build([known])
+    with kp.optimizer_keys(lambda raw: kp.raw_value(known) if raw is stranger else raw):
+        assert adam._get_variable_index(stranger) == 0
+    with pytest.raises(KeyError):
+        adam._get_variable_index(stranger)
+
+
+def test_lookups_are_taken_over_in_the_scope_only() -> None:
+    table = keras.Variable([[1.0], [2.0]])
+    with kp.rows_taken_by(lambda variable, ids: "taken" if variable is table else None):
+        assert keras.ops.take(table, [1], axis=0) == "taken"
+        assert float(keras.ops.take(keras.Variable([[3.0]]), [0], axis=0)[0, 0]) == 3.0
+    assert float(keras.ops.take(table, [1], axis=0)[0, 0]) == 2.0
+
+
+def test_tapes_watch_what_stands_in_for_a_variable() -> None:
+    class StandIn:
+        trainable = True
+        handle = tf.constant(3.0)
+
+    with tf.GradientTape() as tape:
+        read_by_tapes(StandIn)
+        square = StandIn.handle**2
+    assert float(tape.gradient(square, StandIn.handle)) == 6.0
 
 
 def test_no_other_module_reaches_into_keras() -> None:

@@ -35,7 +35,7 @@ class LaunchPlan:
 
     `coordinator` names the task whose success is the success of the run. It is None where every
     task has to end with 0. With parameter servers it is the chief: the servers and the workers
-    serve it and never end by themselves.
+    serve it, and TensorFlow's own never end by themselves.
     """
 
     tasks: tuple[TaskPlan, ...]

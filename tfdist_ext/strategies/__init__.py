@@ -3,5 +3,6 @@
 from tfdist_ext.strategies.explanation import explain
 from tfdist_ext.strategies.factory import create_strategy
 from tfdist_ext.strategies.registry import available_strategies, register_strategy
+from tfdist_ext.strategies.roles import run
 
-__all__ = ["available_strategies", "create_strategy", "explain", "register_strategy"]
+__all__ = ["available_strategies", "create_strategy", "explain", "register_strategy", "run"]

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
+from tfdist_ext.strategies.serving import serve, serves, tell_servers
+from tfdist_ext.strategies.start_failures import start_failures_in_words
 from tfdist_ext.strategies.waiting import reporting_absent_peers
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
@@ -62,7 +64,10 @@ def multi_worker_mirrored(
 def parameter_server(
     *, cluster: Cluster = None, partitioner: Callable[..., Any] | None = None
 ) -> tf.distribute.Strategy:
-    """Variables on the cluster's `ps` tasks; made on its chief, which coordinates."""
+    """Variables on the cluster's `ps` tasks; made on its chief, which coordinates.
+
+    In a `ps` or `worker` task it serves instead, and ends the process as the coordinator ended.
+    """
     if partitioner is not None and not callable(partitioner):
         raise StrategyError(
             "partitioner takes one of tf.distribute.experimental.partitioners, or a function"
@@ -75,29 +80,21 @@ def parameter_server(
             " `tfdist run --chief --workers N --ps M`, or pass cluster=."
         )
     described = _complete("parameter_server", cluster)
-    task = described.task
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
             "parameter_server needs ps and worker tasks; the cluster of"
             f" {described.source} has {described}."
         )
-    if task is not None and task.type in ("ps", "worker"):
-        raise StrategyError(
-            f"this task is {task}; the parameter_server strategy is made on the chief. Here run"
-            f" tf.distribute.Server(cluster_spec, job_name={task.type!r}, task_index={task.index},"
-            " protocol='grpc').join()."
-        )
-    if task is not None and task.type == "evaluator":
-        raise StrategyError(
-            f"this task is {task}; the parameter_server strategy is made on the chief. An"
-            " evaluator reads checkpoints by itself: use create_strategy('one_device') here."
-        )
-    return _made(
+    if serves(described):
+        serve(cluster)
+    strategy = _made(
         described,
         lambda: tf.distribute.ParameterServerStrategy(
             resolver_of(cluster), variable_partitioner=partitioner
         ),
     )
+    tell_servers(described)
+    return strategy
 
 
 def _implementation(communication: Any) -> Any:
@@ -131,29 +128,5 @@ def _made(described: Described, make: Callable[[], Any]) -> tf.distribute.Strate
     me = str(described.task or "this process")
     # An evaluator takes no part in the connections of the training.
     peers = {task: at for task, at in described.peers().items() if not task.startswith("evaluator")}
-    try:
-        with reporting_absent_peers(me, peers, described.source):
-            return make()
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise StrategyError(
-            "multi_worker_mirrored must be made before TensorFlow starts, and it has started:"
-            " an operation, a tensor, a model, a data set or a list of devices came first."
-            " Move create_strategy() to the top of the program, above the first of them."
-        ) from error
-    except (tf.errors.UnknownError, tf.errors.NotFoundError) as error:
-        text = str(error)
-        if "Could not start gRPC server" in text and described.task is not None:
-            address = described.jobs[described.task.type][described.task.index]
-            raise StrategyError(
-                f"{me} cannot listen at {address}, the address {described.source} gives it: the"
-                " port is in use. End what uses it (the same program, started before?), or give"
-                " this task another port on every task."
-            ) from error
-        if "No server factory registered" in text:
-            raise StrategyError(
-                f"this TensorFlow has no such rpc_layer as {described.source} asks for: take it"
-                " out, or write 'grpc'."
-            ) from error
-        raise
+    with start_failures_in_words(described), reporting_absent_peers(me, peers, described.source):
+        return make()

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described, describe
 
-__all__ = ["Explanation", "explain", "remember"]
+__all__ = ["Explanation", "evaluates", "explain", "remember"]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
@@ -32,6 +32,14 @@ _MADE: weakref.WeakKeyDictionary[Any, Explanation] = weakref.WeakKeyDictionary()
 
 def remember(strategy: tf.distribute.Strategy, explanation: Explanation) -> None:
     _MADE[strategy] = explanation
+
+
+def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
+    """The cluster beside which this task evaluates; None in every task that trains."""
+    made = _MADE.get(strategy)
+    cluster = None if made is None else made.cluster
+    task = None if cluster is None else cluster.task
+    return cluster if task is not None and task.type == "evaluator" else None
 
 
 def explain(strategy: tf.distribute.Strategy) -> str:
@@ -79,6 +87,8 @@ def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
         return "this process alone"
     if cluster.task is None:
         return f"the coordinator of a cluster of {cluster}"
+    if cluster.task.type == "evaluator":
+        return f"{cluster.task}, beside a cluster of {cluster}"
     chief = ", the chief" if strategy.extended.should_checkpoint else ""
     return f"{cluster.task}{chief}, in a cluster of {cluster}"
 

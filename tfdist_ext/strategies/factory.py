@@ -24,6 +24,7 @@ from tfdist_ext.strategies.settings import Settings, merge, read_file
 __all__ = ["create_strategy"]
 
 _CALL, _FLAGS, _ENVIRONMENT = "the call", "flags", "the environment"
+_OF_CLUSTERS = ("multi_worker_mirrored", "parameter_server")
 
 
 def create_strategy(
@@ -56,9 +57,12 @@ def create_strategy(
 
     Returns:
         TensorFlow's object, as its own constructor returns it. A strategy for several workers
-        comes back when all of them are there; meanwhile those missing are named on stderr.
+        comes back when all of them are there; meanwhile those missing are named on stderr. In an
+        `evaluator` task, where a strategy of a cluster would be made: one for its own devices.
 
     Raises:
+        SystemExit: in a `ps` or `worker` task of a cluster with parameter servers, which this
+            call serves in until the coordinator has ended: 0 when it ended well, else 1.
         StrategyError: an unknown name, an option the strategy does not take, or a strategy that
             cannot run here.
         ClusterConfigError: the cluster to use is one that cannot be right. A strategy asked for
@@ -73,18 +77,21 @@ def create_strategy(
     tpu = tpu_environment.detect(os.environ)
     passed_over: list[str] = []
     try:
+        of_cluster = wanted in ("auto", *_OF_CLUSTERS)
+        found = ClusterConfig.from_env(os.environ) if of_cluster and cluster is None else None
+        evaluator = _evaluator(cluster if found is None else found) if of_cluster else None
+        if evaluator is not None:
+            wanted = "auto"  # among its own devices: the training goes on without it
         if wanted == "auto":
-            found = ClusterConfig.from_env(os.environ) if cluster is None else None
             choice = _automatic(found if cluster is None else cluster, tpu, settings.values)
             entry = lookup(choice.name)
             if not entry.takes("cluster"):
-                cluster = None  # it describes none
+                cluster = None  # it describes none, or one that this task only looks at
         else:
             entry = lookup(wanted)
-            found = None
             because = f"it was asked for by name in {settings.where['name']}"
             if cluster is None and "cluster" in entry.signals and entry.takes("cluster"):
-                found = ClusterConfig.from_env(os.environ)
+                found = found or ClusterConfig.from_env(os.environ)
             elif cluster is None and (beaten := _not_used(os.environ)):
                 because += ", over the environment"
                 passed_over.append(f"{beaten}: {entry.name} does not use it")
@@ -94,6 +101,8 @@ def create_strategy(
         given = {key: value for key, value in settings.values.items() if key != "name"}
         if wanted == "auto" and entry.name == "default":
             given.pop("logical_cpus", None)  # they are made: the choice counted them
+        if evaluator is not None:
+            given = {key: value for key, value in given.items() if not _of_training(key, entry)}
         entry.check(given, settings.where)
         strategy = entry.make(given)
     except StrategyError as error:
@@ -107,7 +116,7 @@ def create_strategy(
         choice.because,
         tuple(_settings_lines(settings, found, config)),
         (*choice.passed_over, *passed_over),
-        _described(given.get("cluster")),
+        evaluator or _described(given.get("cluster")),
     )
     remember(strategy, explanation)
     return strategy
@@ -125,7 +134,8 @@ def _automatic(cluster: Any, tpu: TpuSignal | None, values: Mapping[str, Any]) -
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return Choice("tpu", "a TPUClusterResolver was given")
     described = None if cluster is None else describe(cluster)
-    alone = described is None or not described.jobs
+    evaluator = _evaluator(cluster)
+    alone = described is None or not described.jobs or evaluator is not None
     logical_cpus = values.get("logical_cpus")
     if alone and tpu is None and logical_cpus is not None:
         make_logical_cpus(logical_cpus)  # they count among the devices to choose from
@@ -135,10 +145,23 @@ def _automatic(cluster: Any, tpu: TpuSignal | None, values: Mapping[str, Any]) -
         tpu=None if tpu is None else tpu.name,
         devices=seen_devices,
         asked_for=how_many(values.get("devices")),
+        alone="no cluster" if evaluator is None else f"{evaluator.task} works by itself",
     )
-    if alone and described is not None:
+    if described is not None and not described.jobs:
         choice.passed_over.append(f"{described.source}: it was given, but describes no cluster")
     return choice
+
+
+def _evaluator(cluster: Any) -> Described | None:
+    """The cluster, where this task is its evaluator, which takes no part in the training."""
+    described = _described(cluster)
+    task = None if described is None else described.task
+    return described if task is not None and task.type == "evaluator" else None
+
+
+def _of_training(option: str, chosen: Entry) -> bool:
+    """Whether an option is for the strategy of the training, and not for the chosen one."""
+    return not chosen.takes(option) and any(lookup(name).takes(option) for name in _OF_CLUSTERS)
 
 
 def _signals(entry: Entry, found: ClusterConfig | None, tpu: TpuSignal | None) -> dict[str, Any]:

@@ -35,6 +35,12 @@ class Described:
     task: Task | None
     source: str
 
+    @property
+    def address(self) -> str:
+        """The address of this task, which is known."""
+        assert self.task is not None
+        return self.jobs[self.task.type][self.task.index]
+
     def holes(self) -> list[str]:
         """Tasks below the highest index that have no address, as 'worker:0'."""
         return [

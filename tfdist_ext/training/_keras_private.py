@@ -24,7 +24,6 @@ from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from tensorflow.python.eager import tape
 
 __all__ = [
     "ArrayDataAdapter",
@@ -34,6 +33,7 @@ __all__ = [
     "distribution_strategy_of",
     "flat_layers",
     "get_data_adapter",
+    "inner_layers",
     "is_graph_of_layers",
     "is_tf_dataset",
     "loss_weights",
@@ -42,7 +42,6 @@ __all__ = [
     "optimizer_keys",
     "potentially_ragged_concat",
     "raw_value",
-    "read_by_tapes",
     "replace_in_steps",
     "restored_epoch",
     "rows_taken_by",
@@ -120,6 +119,11 @@ def symbolic_call(model: keras.Model, batch: Any) -> None:
 def flat_layers(model: keras.Model) -> list[Any]:
     """The model and every layer inside it. Private: the public list has one level only."""
     return list(model._flatten_layers())
+
+
+def inner_layers(layer: Any) -> list[Any]:
+    """The layers directly inside a layer or model. Private: the public list is of models alone."""
+    return list(layer._flatten_layers(recursive=False, include_self=False))
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:
@@ -258,14 +262,6 @@ def replace_in_steps(
         lambda strategy: replicas(strategy) if part() is None else 1,
         doc=tf.distribute.Strategy.num_replicas_in_sync.__doc__,
     )
-
-
-def read_by_tapes(stand_in: Any) -> None:
-    """Let open gradient tapes watch the `handle` of what stands in for a trainable variable.
-
-    Private because only a tf.Variable is watched without the user's word.
-    """
-    tape.variable_accessed(stand_in)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from tfdist_ext.training.again import (
     model_made_again,
 )
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
+from tfdist_ext.training.sharded_variables import make_readable, slots_beside_pieces
 
 __all__ = ["adopt", "belongs_to", "build", "creation_scope", "recompile"]
 
@@ -28,6 +29,7 @@ def creation_scope(strategy: tf.distribute.Strategy) -> Any:
     scope = contextlib.ExitStack()
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
+    scope.enter_context(slots_beside_pieces())
     return scope
 
 
@@ -78,6 +80,7 @@ def build(
     batch = keras.tree.map_structure(symbol, spec)
     with creation_scope(strategy):
         (kp.symbolic_build if with_targets else kp.symbolic_call)(model, batch)
+    make_readable(model)
 
 
 def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tfdist_ext.errors import TrainingError
@@ -83,6 +83,18 @@ class Epochs:
             self._batches.on_epoch_end()
             if in_pass is not None:
                 self._position = after
+
+    def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
+        """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
+        batches, in_pass = self._batches, self._batches.steps
+        if batches.later is None or in_pass is None:
+            return False
+        passed = 0
+        for _ in range(epochs):
+            steps, self._position = steps_of_epoch(self._position, in_pass, self._asked)
+            passed += steps
+        self._dataset = feed(replace(batches, parts_of=batches.later(passed)))
+        return True
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""

@@ -35,7 +35,8 @@ class GlobalBatches:
     `steps` is the number of global batches in a pass, `batch_size` the examples in each; None
     where only reading tells. An `endless` source starts the next pass by itself, so that nobody
     has to ask, step by step, whether the data has ended: under several workers each such question
-    is a collective.
+    is a collective. `later` gives the parts from a later global batch on; None where only reading
+    leads there.
     """
 
     parts_of: PartsOf
@@ -44,6 +45,7 @@ class GlobalBatches:
     endless: bool
     on_epoch_begin: Callable[[], None]
     on_epoch_end: Callable[[], None]
+    later: Callable[[int], PartsOf] | None = None
 
     @property
     def element_spec(self) -> Any:
@@ -115,14 +117,15 @@ def read(
         class_weight=class_weight,
     )
     if isinstance(adapter, kp.ArrayDataAdapter):
-        parts_of = _parts_of_arrays(adapter, seed() if shuffle is True else None)
+        parts_from = _parts_of_arrays(adapter, seed() if shuffle is True else None)
         return GlobalBatches(
-            parts_of,
+            parts_from(0),
             adapter.num_batches,
             adapter.batch_size,
             True,
             adapter.on_epoch_begin,
             adapter.on_epoch_end,
+            parts_from,
         )
     dataset = adapter.get_tf_dataset()
     _check_batched(dataset.element_spec)
@@ -143,12 +146,13 @@ def _has_an_order_of_its_own(x: Any) -> bool:
     return isinstance(x, types.GeneratorType)
 
 
-def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
+def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> Callable[[int], PartsOf]:
+    """The number of the first global batch -> the parts from there on."""
     with tf.device("CPU:0"):
         arrays, rows, batch = kp.array_parts(adapter)
     steps = adapter.num_batches
 
-    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+    def parts_of(begin: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
         def parts(step: tf.Tensor) -> Any:
             start = (step % steps) * batch
             size = tf.minimum(rows - start, batch)
@@ -164,11 +168,11 @@ def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> PartsOf:
 
             return tuple(part(first + i) for i in range(local))
 
-        return tf.data.Dataset.counter().map(
+        return tf.data.Dataset.counter(begin).map(
             parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
 
-    return parts_of
+    return lambda begin: functools.partial(parts_of, begin)
 
 
 def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:

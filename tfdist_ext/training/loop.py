@@ -12,11 +12,10 @@ from typing import Any
 
 import keras
 
+from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.pace import Pace
-from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.roles import looks_at_batches
-from tfdist_ext.training.steps import StepProgram
 
 __all__ = ["Loop"]
 
@@ -27,27 +26,28 @@ class Loop:
     def __init__(
         self,
         model: keras.Model,
-        reduction: Reduction,
+        engine: SynchronousEngine,
         hooks: keras.callbacks.CallbackList,
         kind: str,
     ):
         self._model = model
-        self._reduction = reduction
+        self._reduction = engine.reduction
         self._begin = getattr(hooks, f"on_{kind}_batch_begin")
         self._end = getattr(hooks, f"on_{kind}_batch_end")
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
-        self._by_batch = reduction.any_worker(looks_at_batches(hooks.callbacks, kind))
+        self._by_batch = self._reduction.any_worker(looks_at_batches(hooks.callbacks, kind))
         asked = model.steps_per_execution
         if asked > 1:
             self._pace = Pace(fixed=asked)
         else:
-            self._pace = Pace(fixed=1 if self._by_batch else None)
+            fixed = 1 if self._by_batch else None
+            self._pace = Pace(fixed=fixed, target=engine.seconds_per_execution)
 
     @property
     def _stopped(self) -> bool:
         return bool(getattr(self._model, self._stop_flag))
 
-    def run(self, program: StepProgram, data: Epoch) -> tuple[dict[str, Any], int]:
+    def run(self, program: Any, data: Epoch) -> tuple[dict[str, Any], int]:
         """(logs, steps done) of one epoch."""
         # Told to stop before the first batch, Keras still runs that one.
         one_only = self._reduction.any_worker(self._stopped)

@@ -1,10 +1,7 @@
-"""DistributedModel: Keras's fit, evaluate and predict, on any synchronous strategy."""
+"""DistributedModel: Keras's fit, evaluate and predict, on any strategy."""
 
 from __future__ import annotations
 
-import random
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,23 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
+from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.adopt import adopt, build, recompile
+from tfdist_ext.training.adopt import adopt, belongs_to, build, recompile
+from tfdist_ext.training.checkpoints import Progress
+from tfdist_ext.training.chiefs_part import follow_chief
+from tfdist_ext.training.coordinated_engine import CoordinatorEngine
+from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
-from tfdist_ext.training.inputs import GlobalBatches, read
+from tfdist_ext.training.evaluator import evaluate_checkpoints
+from tfdist_ext.training.inputs import GlobalBatches
+from tfdist_ext.training.leaving import leave_together
 from tfdist_ext.training.loop import Loop
-from tfdist_ext.training.predicting import Predictor
-from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.roles import follow_chief, follow_chief_if_restored, for_this_task
+from tfdist_ext.training.resuming import Resumable
+from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
-from tfdist_ext.training.steps import StepProgram
+from tfdist_ext.training.saving import Saving
+from tfdist_ext.training.sharded_variables import make_readable
 
 __all__ = ["DistributedModel", "distribute"]
 
@@ -38,12 +42,12 @@ def distribute(
         model_or_builder: a function without arguments that returns a model (compiled or not),
             or an existing model, trained or not. Of an existing model a copy is made, with its
             weights, compile settings and optimizer state; the original stays as it is.
-        strategy: any synchronous `tf.distribute.Strategy`; by default the one whose scope is
-            open, else `create_strategy()`.
+        strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
+            `create_strategy()`.
 
     Raises:
         TrainingError: not a model, one that cannot be copied from its config, or a strategy
-            that is none or is asynchronous.
+            that is none.
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
@@ -53,27 +57,41 @@ def distribute(
     if strategy is None:
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
-    _check_synchronous(strategy)  # before any variable is made
-    return DistributedModel(adopt(model_or_builder, strategy), strategy)
+    builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
+    return DistributedModel(adopt(model_or_builder, strategy), strategy, builder)
 
 
-class DistributedModel:
+class DistributedModel(Saving):
     """A Keras model whose steps run on all replicas of a strategy.
 
     In a cluster every task makes the same calls with the same data. Batch sizes are global: the
     examples that all replicas of all tasks use in one step together.
     """
 
-    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
-        _check_synchronous(strategy)
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        builder: Callable[[], keras.Model] | None = None,
+    ):
+        if not all(belongs_to(variable, strategy) for variable in model.weights):
+            raise TrainingError(
+                f"variables of the model {model.name!r} were created outside of the strategy:"
+                " make it with tfdist_ext.distribute(model, strategy), which makes a copy inside."
+            )
+        make_readable(model)
         self._model = model
         self._strategy = strategy
-        self._reduction = Reduction(strategy)
+        self._builder = builder
+        self._built_for = None
+        self._progress = Progress()
+        asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        self._engine = (CoordinatorEngine if asynchronous else SynchronousEngine)(strategy)
+        self._reduction = self._engine.reduction
+        if self._reduction.multi_worker:
+            leave_together(strategy)
         # Weights that came along are each worker's own; where they differ, the chief's count.
         follow_chief(model, self._reduction)
-        self._programs: dict[str, tuple[Any, StepProgram]] = {}
-        self._predictor: Predictor | None = None
-        self._warned_of_xla = False
 
     @property
     def keras_model(self) -> keras.Model:
@@ -102,16 +120,24 @@ class DistributedModel:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | list[int] = 1,
+        checkpoint_dir: str | Path | None = None,
     ) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does; the arguments mean what they mean there.
 
         Differences: `batch_size` is that of the global batch; arrays are shuffled in one order,
         the same on every task; with `steps_per_execution` left at 1, as many steps run in one
         execution as take some tenths of a second, unless a callback looks at each batch. In a
-        cluster only the chief prints and writes files.
+        cluster only the chief prints and writes files. In an `evaluator` task this does not train:
+        it evaluates each new checkpoint on the validation data, and then ends the process.
+
+        Args:
+            checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
+                new job with the same folder goes on where the last one ended, with the epoch, the
+                weights, the optimizer and the order of examples of a training without a break.
 
         Raises:
-            TrainingError: data or arguments that cannot be distributed.
+            TrainingError: data or arguments that cannot be distributed, or checkpoints of another
+                model in `checkpoint_dir`.
             ValueError: what Keras itself refuses; the model is not compiled.
         """
         self._check_compiled("fit")
@@ -119,7 +145,20 @@ class DistributedModel:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        batches = read(
+        if (cluster := evaluates(self._strategy)) is not None:
+            evaluate_checkpoints(
+                self,
+                cluster,
+                checkpoint_dir=checkpoint_dir,
+                epochs=epochs,
+                validation_data=validation_data,
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+                callbacks=callbacks,
+                verbose=verbose,
+            )
+        saved = Resumable(checkpoint_dir, self._model, self._reduction, callbacks)
+        batches = self._engine.read(
             x,
             y,
             sample_weight,
@@ -127,7 +166,7 @@ class DistributedModel:
             steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
-            seed=self._shared_seed,
+            seed=saved.seed,
         )
         check_same_call(
             self._reduction,
@@ -142,7 +181,9 @@ class DistributedModel:
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            val_batches = read(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
+            val_batches = self._engine.read(
+                val_x, val_y, val_weight, batch_size=size, steps=validation_steps
+            )
             validation = self._epochs(val_batches, validation_steps)
 
         hooks = self._callbacks(
@@ -150,8 +191,9 @@ class DistributedModel:
         )
         model = self._model
         model.stop_training = False
-        loop = Loop(model, self._reduction, hooks, "train")
-        program = self._program("train")
+        loop = Loop(model, self._engine, hooks, "train")
+        program = self._engine.program(model, "train")
+        initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
         hooks.on_train_begin()
         follow_chief_if_restored(model, self._reduction, callbacks)
         logs: dict[str, Any] = {}
@@ -165,12 +207,14 @@ class DistributedModel:
                 val_logs = self._evaluate(validation, hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
+            self._progress = saved.epoch_is_done(epoch, logs)
             if self._reduction.any_worker(model.stop_training):
                 break
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-            with self._strategy.scope():
-                model.optimizer.finalize_variable_values(model.trainable_weights)
+            self._engine.finalize(model)
         hooks.on_train_end(logs)
+        self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
+        saved.training_is_done(epochs, logs)
         return model.history
 
     def evaluate(
@@ -189,7 +233,7 @@ class DistributedModel:
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
         self._check_compiled("evaluate")
-        batches = read(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
         self._prepare(batches)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
@@ -208,39 +252,20 @@ class DistributedModel:
 
         `batch_size` is that of the global batch.
         """
-        batches = read(x, batch_size=batch_size, steps=steps)
+        batches = self._engine.read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
-        build(self._model, batches.element_spec, self._strategy, with_targets=False)
+        self._built_for = batches.element_spec
+        build(self._model, self._built_for, self._strategy, with_targets=False)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        if self._predictor is None or self._predictor.eager != self._model.run_eagerly:
-            self._predictor = Predictor(self._model, self._strategy, self._reduction)
-        return self._predictor.predict(epochs, hooks)
-
-    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
-        """Write the model as `keras.Model.save` does; plain Keras loads it.
-
-        Call it on every task: the chief writes, and all wait until the file is there.
-        """
-        failure: Exception | None = None
-        if self._reduction.is_chief:
-            try:
-                self._model.save(filepath, overwrite=overwrite, **kwargs)
-            except Exception as error:  # the others must not wait for a file that never comes
-                failure = error
-        failed_elsewhere = self._reduction.any_worker(failure is not None)
-        if failure is not None:
-            raise failure
-        if failed_elsewhere:
-            time.sleep(1)  # the chief's own error is the one to be seen first
-            raise TrainingError(f"the chief could not write {filepath}: see the chief's error.")
+        return self._engine.predictor(self._model).predict(epochs, hooks)
 
     def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
         self._model.stop_evaluating = False
         hooks.on_test_begin()
         epochs.rewind()
         with epochs.next() as data:
-            loop = Loop(self._model, self._reduction, hooks, "test")
-            logs, steps = loop.run(self._program("test"), data)
+            loop = Loop(self._model, self._engine, hooks, "test")
+            logs, steps = loop.run(self._engine.program(self._model, "test"), data)
         if data.steps is None or steps < data.steps:
             epochs.ended_after(steps)
         hooks.on_test_end(logs)
@@ -260,41 +285,16 @@ class DistributedModel:
         )
 
     def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
-        on = self._reduction
-        check_same_call(on, steps=batches.steps, asked=asked, batch_size=batches.batch_size)
-        if on.feeds_on_host:
-            parts = batches.on_host(on.first_replica, on.local_replicas, on.replicas)
-        else:
-            parts = batches.distributed(self._strategy)
-        return Epochs(batches, parts, asked)
-
-    def _program(self, kind: str) -> StepProgram:
-        """The compiled steps, made anew when the model was compiled since."""
-        compiled = (self._model.optimizer, self._model.loss, self._model.metrics)
-        made_for, program = self._programs.get(kind, (None, None))
-        if program is None or made_for != compiled:
-            program = StepProgram(self._model, self._strategy, self._reduction, kind)
-            self._programs[kind] = (compiled, program)
-        return program
+        sizes = {"steps": batches.steps, "batch_size": batches.batch_size}
+        check_same_call(self._reduction, **sizes, asked=asked)
+        return Epochs(batches, self._engine.feed(batches), asked)
 
     def _prepare(self, batches: GlobalBatches) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         recompile(self._model, self._model, self._strategy)
-        build(self._model, batches.element_spec, self._strategy)
-        if self._model.jit_compile and self._strategy.num_replicas_in_sync > 1:
-            if not self._warned_of_xla:
-                warnings.warn(
-                    f"jit_compile=True is off: XLA does not compile steps under"
-                    f" {type(self._strategy).__name__} with"
-                    f" {self._strategy.num_replicas_in_sync} replicas.",
-                    stacklevel=3,
-                )
-                self._warned_of_xla = True
-            self._model.jit_compile = False
-
-    def _shared_seed(self) -> int:
-        """One seed for all tasks, from Python's generator as Keras takes its seeds."""
-        return int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
+        self._built_for = batches.element_spec
+        build(self._model, self._built_for, self._strategy)
+        self._engine.prepare(self._model)
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
@@ -302,11 +302,3 @@ class DistributedModel:
                 f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
                 " given to distribute(), or on the model before it is distributed."
             )
-
-
-def _check_synchronous(strategy: tf.distribute.Strategy) -> None:
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        raise TrainingError(
-            "distribute() trains synchronously, and ParameterServerStrategy is asynchronous: drive"
-            " it with tf.distribute.coordinator.ClusterCoordinator, or choose another strategy."
-        )

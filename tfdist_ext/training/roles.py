@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.chiefs_part import follow_chief
 from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["follow_chief", "follow_chief_if_restored", "for_this_task", "looks_at_batches"]
+__all__ = ["follow_chief_if_restored", "for_this_task", "looks_at_batches"]
 
 # They write files, or print: the chief alone does.
 _WRITERS = (
@@ -64,24 +64,6 @@ def follow_chief_if_restored(model: keras.Model, reduction: Reduction, callbacks
         return
     kp.set_restored_epoch(model, epoch)
     follow_chief(model, reduction)
-
-
-def follow_chief(model: keras.Model, reduction: Reduction) -> None:
-    """Give every worker the chief's weights and optimizer state; every worker must call."""
-    if not reduction.multi_worker:
-        return
-    variables = list(model.weights)
-    if isinstance(model.optimizer, keras.optimizers.Optimizer):
-        variables += model.optimizer.variables
-    variables = [v for v in variables if kp.raw_value(v) is not None]
-    for dtype in sorted({v.dtype for v in variables}):  # one collective for each dtype
-        group = [v for v in variables if v.dtype == dtype]
-        values = [v.numpy() for v in group]
-        flat = np.concatenate([value.ravel() for value in values])
-        whole = reduction.from_chief(flat.astype("int32") if dtype == "bool" else flat)
-        parts = np.split(whole, np.cumsum([value.size for value in values])[:-1])
-        for variable, value, part in zip(group, values, parts, strict=True):
-            variable.assign(part.reshape(value.shape).astype(value.dtype))
 
 
 def _by_batch(callback: keras.callbacks.Callback) -> bool:

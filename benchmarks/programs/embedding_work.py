@@ -1,0 +1,42 @@
+"""The work of the embedding benchmark: look up one row of a table for each example, and a Dense.
+
+Every program runs as all tasks of a parameter server cluster: `serve` does not return in workers
+and parameter servers. Arguments: rows of the table, steps of an epoch, epochs.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+BATCH = 256
+WIDTH = 32
+ROWS, STEPS, EPOCHS = (int(argument) for argument in sys.argv[1:4])
+
+
+def serve() -> None:
+    """Serve for ever, in a task that is not the coordinator."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    task = config["task"]
+    if task["type"] != "chief":
+        spec = tf.train.ClusterSpec(config["cluster"])
+        tf.distribute.Server(spec, task["type"], task["index"], protocol="grpc").join()
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """(ids, targets) of one epoch."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, ROWS, BATCH * STEPS)
+    return ids, random.normal(size=(BATCH * STEPS, 1)).astype("float32")
+
+
+def report_speed(run_epochs: Callable[[int], object]) -> None:
+    """Print steps a second of whole epochs, after one that compiles."""
+    run_epochs(1)
+    started = time.perf_counter()
+    run_epochs(EPOCHS)
+    print(f"steps/s {EPOCHS * STEPS / (time.perf_counter() - started):.1f}", flush=True)

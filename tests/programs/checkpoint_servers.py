@@ -1,0 +1,117 @@
+"""A coordinator with its worker and parameter servers in one process: from 2 servers to 3.
+
+Argument: a directory for files, with "one_device.h5", a checkpoint to begin with.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tables import BATCH, build, data
+
+import tfdist_ext as tfd
+from tfdist_ext.launch import reserve_ports
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.checkpoint_state import state_of
+from tfdist_ext.training.whole_values import whole_value
+
+folder = Path(sys.argv[1])
+result = {}
+x, y = data()
+FIT = {"batch_size": BATCH, "verbose": 0}
+
+with reserve_ports(4) as ports:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    cluster = tf.train.ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]})
+    servers = [
+        tf.distribute.Server(cluster, job_name=job, task_index=index, protocol="grpc")
+        for job, tasks in cluster.as_dict().items()
+        for index in range(len(tasks))
+    ]
+
+
+def on(servers, shards=None):
+    """The model on the first of the parameter servers, its variables cut into shards."""
+    jobs = tf.train.ClusterSpec({"worker": addresses[:1], "ps": addresses[1 : 1 + servers]})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(jobs, rpc_layer="grpc")
+    partitioners = tf.distribute.experimental.partitioners
+    strategy = tf.distribute.ParameterServerStrategy(
+        resolver, variable_partitioner=shards and partitioners.FixedShardsPartitioner(shards)
+    )
+    return tfd.distribute(build, strategy)
+
+
+def state(model):
+    return {
+        f"{group}/{name}": whole_value(variable)
+        for group, variables in state_of(model.keras_model).items()
+        for name, variable in variables.items()
+        if group != "metrics"  # they are made when the first batch comes
+    }
+
+
+def pieces(model):
+    """Rows of the table's pieces, and the servers where they are."""
+    raw = kp.raw_value(model.keras_model.weights[0])
+    return [[piece.shape[0], piece.device.split("/")[3]] for piece in raw.variables]
+
+
+two = on(2, shards=2)
+two.restore_checkpoint(folder / "one_device.h5")
+np.savez(folder / "restored.npz", **state(two))
+result["two"] = pieces(two)
+history = two.fit(x, y, epochs=2, checkpoint_dir=folder / "D", **FIT)
+two.save_checkpoint(folder / "two.h5")
+expected = state(two)
+
+three = on(3, shards=3)
+three.restore_checkpoint(folder / "two.h5")
+result["three"] = pieces(three)
+found = state(three)
+result["differ_on_three"] = [n for n in expected if not np.array_equal(expected[n], found[n])]
+
+# What Keras's callbacks and exports make of pieces.
+callbacks = [
+    keras.callbacks.ModelCheckpoint(folder / "model.keras"),
+    keras.callbacks.ModelCheckpoint(folder / "a.weights.h5", save_weights_only=True),
+    keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+    keras.callbacks.TensorBoard(folder / "board", histogram_freq=1),
+    keras.callbacks.CSVLogger(folder / "log.csv"),
+]
+three.fit(x, y, initial_epoch=2, epochs=3, callbacks=callbacks, **FIT)
+three.save(folder / "saved.keras")
+three.export(folder / "exported", verbose=False)
+np.savez(folder / "three.npz", **state(three))
+three.save_checkpoint(folder / "three.h5")
+
+
+class Crashes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise ZeroDivisionError
+
+
+backup = keras.callbacks.BackupAndRestore(folder / "backup")
+try:
+    three.fit(x, y, epochs=2, callbacks=[backup, Crashes()], **FIT)
+except ZeroDivisionError:
+    steps = int(three.keras_model.optimizer.iterations.numpy())
+again = on(3)
+history = again.fit(x, y, epochs=2, callbacks=[backup], **FIT)
+result["after_backup"] = [history.epoch, int(again.keras_model.optimizer.iterations) - steps]
+
+whole = on(3)
+whole.restore_checkpoint(folder / "two.h5")
+found = state(whole)
+result["differ_on_whole"] = [n for n in expected if not np.array_equal(expected[n], found[n])]
+history = whole.fit(x, y, epochs=4, checkpoint_dir=folder / "D", **FIT)
+result["resumed_on_three"] = [history.epoch, int(whole.keras_model.optimizer.iterations.numpy())]
+
+print("RESULT " + json.dumps(result), flush=True)
+os._exit(0)  # servers in this process never end

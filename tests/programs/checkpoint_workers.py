@@ -1,0 +1,142 @@
+"""One worker of a cluster: saves, breaks off, goes on, exports; reports what came out, as JSON.
+
+Argument: a directory that all workers share.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import tfdist_ext as tfd
+
+strategy = tfd.create_strategy()
+
+import keras  # noqa: E402  (importing these first would start TensorFlow too early)
+import mlp  # noqa: E402
+import numpy as np  # noqa: E402
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+shared = Path(sys.argv[1])
+result = {}
+x, y = mlp.data()
+FIT = {"batch_size": mlp.BATCH, "epochs": 4, "verbose": 0}
+
+
+def build():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+class Crashes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def distributed():
+    keras.utils.set_random_seed(7 + 100 * rank)  # the chief's count, on all
+    return tfd.distribute(build, strategy)
+
+
+# A training without a break, and one that is broken off in its third epoch. The others' folder is
+# another one than the chief's, as where each has a disk of its own.
+whole = distributed()
+result["whole_epochs"] = whole.fit(x, y, checkpoint_dir=shared / f"whole{rank}", **FIT).epoch
+result["whole"] = mlp.flat(whole.keras_model)
+result["whole_bits"] = mlp.fingerprint(whole.keras_model)
+broken = distributed()
+with contextlib.suppress(KeyboardInterrupt):
+    broken.fit(x, y, checkpoint_dir=shared / f"parts{rank}", callbacks=[Crashes()], **FIT)
+keras.utils.set_random_seed(1)
+resumed = tfd.distribute(build, strategy)
+history = resumed.fit(x, y, checkpoint_dir=shared / f"parts{rank}", **FIT)
+result["resumed_epochs"] = history.epoch
+result["resumed_loss"] = history.history["loss"]
+result["resumed"] = mlp.flat(resumed.keras_model)
+result["resumed_bits"] = mlp.fingerprint(resumed.keras_model)
+again = tfd.distribute(build, strategy).fit(x, y, checkpoint_dir=shared / f"parts{rank}", **FIT)
+result["epochs_of_a_training_that_is_done"] = again.epoch
+result["shuffled_until_resumed"] = [
+    whole.keras_model.layers[2].seed_generator.state.numpy().tolist(),
+    resumed.keras_model.layers[2].seed_generator.state.numpy().tolist(),
+]
+
+# One file, of one model: on all workers, or an error on all.
+resumed.save_checkpoint(shared / "one.h5")
+result["saved_when_it_returns"] = (shared / "one.h5").exists()
+fresh = tfd.distribute(build, strategy)
+progress = fresh.restore_checkpoint(shared / "one.h5" if rank == 0 else "/not/on/this/machine")
+result["progress"] = [progress.epoch, progress.step]
+result["restored_bits"] = mlp.fingerprint(fresh.keras_model)
+for name, path in (("missing", shared / "two.h5"), ("other", shared / "one.h5")):
+    model = fresh if name == "missing" else tfd.distribute(mlp.build, strategy)
+    try:
+        model.restore_checkpoint(path)
+    except tfd.TrainingError as error:
+        result[name] = str(error)
+
+fresh.export(shared / "exported", verbose=False)
+result["exported_when_it_returns"] = (shared / "exported" / "saved_model.pb").exists()
+result["predicted"] = np.asarray(fresh.predict(x[:10], verbose=0)).astype(float).tolist()
+
+
+class Reads(keras.callbacks.Callback):
+    """Keeps the logs, and decides by them."""
+
+    seen = []  # noqa: RUF012
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(logs)
+        self.model.stop_training = len(self.seen) == 2
+
+
+# All to the same paths: only the chief writes.
+to = shared / "callbacks"
+callbacks = [
+    keras.callbacks.ModelCheckpoint(to / "each" / "{epoch}.keras"),
+    keras.callbacks.ModelCheckpoint(
+        to / "best.weights.h5", save_weights_only=True, save_best_only=True, monitor="val_loss"
+    ),
+    keras.callbacks.CSVLogger(to / "log.csv"),
+    keras.callbacks.TensorBoard(to / "board", histogram_freq=1),
+    Reads(),
+]
+if rank == 0:
+    to.mkdir()
+fresh.fit(x, y, callbacks=callbacks, validation_data=(x[:48], y[:48]), **FIT)
+result["logs"] = Reads.seen
+result["weights_after_callbacks"] = mlp.flat(fresh.keras_model)
+result["written_when_fit_returns"] = sorted(
+    str(path.relative_to(to)) for path in to.rglob("*") if path.is_file()
+)
+
+# What is no number stops all, and is not saved.
+lost = tfd.distribute(build, strategy)
+with np.errstate(all="ignore"):
+    history = lost.fit(
+        x * np.float32(np.nan),
+        y,
+        checkpoint_dir=shared / "lost",
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+        **FIT,
+    )
+result["lost"] = [len(history.epoch), int(lost.keras_model.optimizer.iterations.numpy())]
+
+print("RESULT " + json.dumps(result), flush=True)
+# The chief is ready long before the other one, which TensorFlow would tell that it has crashed.
+if rank == 1:
+    time.sleep(9)
+    print("worker 1 is done", flush=True)

@@ -1,0 +1,30 @@
+"""All tasks of a cluster with parameter servers, without tfd.run; the coordinator ends badly."""
+
+import sys
+import time
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import waiting
+
+waiting.FIRST_AFTER = 0.5
+strategy = tfd.create_strategy()  # servers stay in here, and end
+
+import tensorflow as tf  # noqa: E402
+
+with strategy.scope():
+    variable = tf.Variable(0.0)
+
+
+@tf.function
+def add_one() -> None:
+    variable.assign_add(1.0)
+
+
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+for _ in range(10):
+    coordinator.schedule(add_one)
+coordinator.join()
+print("RESULT", float(variable), flush=True)
+if sys.argv[1] == "raise":
+    raise OSError("no space left on device")
+time.sleep(60)

@@ -1,0 +1,180 @@
+"""One script for all tasks of a cluster with parameter servers; the chief reports, as JSON.
+
+Argument: what the chief does, "data" or "loss" (of a worker; the test kills it).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import tfdist_ext as tfd
+
+strategy = tfd.create_strategy()  # workers and servers stay in here
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+result = {}
+
+
+def steps(model):
+    return int(model.keras_model.optimizer.iterations.numpy())
+
+
+def counting(learning_rate=1.0):
+    """A model whose gradient is always 1, so that its weight counts the steps that were applied.
+
+    Its metric is the mean of the labels: wrong where an example is counted twice, or never.
+    """
+
+    def build():
+        weight = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), weight])
+        labels = keras.metrics.MeanMetricWrapper(lambda y, _: y, name="labels")
+        model.compile(keras.optimizers.SGD(learning_rate), lambda _, p: p, metrics=[labels])
+        return model
+
+    return build
+
+
+def applied(model):
+    return round(-float(model.keras_model.get_weights()[0].item()), 3)
+
+
+def numbers(rows):
+    """Ones as inputs; 0, 1, 2, ... as labels."""
+    return np.ones((rows, 1), "float32"), np.arange(rows, dtype="float32")[:, None]
+
+
+def data_forms():
+    x, y = numbers(1003)
+    model = tfd.distribute(counting(), strategy)
+
+    def fit(*data, **options):
+        before, weight = steps(model), applied(model)
+        history = model.fit(*data, verbose=0, **options)
+        return {
+            "steps": steps(model) - before,
+            "applied": round(applied(model) - weight, 3),
+            "labels": history.history["labels"],
+            "val_labels": history.history.get("val_labels"),
+        }
+
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+    result["arrays"] = fit(x, y, batch_size=10, epochs=2, validation_data=(x[:50], y[:50]))
+    result["unknown length"] = fit(dataset.filter(lambda *_: True), epochs=2)
+    result["endless"] = fit(dataset.repeat(), steps_per_epoch=30, epochs=2)
+
+    def shard(context):
+        count, index = context.num_input_pipelines, context.input_pipeline_id
+        assert (count, index) in ((2, 0), (2, 1))
+        return tf.data.Dataset.from_tensor_slices((x, y)).shard(count, index).batch(10)
+
+    result["function"] = fit(shard, epochs=2, validation_data=shard)
+    result["endless function"] = fit(lambda c: shard(c).repeat(), steps_per_epoch=25, epochs=2)
+    result["evaluate"] = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)["labels"]
+    result["evaluate function"] = model.evaluate(shard, verbose=0, return_dict=True)["labels"]
+    with contextlib.suppress(tfd.TrainingError):
+        model.predict(shard)
+        result["predict function"] = "not refused"
+
+    identity = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
+    rows = tfd.distribute(identity, strategy).predict(y, batch_size=7, verbose=0)
+    result["predict in order"] = bool(np.array_equal(rows, y))
+
+    by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([499], [1.0, 0.0])
+    scheduled = tfd.distribute(counting(by_schedule), strategy)
+    scheduled.fit(x, y, batch_size=1, verbose=0)
+    result["applied before the rate is 0"] = applied(scheduled)
+    result["scheduled steps"] = steps(scheduled)
+
+
+def callbacks():
+    x, y = numbers(320)
+    model = tfd.distribute(counting(), strategy)
+    seen = []
+
+    class Watcher(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append((batch, steps(model), logs["labels"]))
+            if batch == 4:
+                self.model.stop_training = True
+
+    model.fit(x, y, batch_size=10, shuffle=False, verbose=0, callbacks=[Watcher()])
+    result["watched"] = seen
+
+    flat = tfd.distribute(counting(0.0), strategy)
+    stop = keras.callbacks.EarlyStopping("labels", patience=2, mode="min")
+    history = flat.fit(x, y, batch_size=10, epochs=9, verbose=0, callbacks=[stop])
+    result["epochs until stopped early"] = len(history.epoch)
+
+    again = tfd.distribute(counting(), strategy)
+    rate = keras.callbacks.LearningRateScheduler(lambda epoch: 1.0 / (1 + epoch))
+    again.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[rate])
+    result["applied at two rates"] = applied(again)
+
+    eager = tfd.distribute(counting(), strategy)
+    eager.keras_model.run_eagerly = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        eager.fit(x, y, batch_size=10, verbose=0)
+    result["warned of run_eagerly"] = any("run_eagerly" in str(w.message) for w in caught)
+
+
+def interrupt():
+    x, y = numbers(400_000)
+    model = tfd.distribute(counting(), strategy)
+    model.fit(x[:100], y[:100], batch_size=10, verbose=0)
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    try:
+        model.fit(x, y, batch_size=10, verbose=0)
+    except KeyboardInterrupt:
+        result["seconds until interrupted"] = time.monotonic() - started
+    labels = model.evaluate(x[:100], y[:100], verbose=0, return_dict=True)["labels"]
+    result["labels after"] = labels
+
+
+def bad_ids():
+    """A step that fails on a worker is an error here, and the cluster works afterwards."""
+
+    def build():
+        model = keras.Sequential([keras.Input(()), keras.layers.Embedding(5, 1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build, strategy)
+    try:
+        model.fit(np.full(8, 77), np.zeros(8), verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        result["bad ids"] = "77" in str(error)
+    model.fit(np.full(8, 3), np.zeros(8), verbose=0)
+
+
+def loss_of_a_worker():
+    x, y = numbers(32 * 1000)
+    model = tfd.distribute(counting(), strategy)
+    model.fit(x[:320], y[:320], batch_size=32, verbose=0)
+    before, weight = steps(model), applied(model)
+    says = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: print(f"EPOCH {epoch}", flush=True)
+    )
+    history = model.fit(x, y, batch_size=32, epochs=3, verbose=0, callbacks=[says])
+    result["steps"] = steps(model) - before
+    result["applied"] = applied(model) - weight
+    result["labels"] = history.history["labels"]
+    result["evaluate"] = model.evaluate(x, y, verbose=0, return_dict=True)["labels"]
+
+
+if sys.argv[1] == "data":
+    for part in (data_forms, callbacks, interrupt, bad_ids):
+        part()
+else:
+    loss_of_a_worker()
+print("RESULT", json.dumps(result), flush=True)

@@ -1,0 +1,169 @@
+"""Training on parameter servers with one worker, all in one process: step after step.
+
+Without a second worker nothing is asynchronous, so every number must be plain Keras's. Argument:
+the number of pieces that variables are partitioned into (0: whole).
+"""
+
+import json
+import os
+import sys
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.launch import reserve_ports
+
+shards = int(sys.argv[1])
+with reserve_ports(3) as ports:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    cluster = tf.train.ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]})
+    servers = [
+        tf.distribute.Server(cluster, job_name=job, task_index=index, protocol="grpc")
+        for job, tasks in cluster.as_dict().items()
+        for index in range(len(tasks))
+    ]
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
+strategy = tf.distribute.ParameterServerStrategy(
+    resolver, variable_partitioner=partitioner if shards else None
+)
+
+opt = keras.optimizers
+OPTIMIZERS = {
+    "sgd, schedule": lambda: opt.SGD(
+        opt.schedules.ExponentialDecay(0.1, 3, 0.7), momentum=0.9, nesterov=True
+    ),
+    "adam": lambda: opt.Adam(0.01, amsgrad=True),
+    "adamw, clipnorm, ema": lambda: opt.AdamW(
+        0.01, weight_decay=0.01, clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3
+    ),
+    "global_clipnorm": lambda: opt.SGD(0.5, global_clipnorm=0.1),
+    "clipvalue": lambda: opt.Adagrad(0.5, clipvalue=0.01),
+    "accumulation": lambda: opt.RMSprop(0.01, gradient_accumulation_steps=2),
+    "nadam": lambda: opt.Nadam(0.01),
+    "ftrl": lambda: opt.Ftrl(0.1),
+    "adafactor": lambda: opt.Adafactor(0.1),  # its update of a row depends on other rows
+    "lamb": lambda: opt.Lamb(0.01),
+    "loss scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), dynamic_growth_steps=3),
+}
+if not shards:  # optimizers take their pieces in many ways, and whole variables in one
+    OPTIMIZERS = {name: OPTIMIZERS[name] for name in ("sgd, schedule", "adamw, clipnorm, ema")}
+random = np.random.default_rng(0)
+x = random.integers(0, 11, (61, 3))
+y = random.integers(0, 3, 61)
+
+
+class OwnStep(keras.Model):
+    """Subclassed, with a train_step, a loss and a lookup of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight(shape=(11, 4), initializer="glorot_uniform", name="table")
+        self.head = keras.layers.Dense(3)
+
+    def call(self, ids):
+        rows = keras.ops.take(self.table, ids - 11, axis=0)  # negative ids count from the end
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(rows)))
+        # The same variable read as a whole, too.
+        rows = rows + keras.ops.mean(self.table, axis=0)
+        return self.head(keras.ops.mean(rows, axis=1))
+
+    def train_step(self, data):
+        ids, labels = data
+        with tf.GradientTape() as tape:
+            outputs = self(ids, training=True)
+            loss = self.compute_loss(y=labels, y_pred=outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+
+
+def build(make_optimizer, own_step=False):
+    def make():
+        if own_step:
+            model = OwnStep()
+        else:
+            ids = keras.Input((3,), dtype="int32")
+            rows = keras.layers.Embedding(11, 4, mask_zero=True, embeddings_regularizer="l2")(ids)
+            h = keras.layers.LSTM(5)(rows)
+            h = keras.layers.BatchNormalization()(h)
+            limited = keras.constraints.MaxNorm(0.8)
+            h = keras.layers.Dense(6, activation="tanh", kernel_constraint=limited)(h)
+            model = keras.Model(ids, keras.layers.Dense(3)(h))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make_optimizer(), loss, metrics=None if own_step else ["accuracy"])
+        return model
+
+    return make
+
+
+def difference(one, other):
+    pairs = zip(one, other, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def compared(builder):
+    """Largest differences to plain Keras: of weights, of the optimizer's variables, of history."""
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(1)
+    plain = builder()
+    expected = plain.fit(x, y, **fit).history
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(builder, strategy)
+    history = model.fit(x, y, **fit).history
+    ours = model.keras_model
+    return model, {
+        "weights": difference(plain.get_weights(), ours.get_weights()),
+        "slots": difference(plain.optimizer.variables, ours.optimizer.variables),
+        "history": difference(expected.values(), history.values()),
+        "names": [list(expected), list(history)],
+        "steps": int(ours.optimizer.iterations.numpy()),
+    }
+
+
+result = {"optimizers": {}}
+for name, make_optimizer in OPTIMIZERS.items():
+    model, result["optimizers"][name] = compared(build(make_optimizer))
+model, result["own step"] = compared(build(lambda: opt.SGD(0.1), own_step=True))
+
+model, _ = compared(build(lambda: opt.Adam(0.01)))
+rows = model.predict(x, batch_size=16, verbose=0)
+model.save(sys.argv[2])
+plain = keras.models.load_model(sys.argv[2])
+result["saved"] = difference([rows], [plain.predict(x, verbose=0)])
+result["evaluate"] = difference(
+    plain.evaluate(x, y, verbose=0), model.evaluate(x, y, batch_size=16, verbose=0)
+)
+embedding = model.keras_model.layers[1].embeddings
+result["pieces"] = len(getattr(embedding.value, "variables", [embedding]))
+
+
+def gathers(rows):
+    """Gathers from servers in a step of an Embedding of integers and a Dense."""
+
+    def make():
+        layers = [
+            keras.Input((2,), dtype="int32"),
+            keras.layers.Embedding(rows, 3),
+            keras.layers.Flatten(),
+        ]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(make, strategy)
+    model.fit(x[:, :2], y, batch_size=16, verbose=0)
+    program = model._engine.program(model.keras_model, "train")
+    (function,) = {key[0]: f for key, f in program._functions.items() if key[0] == 1}.values()
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return sum(node.op == "ResourceGather" for node in nodes)
+
+
+result["gathers"] = gathers(50)
+print("RESULT", json.dumps(result), flush=True)
+os._exit(0)  # servers in this process never end by themselves

@@ -1,0 +1,153 @@
+"""Two real workers that save: one set of files, one state, and no error after success."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+sys.path.insert(0, str(PROGRAMS))
+
+
+class Workers:
+    """What both reported and logged, and the directory they shared."""
+
+    def __init__(self, logs: list[str], shared: Path):
+        self.logs = logs
+        self.shared = shared
+        self.results = [json.loads(log.rsplit("RESULT ", 1)[1].splitlines()[0]) for log in logs]
+
+    def same(self, key: str) -> Any:
+        one, other = (result[key] for result in self.results)
+        assert one == other, key
+        return one
+
+
+@pytest.fixture(scope="module")
+def workers(
+    run_workers: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Workers:
+    shared = tmp_path_factory.mktemp("shared")
+    command = [sys.executable, str(PROGRAMS / "checkpoint_workers.py"), str(shared)]
+    return Workers(run_workers(command, timeout=200), shared)
+
+
+def test_a_training_that_was_broken_off_goes_on_alike_on_all(workers: Workers) -> None:
+    assert workers.same("whole_epochs") == [0, 1, 2, 3]
+    assert workers.same("resumed_epochs") == [2, 3]
+    np.testing.assert_allclose(workers.same("resumed"), workers.same("whole"), atol=1e-6)
+    workers.same("whole_bits")
+    workers.same("resumed_bits")
+    one, other = workers.same("shuffled_until_resumed")
+    assert one == other
+    assert workers.same("epochs_of_a_training_that_is_done") == []
+
+
+def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
+    folders = {path.name for path in workers.shared.iterdir() if path.is_dir()}
+    assert {"whole0", "parts0", "lost"} <= folders
+    assert not {"whole1", "parts1"} & folders
+    names = sorted(path.name for path in (workers.shared / "parts0").iterdir())
+    epochs = [f"epoch-0000{epoch}.h5" for epoch in (2, 3, 4)]
+    assert names == ["checkpoints.json", *epochs, "last-00004.h5"]
+
+
+def test_all_take_over_what_the_chief_reads(workers: Workers) -> None:
+    assert workers.same("saved_when_it_returns") is True
+    assert workers.same("progress") == [4, 4 * 8]
+    assert workers.same("restored_bits") == workers.same("resumed_bits")
+
+
+def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
+    for name, words in {
+        "missing": "there is no checkpoint",
+        "other": "is of another model than this one: only the checkpoint has",
+    }.items():
+        chief, other = (result[name] for result in workers.results)
+        assert words in chief
+        assert other.startswith("the chief could not read the checkpoint")
+        assert chief in other
+
+
+def test_one_process_takes_over_a_clusters_checkpoint(workers: Workers) -> None:
+    import keras
+    import tensorflow as tf
+    from training_cases import mirrored, strategy_of
+
+    import tfdist_ext as tfd
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    for strategy in (strategy_of("default"), mirrored(4), strategy_of("central_storage")):
+        model = tfd.distribute(build, strategy)
+        model.restore_checkpoint(workers.shared / "one.h5")
+        weights = np.concatenate([np.ravel(w) for w in model.keras_model.get_weights()])
+        np.testing.assert_array_equal(weights, np.float32(workers.same("resumed")))
+        assert int(model.keras_model.optimizer.iterations.numpy()) == 4 * 8
+    loaded = tf.saved_model.load(workers.shared / "exported")
+    import mlp
+
+    x, _ = mlp.data()
+    np.testing.assert_allclose(loaded.serve(x[:10]), workers.same("predicted"), atol=1e-6)
+
+
+def test_callbacks_write_one_set_of_files(workers: Workers) -> None:
+    workers.same("logs")
+    written = workers.same("written_when_fit_returns")
+    events = [name for name in written if name.startswith("board/")]
+    assert sorted(Path(name).parent.name for name in events) == ["train", "validation"]
+    rest = [name for name in written if not name.startswith("board/")]
+    assert rest == ["best.weights.h5", "each/1.keras", "each/2.keras", "log.csv"]
+    with open(workers.shared / "callbacks" / "log.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    for row, logs in zip(rows, workers.same("logs"), strict=True):
+        assert {name: float(row[name]) for name in logs} == pytest.approx(logs)
+
+
+def test_plain_keras_loads_what_callbacks_wrote(workers: Workers) -> None:
+    import keras
+
+    model = keras.models.load_model(workers.shared / "callbacks" / "each" / "2.keras")
+    weights = np.concatenate([np.ravel(w) for w in model.get_weights()])
+    np.testing.assert_array_equal(weights, np.float32(workers.same("weights_after_callbacks")))
+    logs = workers.same("logs")
+    best = min((0, 1), key=lambda epoch: logs[epoch]["val_loss"])
+    model.load_weights(workers.shared / "callbacks" / "best.weights.h5")
+    best_model = keras.models.load_model(
+        workers.shared / "callbacks" / "each" / f"{best + 1}.keras"
+    )
+    for one, other in zip(model.get_weights(), best_model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_no_number_stops_all_and_is_not_saved(workers: Workers) -> None:
+    assert workers.same("lost") == [1, 1]
+    index = json.loads((workers.shared / "lost" / "checkpoints.json").read_text())
+    assert index["checkpoints"] == {}
+    assert index["epochs_when_done"] == 4
+
+
+def test_success_does_not_end_in_an_error(workers: Workers) -> None:
+    assert "worker 1 is done" in workers.logs[1]
+    for log in workers.logs:
+        assert "crashed" not in log
+        assert "UNAVAILABLE" not in log

@@ -1,0 +1,525 @@
+"""Checkpoints: all state, one file, any strategy; and trainings that go on where they ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_weights,
+    classifier,
+    mirrored,
+    of_unknown_length,
+    steps_taken,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+from tfdist_ext.training import checkpoint_file, whole_values
+from tfdist_ext.training.checkpoint_state import state_of
+from tfdist_ext.training.checkpoints import finished_checkpoints, training_is_done
+from tfdist_ext.training.whole_values import assign_whole, whole_value
+
+FIT = {"batch_size": 16, "verbose": 0}
+
+
+def momentum() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def dense(*units: int, optimizer: Any = "sgd") -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), *map(keras.layers.Dense, units)])
+        model.compile(optimizer() if callable(optimizer) else optimizer, "mse")
+        return model
+
+    return build
+
+
+def with_much_state(dtype: str = "float32", **of_adam: Any) -> Callable[[], keras.Model]:
+    """Moving statistics, dropout's seeds, Adam's slots, metrics, and a loss scale if asked for."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6, activation="tanh", dtype=dtype),
+                keras.layers.BatchNormalization(momentum=0.8),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1, activation="sigmoid", dtype="float32"),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(0.02, **of_adam)
+        if dtype == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return build
+
+
+def everything(model: tfd.DistributedModel) -> dict[str, np.ndarray]:
+    """Name -> value of all that a checkpoint holds."""
+    return {
+        f"{group}/{name}": whole_value(variable)
+        for group, variables in state_of(model.keras_model).items()
+        for name, variable in variables.items()
+    }
+
+
+def assert_same_state(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    one, other = everything(one), everything(other)
+    assert list(one) == list(other)
+    for name, value in one.items():
+        np.testing.assert_allclose(value, other[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+class Break(keras.callbacks.Callback):
+    """Ends the job before an epoch, as Ctrl-C does."""
+
+    def __init__(self, epoch: int):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def trained_in_parts(
+    build: Callable[[], keras.Model],
+    data: Callable[[], tuple[Any, ...]],
+    folder: Path,
+    strategies: Any = None,
+    **arguments: Any,
+) -> tuple[tfd.DistributedModel, tfd.DistributedModel]:
+    """(trained without a break, broken off before its last two epochs and gone on with).
+
+    The job that goes on starts from other weights, and would shuffle otherwise by itself.
+    """
+    one, other = strategies or (mirrored(2), mirrored(2))
+    arguments = {"epochs": 4, "verbose": 0, **arguments}
+    models = []
+    for strategy, callbacks in ((one, []), (one, [Break(2)])):
+        keras.utils.set_random_seed(3)
+        models.append(tfd.distribute(build, strategy))
+        name = "broken" if callbacks else "whole"
+        try:
+            models[-1].fit(*data(), checkpoint_dir=folder / name, callbacks=callbacks, **arguments)
+        except KeyboardInterrupt:
+            assert callbacks
+    assert not training_is_done(folder / "broken")
+    keras.utils.set_random_seed(3)  # TensorFlow's own shuffle goes by it
+    random.seed(99)
+    np.random.seed(99)
+    resumed = tfd.distribute(build, other)
+    history = resumed.fit(*data(), checkpoint_dir=folder / "broken", **arguments)
+    assert history.epoch == [2, 3]
+    assert steps_taken(resumed) == steps_taken(models[0])
+    return models[0], resumed
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
+def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
+    strategy = strategy_of(name)
+    whole, resumed = trained_in_parts(
+        with_much_state(), lambda: (X, Y), tmp_path, (strategy, strategy), batch_size=16
+    )
+    assert_same_state(whole, resumed, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(with_much_state("mixed_float16"), id="loss scale"),
+        pytest.param(
+            with_much_state(use_ema=True, ema_overwrite_frequency=3), id="averaged weights"
+        ),
+        pytest.param(with_much_state(gradient_accumulation_steps=3), id="accumulated gradients"),
+    ],
+)
+def test_all_of_an_optimizers_state_is_in_it(build: Any, tmp_path: Path) -> None:
+    whole, resumed = trained_in_parts(build, lambda: (X, Y), tmp_path, batch_size=16)
+    assert_same_state(whole, resumed, tolerance=1e-6)
+
+
+def test_with_another_number_of_replicas(tmp_path: Path) -> None:
+    build = dense(4, 1, optimizer=momentum)
+    whole, resumed = trained_in_parts(
+        build, lambda: (X, Y), tmp_path, (mirrored(4), strategy_of("default")), batch_size=16
+    )
+    assert_same_weights(whole, resumed)
+
+
+class Shuffles(keras.utils.PyDataset):
+    """Batches in an order that the end of each epoch changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = list(range(4))
+        self.random = random.Random(5)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        rows = slice(16 * self.order[i], 16 * self.order[i] + 16)
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+def shuffled() -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        pytest.param(lambda: (X, Y), {"steps_per_epoch": 3}, id="epochs inside of passes"),
+        pytest.param(lambda: (shuffled(),), {}, id="shuffled data set"),
+        pytest.param(lambda: (of_unknown_length(shuffled()),), {}, id="unknown length"),
+        pytest.param(lambda: (shuffled().repeat(),), {"steps_per_epoch": 5}, id="endless"),
+        pytest.param(lambda: (Shuffles(),), {"shuffle": False}, id="PyDataset"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the data ended after")
+def test_the_order_of_examples_goes_on(data: Any, arguments: Any, tmp_path: Path) -> None:
+    build = dense(4, 1, optimizer=momentum)
+    whole, resumed = trained_in_parts(build, data, tmp_path, **arguments)
+    assert_same_weights(whole, resumed)
+
+
+def test_longer_training_later_is_one_long_training(tmp_path: Path) -> None:
+    keras.utils.set_random_seed(3)
+    whole = tfd.distribute(classifier("adam"), mirrored())
+    whole.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
+    keras.utils.set_random_seed(3)
+    tfd.distribute(classifier("adam"), mirrored()).fit(
+        X, Y, epochs=2, checkpoint_dir=tmp_path / "parts", **FIT
+    )
+    assert training_is_done(tmp_path / "parts")
+    longer = tfd.distribute(classifier("adam"), mirrored())
+    history = longer.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "parts", **FIT)
+    assert history.epoch == [2, 3, 4]
+    assert_same_weights(whole, longer)
+
+
+def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path) -> None:
+    """EarlyStopping takes back the best weights after the last epoch was saved."""
+
+    def fit() -> tuple[tfd.DistributedModel, list[int]]:
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+        model = tfd.distribute(classifier(), mirrored())
+        worse = (X[48:], 1 - Y[48:])
+        history = model.fit(
+            X, Y, epochs=9, validation_data=worse, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
+        )
+        return model, history.epoch
+
+    keras.utils.set_random_seed(1)
+    model, epochs = fit()
+    assert 1 < len(epochs) < 9
+    assert training_is_done(tmp_path)
+    again, epochs = fit()
+    assert epochs == []
+    assert_same_weights(model, again)
+    last = tfd.distribute(classifier(), mirrored())
+    last.restore_checkpoint(finished_checkpoints(tmp_path)[-1])
+    with pytest.raises(AssertionError):
+        assert_same_weights(model, last)
+
+
+def test_the_last_three_stay(tmp_path: Path) -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    (tmp_path / ".epoch-00001.h5.unfinished").write_bytes(b"of a job that was killed")
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(
+            ([path.name for path in finished_checkpoints(tmp_path)], training_is_done(tmp_path))
+        )
+    )
+    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, callbacks=[look], **FIT)
+    epochs = [f"epoch-{epoch:05d}.h5" for epoch in range(1, 6)]
+    assert seen == [(epochs[max(0, n - 3) : n], False) for n in range(5)]
+    assert [path.name for path in finished_checkpoints(tmp_path)] == epochs[2:]
+    assert training_is_done(tmp_path)
+    on_disk = sorted(path.name for path in tmp_path.iterdir())
+    assert on_disk == ["checkpoints.json", *epochs[2:], "last-00005.h5"]
+    progress = model.restore_checkpoint(tmp_path / "epoch-00004.h5")
+    assert (progress.epoch, progress.step) == (4, 16)
+    assert finished_checkpoints(tmp_path / "nowhere") == []
+    assert not training_is_done(tmp_path / "nowhere")
+
+
+@pytest.mark.filterwarnings("ignore:Compiled the loaded model:UserWarning")
+def test_what_is_no_number_is_not_saved(tmp_path: Path) -> None:
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(dense(1), mirrored())
+    model.fit(X, Y, checkpoint_dir=tmp_path, **FIT)
+    lost = np.where(np.arange(64)[:, None] == 50, np.float32("nan"), X)
+    stop = keras.callbacks.TerminateOnNaN()
+    with pytest.warns(UserWarning, match="the loss of epoch 2 is nan: no checkpoint is written"):
+        history = model.fit(
+            lost, Y, epochs=4, shuffle=False, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
+        )
+    assert history.epoch == [1]
+    assert steps_taken(model) == 4 + 4  # row 50 is in the fourth batch
+    assert [path.name for path in finished_checkpoints(tmp_path)] == ["epoch-00001.h5"]
+    assert training_is_done(tmp_path)
+    good = tfd.distribute(dense(1), mirrored())
+    history = good.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, **FIT)
+    assert history.epoch == [1, 2, 3]
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_metrics_go_on_too(tmp_path: Path) -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    expected = model.evaluate(X, Y, verbose=0)
+    model.save_checkpoint(tmp_path / "one")
+    other = tfd.distribute(classifier(), strategy_of("default"))
+    other.evaluate(X[:1], Y[:1], verbose=0)
+    other.restore_checkpoint(tmp_path / "one")
+    loss, compiled = (metric.result() for metric in other.keras_model.metrics)
+    np.testing.assert_allclose([loss, compiled["accuracy"]], expected, rtol=1e-6)
+
+
+class Pair(keras.Model):
+    """Two optimizers, and layers that only a step builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = keras.layers.Dense(3)
+        self.two = keras.layers.Dense(1)
+        self.second = keras.optimizers.SGD(0.01, momentum=0.5)
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.two.build((None, 3))
+        self.second.build(self.two.trainable_variables)
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+
+def test_every_optimizer_of_a_model(tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        model = Pair()
+        model.build((None, 5))
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build, mirrored())
+    slot = state_of(model.keras_model)["second"]["dense_1_kernel_momentum"]
+    assign_whole(slot, np.float32([[1], [2], [3]]))
+    model.save_checkpoint(tmp_path / "pair")
+    other = tfd.distribute(build, strategy_of("default"))
+    other.restore_checkpoint(tmp_path / "pair")
+    assert_same_state(model, other)
+
+
+def test_a_copy_and_the_model_itself_have_one_name_for_each_variable(tmp_path: Path) -> None:
+    source = dense(4, 1, optimizer="adam")()
+    source.fit(X, Y, **FIT)
+    copy = tfd.distribute(source, mirrored())
+    copy.save_checkpoint(tmp_path / "copy")
+    inner = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    inner.build((None, 5))  # its layers' own paths begin elsewhere
+    inner.compile("adam", "mse")
+    other = tfd.distribute(inner, mirrored())
+    other.restore_checkpoint(tmp_path / "copy")
+    assert_same_weights(source, other)
+
+
+def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) -> None:
+    model = tfd.distribute(classifier("adam"), mirrored())
+    model.fit(X, Y, **FIT)
+    model.save_checkpoint(tmp_path / "one")
+
+    def not_compiled() -> keras.Model:
+        units = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5,)), *units])
+
+    plain = tfd.distribute(not_compiled, strategy_of("default"))
+    plain.restore_checkpoint(tmp_path / "one")
+    assert_same_weights(model, plain)
+    plain.save_checkpoint(tmp_path / "weights")
+    optimizers = everything(model)
+    model.restore_checkpoint(tmp_path / "weights")  # has nothing to say about the optimizer
+    assert everything(model).keys() == optimizers.keys()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "saved.h5"
+    tfd.distribute(dense(4, 1), strategy_of("default")).save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (dense(4), [r"another model .* only the checkpoint has \S*dense\w*/kernel"]),
+        (dense(4, 4, 1), ["another model", r"the checkpoint lacks \S*dense\w*/kernel"]),
+        (dense(5, 1), ["another model", r"kernel \(saved: float32 \(5, 4\), here: float32 \(5, 5"]),
+        (dense(4, 1, optimizer="adam"), ["another optimizer.*state of SGD.*compiled with Adam"]),
+        (
+            dense(4, 1, optimizer=momentum),
+            ["another optimizer than this SGD", "lacks .*momentum"],
+        ),
+    ],
+    ids=["fewer", "more", "other shapes", "other optimizer", "other slots"],
+)
+def test_another_model_is_refused_and_left_alone(build: Any, words: Any, saved: Path) -> None:
+    model = tfd.distribute(build, mirrored())
+    before = everything(model)
+    with pytest.raises(tfd.TrainingError) as raised:
+        model.restore_checkpoint(saved)
+    for pattern in words:
+        raised.match(pattern)
+    for name, value in everything(model).items():
+        if name in before:  # not those of slots made meanwhile
+            np.testing.assert_array_equal(value, before[name])
+
+
+def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    model = tfd.distribute(dense(4, 1), mirrored())
+
+    def refused(name: str, words: str, content: bytes | None = None) -> None:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(tfd.TrainingError, match=words):
+            model.restore_checkpoint(tmp_path / name)
+
+    refused("missing", r"there is no checkpoint .*missing\. The folder has: saved\.h5")
+    refused("nowhere/missing", "The folder has no files")
+    refused("text", "is no checkpoint, or is cut off", b"weights")
+    whole = saved.read_bytes()
+    for part in (0.3, 0.9):
+        refused("part", "is no checkpoint, or is cut off", whole[: int(len(whole) * part)])
+    refused(".", r"is a folder.*saved\.h5")
+    with h5py.File(tmp_path / "of_keras.weights.h5", "w") as file:
+        file.create_group("layers")
+    refused("of_keras.weights.h5", "no checkpoint of save_checkpoint")
+    with h5py.File(tmp_path / "newer", "w") as file:
+        file.attrs.update({"format": "tfdist_ext checkpoint", "version": 9})
+    refused("newer", "is a checkpoint of version 9")
+    with pytest.raises(tfd.TrainingError, match="is a folder: add a file name"):
+        model.save_checkpoint(tmp_path)
+
+    def unbuilt() -> keras.Model:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(tfd.TrainingError, match="needs the model's variables"):
+        tfd.distribute(unbuilt, mirrored()).restore_checkpoint(saved)
+    with pytest.raises(tfd.TrainingError, match="needs the model's variables"):
+        tfd.distribute(unbuilt, mirrored()).save_checkpoint(tmp_path / "new")
+
+
+def test_fit_refuses_before_it_begins(tmp_path: Path) -> None:
+    model = tfd.distribute(dense(4, 1), mirrored())
+    model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    with pytest.raises(tfd.TrainingError, match="another model"):
+        tfd.distribute(dense(3, 1), mirrored()).fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(tfd.TrainingError, match="give one of them"):
+        model.fit(X, Y, checkpoint_dir=tmp_path / "D", callbacks=[backup], **FIT)
+    index = tmp_path / "D" / "checkpoints.json"
+    for content in ("no json", "[]", '{"format": "another"}', '{"a": 1}'):
+        index.write_text(content)
+        with pytest.raises(tfd.TrainingError, match=r"checkpoints\.json is no index"):
+            model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    with pytest.raises(FileExistsError):
+        model.fit(X, Y, checkpoint_dir=index, **FIT)
+    assert steps_taken(model) == 4
+
+
+def test_a_crash_in_the_middle_leaves_the_old_one(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved.read_bytes()
+    model = tfd.distribute(classifier("adam"), mirrored())
+    written = []
+
+    def read_rows(*args: Any) -> np.ndarray:
+        if len(written) == 3:
+            raise MemoryError("no more")
+        written.append(args)
+        return whole_values.read_rows(*args)
+
+    monkeypatch.setattr(checkpoint_file, "read_rows", read_rows)
+    with pytest.raises(MemoryError):
+        model.save_checkpoint(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_big_variables_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def read_rows(*args: Any) -> np.ndarray:
+        rows = whole_values.read_rows(*args)
+        sizes.append(rows.nbytes)
+        return rows
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Embedding(1000, 8)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build, mirrored())
+    model.save_checkpoint(tmp_path / "at once")
+    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(checkpoint_file, "read_rows", read_rows)
+    model.save_checkpoint(tmp_path / "in pieces")
+    assert sum(sizes) > 32_000
+    assert max(sizes) == 1024
+    for name in ("at once", "in pieces"):
+        other = tfd.distribute(build, strategy_of("central_storage"))
+        other.restore_checkpoint(tmp_path / name)
+        assert_same_state(model, other)
+
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
+def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 24)
+    strategy = strategy_of(name)
+    for dtype in DTYPES:
+        for shape in ((10, 3), (7,), (), (0, 3)):
+            with strategy.scope():
+                variable = keras.Variable(np.zeros(shape), dtype=dtype, trainable=False)
+            value = np.arange(np.prod(shape)).reshape(shape).astype(whole_value(variable).dtype)
+            assign_whole(variable, value)
+            np.testing.assert_array_equal(whole_value(variable), value)
+            for copy in strategy.experimental_local_results(variable.value):
+                np.testing.assert_array_equal(copy.read_value().numpy(), value)
+            with pytest.raises(ValueError, match="a value of shape"):
+                assign_whole(variable, np.zeros((1, 2, 3)))
+
+
+def test_the_file_can_be_looked_into(saved: Path) -> None:
+    with h5py.File(saved) as file:
+        names = {dataset.attrs["name"]: dataset.shape for dataset in file["model"].values()}
+        assert names == {
+            "dense/kernel": (5, 4),
+            "dense/bias": (4,),
+            "dense_1/kernel": (4, 1),
+            "dense_1/bias": (1,),
+        }
+        assert file["optimizer"].attrs["kind"] == "SGD"

@@ -1,0 +1,123 @@
+"""Checkpoints and files of models on parameter servers, partitioned and not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import mirrored, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.training.checkpoint_state import state_of
+from tfdist_ext.training.whole_values import whole_value
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+sys.path.insert(0, str(PROGRAMS))
+
+
+def state(model: tfd.DistributedModel) -> dict[str, np.ndarray]:
+    return {
+        f"{group}/{name}": whole_value(variable)
+        for group, variables in state_of(model.keras_model).items()
+        for name, variable in variables.items()
+        if group != "metrics"
+    }
+
+
+class Servers:
+    """What the program reported, and the files it left."""
+
+    def __init__(self, result: dict[str, Any], folder: Path, before: dict[str, np.ndarray]):
+        self.result = result
+        self.folder = folder
+        self.before = before  # the state in the checkpoint that it was given
+
+    def saved_state(self, name: str) -> dict[str, np.ndarray]:
+        with np.load(self.folder / name) as file:
+            return dict(file)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Servers:
+    import tables
+
+    folder = tmp_path_factory.mktemp("servers")
+    model = tfd.distribute(tables.build, mirrored(2))
+    model.fit(*tables.data(), batch_size=tables.BATCH, verbose=0)
+    model.save_checkpoint(folder / "one_device.h5")
+    run = subprocess.run(
+        [sys.executable, str(PROGRAMS / "checkpoint_servers.py"), str(folder)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,  # and then SIGKILL
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    result = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+    return Servers(result, folder, state(model))
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert sorted(one) == sorted(other)
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def test_from_replicas_to_two_servers(servers: Servers) -> None:
+    assert servers.result["two"] == [[25, "task:0"], [25, "task:1"]]
+    assert_same(servers.before, servers.saved_state("restored.npz"))
+    assert int(servers.before["optimizer/iteration"]) == 6
+
+
+def test_from_two_servers_to_three_and_to_whole_variables(servers: Servers) -> None:
+    assert servers.result["three"] == [[17, "task:0"], [17, "task:1"], [16, "task:2"]]
+    assert servers.result["differ_on_three"] == []
+    assert servers.result["differ_on_whole"] == []
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("default", 1), ("mirrored", 4)])
+def test_from_servers_to_replicas(servers: Servers, name: str, replicas: int) -> None:
+    import tables
+
+    model = tfd.distribute(tables.build, strategy_of(name, replicas))
+    progress = model.restore_checkpoint(servers.folder / "three.h5")
+    assert_same(servers.saved_state("three.npz"), state(model))
+    assert progress.step == 6 + 2 * 6 + 6
+
+
+def test_a_training_goes_on_with_another_number_of_servers(servers: Servers) -> None:
+    assert servers.result["resumed_on_three"] == [[2, 3], 6 + 4 * 6]
+
+
+def test_plain_keras_and_tensorflow_load_what_was_in_pieces(servers: Servers) -> None:
+    import tables
+
+    ids, _ = tables.data()
+    plain = strategy_of("default")
+    model = tfd.distribute(tables.build, plain)
+    model.restore_checkpoint(servers.folder / "three.h5")
+    expected = model.predict(ids, verbose=0)
+    for name in ("model.keras", "saved.keras"):
+        loaded = keras.models.load_model(servers.folder / name)
+        np.testing.assert_allclose(loaded.predict(ids, verbose=0), expected, atol=1e-6)
+        assert int(loaded.optimizer.iterations.numpy()) == 6 + 2 * 6 + 6
+    fresh = tables.build()
+    fresh.optimizer.build(fresh.trainable_variables)  # Keras wants its slots to be there
+    fresh.load_weights(servers.folder / "a.weights.h5")
+    np.testing.assert_allclose(fresh.predict(ids, verbose=0), expected, atol=1e-6)
+    exported = tf.saved_model.load(servers.folder / "exported")
+    np.testing.assert_allclose(exported.serve(ids), expected, atol=1e-6)
+
+
+def test_callbacks_that_write_and_restore(servers: Servers) -> None:
+    assert servers.result["after_backup"] == [[1], 6]
+    assert (servers.folder / "log.csv").read_text().count("\n") == 2
+    assert len(list((servers.folder / "board" / "train").glob("events.out.*"))) == 1

@@ -1,0 +1,177 @@
+"""The evaluator's loop over checkpoints, on a training that these tests pretend."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies.resolvers import Described
+from tfdist_ext.strategies.serving import RoleEnded
+from tfdist_ext.training import evaluator
+from tfdist_ext.training.checkpoint_index import Index, Progress
+from tfdist_ext.training.evaluator import evaluate_checkpoints
+
+ROWS = (np.zeros((4, 2)), np.zeros(4), np.ones(4))
+
+
+class Model:
+    """Restores files that hold a number, and evaluates to that number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keras_model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        self.asked: list[dict[str, Any]] = []
+        self.value = 0.0
+
+    def restore_checkpoint(self, path: str | Path) -> Progress:
+        if not Path(path).exists():
+            raise tfd.TrainingError(f"there is no checkpoint {path}")
+        self.value = float(Path(path).read_text())
+        return Index.read(self.folder).checkpoints[Path(path).name]
+
+    def evaluate(self, **arguments: Any) -> dict[str, float]:
+        self.asked.append({**arguments, "of": self.value})
+        return {"loss": self.value}
+
+
+@pytest.fixture
+def chief(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    monkeypatch.setattr(evaluator, "_LOOK_EVERY", 0.01)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener
+
+
+def _follow(model: Model, chief: socket.socket, **options: Any) -> int:
+    address = f"127.0.0.1:{chief.getsockname()[1]}"
+    jobs = {"chief": (address,), "worker": ("w:1",), "ps": ("p:1",), "evaluator": ("e:1",)}
+    given: dict[str, Any] = {
+        "checkpoint_dir": model.folder, "epochs": 3, "validation_data": ROWS, "batch_size": 2,
+        "steps": None, "callbacks": None, "verbose": 1, **options,
+    }  # fmt: skip
+    with pytest.raises(RoleEnded) as end:
+        evaluate_checkpoints(model, Described(jobs, tfd.Task("evaluator", 0), "TF_CONFIG"), **given)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def _saved(folder: Path, *epochs: int, done: int | None = None) -> Index:
+    index = Index({f"epoch-{e:05d}.h5": Progress(e, 10 * e) for e in epochs}, done)
+    index.write(folder)
+    for epoch in epochs:
+        (folder / f"epoch-{epoch:05d}.h5").write_text(str(epoch / 2))
+    return index
+
+
+def test_each_checkpoint_once_until_the_training_is_done(
+    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path, 1, 2)
+    model = Model(tmp_path)
+    evaluate = model.evaluate
+
+    def evaluate_while_training_goes_on(**arguments: Any) -> dict[str, float]:
+        if model.value == 1.0:
+            _saved(tmp_path, 1, 2, 3, done=3)
+        return evaluate(**arguments)
+
+    model.evaluate = evaluate_while_training_goes_on  # type: ignore[method-assign]
+    assert _follow(model, chief) == 0
+    assert [asked["of"] for asked in model.asked] == [0.5, 1.0, 1.5]
+    assert model.asked[0]["batch_size"] == 2
+    assert model.asked[0]["sample_weight"] is ROWS[2]
+    said = capsys.readouterr().err
+    assert "evaluator:0: epoch 3: loss: 1.5000\n" in said
+
+
+def test_scalars_go_beside_those_of_the_tensorboard_callback(
+    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    _saved(tmp_path / "checkpoints", 3, done=3)
+    callbacks = [keras.callbacks.TensorBoard(tmp_path / "events")]
+    model = Model(tmp_path / "checkpoints")
+    assert _follow(model, chief, callbacks=callbacks, verbose=0) == 0
+    (file,) = (tmp_path / "events" / "evaluator").iterdir()
+    assert b"epoch_loss" in file.read_bytes()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_end_of_a_shorter_training_before_is_not_the_end(
+    tmp_path: Path, chief: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 1, 2, done=2)
+    model = Model(tmp_path)
+    looks = iter(range(3))
+
+    def done_at_the_third_look(*_: Any) -> None:
+        if next(looks) == 2:
+            _saved(tmp_path, 1, 2, 3, done=3)
+
+    monkeypatch.setattr(evaluator.Presence, "look", done_at_the_third_look)
+    assert _follow(model, chief) == 0
+    assert [asked["of"] for asked in model.asked] == [0.5, 1.0, 1.5]
+
+
+def test_a_checkpoint_that_is_gone_is_passed_over(
+    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path, 1, 2, 3, done=3)
+    (tmp_path / "epoch-00002.h5").unlink()
+    model = Model(tmp_path)
+    assert _follow(model, chief) == 0
+    assert [asked["of"] for asked in model.asked] == [0.5, 1.5]
+    assert "epoch-00002.h5 was removed before its turn came" in capsys.readouterr().err
+
+
+def test_a_training_that_crashes_ends_it_with_1(
+    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path, 1)
+    model = Model(tmp_path)
+    evaluate = model.evaluate
+
+    def evaluate_and_crash(**arguments: Any) -> dict[str, float]:
+        chief.close()
+        return evaluate(**arguments)
+
+    model.evaluate = evaluate_and_crash  # type: ignore[method-assign]
+    seen = evaluator.Presence.__init__
+
+    def was_seen(self: Any, *args: Any) -> None:
+        seen(self, *args)
+        self.seen = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluator.Presence, "__init__", was_seen)
+        assert _follow(model, chief) == 1
+    assert [asked["of"] for asked in model.asked] == [0.5]
+    said = capsys.readouterr().err
+    assert "is gone, and" in said
+    assert "does not say that the training is done" in said
+
+
+def test_fit_in_an_evaluator_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
+    cluster = tfd.ClusterConfig(jobs, tfd.Task("evaluator", 0))
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build)
+    x, y, _ = ROWS
+    with pytest.raises(tfd.TrainingError, match=r"evaluator:0, where fit.* without checkpoint_dir"):
+        model.fit(x, y, validation_data=(x, y))
+    with pytest.raises(tfd.TrainingError, match="without validation data: give fit"):
+        model.fit(x, y, checkpoint_dir="somewhere")

@@ -1,0 +1,158 @@
+"""Exports from every strategy: fresh processes load them, and predict the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, classifier, mirrored, strategy_of
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "verbose": 0}
+IDS = np.arange(24, dtype="int32").reshape(12, 2) % 7
+
+SERVES = """
+import sys, numpy as np, tensorflow as tf
+exported, inputs, expected = sys.argv[1:]
+loaded = tf.saved_model.load(exported)
+outputs = loaded.serve(np.load(inputs))
+np.testing.assert_allclose(outputs, np.load(expected), atol=1e-6)
+"""
+
+LOADS = """
+import sys, numpy as np, keras
+saved, inputs, expected = sys.argv[1:]
+outputs = keras.models.load_model(saved).predict(np.load(inputs), verbose=0)
+np.testing.assert_allclose(outputs, np.load(expected), atol=1e-6)
+"""
+
+
+def normalized() -> keras.Model:
+    """What fails to export, or to be saved, where its variables are distributed."""
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.GaussianNoise(0.1),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+class OfIds(keras.Model):
+    """Not built before the first batch; nobody can tell its arguments; inputs are no floats."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table = keras.layers.Embedding(rows, 3)
+        self.pool = keras.layers.GlobalAveragePooling1D()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, ids):
+        return self.dense(self.pool(self.table(ids)))
+
+
+class OfDicts(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.dense(inputs["a"]) + inputs["b"]
+
+
+def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = make()
+        model.compile("sgd", "mse")
+        return model
+
+    return build
+
+
+def in_a_fresh_process(code: str, *files: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, files)], check=True, timeout=100
+    )
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
+    model = tfd.distribute(normalized, mirrored(3))
+    model.fit(X, Y, **FIT)
+    np.save(tmp_path / "x.npy", X)
+    np.save(tmp_path / "expected.npy", model.predict(X, verbose=0))
+    model.export(tmp_path / "exported", verbose=False)
+    model.save(tmp_path / "saved.keras")
+    files = tmp_path / "x.npy", tmp_path / "expected.npy"
+    in_a_fresh_process(SERVES, tmp_path / "exported", *files)
+    in_a_fresh_process(LOADS, tmp_path / "saved.keras", *files)
+
+
+@pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "central_storage"])
+def test_from_each_strategy(name: str, tmp_path: Path) -> None:
+    model = tfd.distribute(normalized, strategy_of(name))
+    model.fit(X, Y, **FIT)
+    before = [weight.copy() for weight in model.keras_model.get_weights()]
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(X), model.predict(X, verbose=0), atol=1e-6)
+    # The model itself goes on as if nothing had been.
+    for weight, old in zip(model.keras_model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, old)
+    model.fit(X, Y, **FIT)
+
+
+def test_a_model_that_only_its_builder_can_make_again(tmp_path: Path) -> None:
+    model = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
+    model.fit(IDS, np.ones((12, 1)), batch_size=6, verbose=0)
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(IDS), model.predict(IDS, verbose=0), atol=1e-6)
+
+
+def test_a_model_of_dicts(tmp_path: Path) -> None:
+    inputs = {"a": X, "b": X[:, :2]}
+    model = tfd.distribute(compiled(OfDicts), mirrored())
+    expected = model.predict(inputs, verbose=0)
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(inputs), expected, atol=1e-6)
+
+
+def test_an_existing_model_with_a_vocabulary(tmp_path: Path) -> None:
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    words = keras.Input((1,), dtype="string")
+    source = keras.Model(words, keras.layers.Dense(1)(lookup(words)))
+    source.compile("sgd", "mse")
+    model = tfd.distribute(source, mirrored())
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    asked = tf.constant([["a"], ["b"], ["c"]])
+    np.testing.assert_allclose(loaded.serve(asked), source(asked), atol=1e-6)
+
+
+def test_in_the_strategys_own_scope(tmp_path: Path) -> None:
+    with mirrored().scope():
+        model = tfd.distribute(classifier())
+        model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(X), model.predict(X, verbose=0), atol=1e-6)
+
+
+def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    unbuilt = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
+    with pytest.raises(tfd.TrainingError, match=r"export\(\) needs the model's variables"):
+        unbuilt.export(tmp_path / "exported")
+    with pytest.raises(ValueError, match="not_a_format"):
+        tfd.distribute(classifier(), mirrored()).export(tmp_path / "e", format="not_a_format")

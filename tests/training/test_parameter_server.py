@@ -1,0 +1,91 @@
+"""Training by real tasks: a coordinator, two workers and two parameter servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_tasks import Tasks, tasks
+
+LABELS = (1003 - 1) / 2  # the mean of 0, 1, ..., 1002
+
+
+def result_of(cluster: Tasks, seconds: float = 120.0) -> dict[str, Any]:
+    return json.loads(cluster.wait_for("chief:0", r"RESULT (.*)\n", seconds)[1])
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("parameter_server")
+    with tasks("train_parameter_server.py", "data", folder=folder, workers=2, ps=2) as cluster:
+        cluster.start("chief:0", "worker:0", "worker:1", "ps:0", "ps:1")
+        return result_of(cluster)
+
+
+def test_every_example_counts_once_and_every_step(result: dict[str, Any]) -> None:
+    arrays = result["arrays"]
+    assert (arrays["steps"], arrays["applied"]) == (202, 202)
+    assert arrays["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    assert arrays["val_labels"] == pytest.approx([24.5] * 2, rel=1e-6)
+    unknown = result["unknown length"]
+    assert (unknown["steps"], unknown["applied"]) == (202, 202)
+    assert unknown["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    endless = result["endless"]
+    assert (endless["steps"], endless["applied"]) == (60, 60)
+    assert endless["labels"] == pytest.approx([149.5, 449.5], rel=1e-6)
+
+
+def test_a_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
+    shards = result["function"]
+    assert (shards["steps"], shards["applied"]) == (2 * (51 + 51), 2 * (51 + 51))
+    assert shards["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    assert shards["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    endless = result["endless function"]
+    assert (endless["steps"], endless["applied"]) == (50, 50)
+    assert result["evaluate function"] == pytest.approx(LABELS, rel=1e-6)
+    assert "predict function" not in result, "rows that workers read have no order"
+
+
+def test_evaluate_and_predict(result: dict[str, Any]) -> None:
+    assert result["evaluate"] == pytest.approx(LABELS, rel=1e-6)
+    assert result["predict in order"]
+
+
+def test_schedules_see_the_true_step(result: dict[str, Any]) -> None:
+    assert result["scheduled steps"] == 1003
+    assert result["applied before the rate is 0"] == 500  # steps 0 to 499
+    assert result["applied at two rates"] == 32 + 16
+
+
+def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
+    expected = [(batch, batch + 1, 10 * batch / 2 + 4.5) for batch in range(5)]
+    assert [tuple(seen) for seen in result["watched"]] == [
+        (batch, step, pytest.approx(labels, rel=1e-6)) for batch, step, labels in expected
+    ]
+    assert result["epochs until stopped early"] == 3
+    assert result["warned of run_eagerly"]
+
+
+def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
+    assert 2 <= result["seconds until interrupted"] < 12
+    assert result["labels after"] == pytest.approx(49.5, rel=1e-6)
+    assert result["bad ids"]
+
+
+def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
+    with tasks("train_parameter_server.py", "loss", folder=tmp_path, workers=2, ps=1) as cluster:
+        cluster.start("chief:0", "worker:0", "worker:1", "ps:0")
+        cluster.wait_for("chief:0", "EPOCH 0")
+        cluster.signal("worker:0", signal.SIGKILL)
+        cluster.wait_for("chief:0", "EPOCH 2")  # the other one goes on alone
+        cluster.start("worker:0")
+        result = result_of(cluster)
+    mean = (32 * 1000 - 1) / 2
+    assert result["steps"] == 3000
+    assert result["labels"] == pytest.approx([mean] * 3, rel=1e-6)
+    assert result["evaluate"] == pytest.approx(mean, rel=1e-6)
+    # The worker may have applied some steps of the one call that was made again.
+    assert 3000 <= result["applied"] <= 3008

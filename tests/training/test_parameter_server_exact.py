@@ -1,0 +1,54 @@
+"""Parameter servers with one worker against plain Keras: whole and partitioned variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "train_parameter_server_exact.py"
+TOLERANCE = 5e-7
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["whole", "partitioned"])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("exact") / "model.keras"
+    run = subprocess.run(
+        [sys.executable, str(PROGRAM), str(request.param), str(path)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "RESULT " in run.stdout, run.stderr[-3000:]
+    found = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+    assert found["pieces"] == max(1, request.param)
+    return found
+
+
+def test_training_is_plain_keras(result: dict[str, Any]) -> None:
+    assert len(result["optimizers"]) == (2 if result["pieces"] == 1 else 11)
+    for name, found in result["optimizers"].items():
+        assert max(found["weights"], found["slots"], found["history"]) < TOLERANCE, name
+        assert found["steps"] == (4 if name == "accumulation" else 8), name
+
+
+def test_own_train_step_and_lookups(result: dict[str, Any]) -> None:
+    found = result["own step"]
+    assert found["names"][0] == found["names"][1]
+    assert max(found["weights"], found["slots"], found["history"]) < TOLERANCE
+
+
+def test_saved_model_is_plain_keras(result: dict[str, Any]) -> None:
+    assert result["saved"] < TOLERANCE
+    assert result["evaluate"] < TOLERANCE
+
+
+def test_rows_are_gathered_on_the_servers(result: dict[str, Any]) -> None:
+    assert result["gathers"] >= result["pieces"]

@@ -1,0 +1,107 @@
+"""Every task of a cluster with parameter servers ends by itself, and as the coordinator ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from real_tasks import tasks
+
+import tfdist_ext as tfd
+
+pytestmark = pytest.mark.timeout(150)
+WITHIN = 10.0  # seconds after the coordinator
+
+
+def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    servers = ["ps:0", "worker:0", "worker:1"]
+    with tasks(
+        "roles_fit.py", str(folder), folder=tmp_path, workers=2, ps=1, evaluator=True
+    ) as cluster:
+        cluster.start("chief:0", "evaluator:0", *servers)
+        for name in ("chief:0", "evaluator:0", *servers):
+            assert cluster.status(name, 90) == 0, cluster.log(name)[-3000:]
+        for name in servers:
+            assert cluster.seconds_after("chief:0", name) < WITHIN
+            assert "is done\nrun returned None" in cluster.log(name)
+        history = json.loads(cluster.wait_for("chief:0", "RESULT (.*)")[1])
+        assert "run returned trained" in cluster.log("chief:0")
+        evaluated = cluster.log("evaluator:0")
+    assert "evaluator:0, beside a cluster of 1 chief, 2 worker, 1 ps" in evaluated
+    assert evaluated.endswith("run returned None\n")
+    # The same numbers as the chief's validation, which it did on the workers at the same states.
+    scalars = _scalars(folder / "evaluator")
+    assert sorted(scalars) == ["epoch_accuracy", "epoch_loss"]
+    for name in ("loss", "accuracy"):
+        by_epoch = scalars[f"epoch_{name}"]
+        assert 2 in by_epoch  # the last; those before may be removed before their turn
+        for epoch, value in by_epoch.items():
+            assert value == pytest.approx(history[f"val_{name}"][epoch], rel=1e-5)
+
+
+def test_an_exception_on_the_coordinator_ends_every_server_with_1(tmp_path: Path) -> None:
+    with tasks("roles_by_hand.py", "raise", folder=tmp_path, workers=1, ps=1) as cluster:
+        cluster.start("chief:0", "worker:0", "ps:0")
+        assert cluster.status("chief:0") == 1
+        assert "no space left on device" in cluster.log("chief:0")
+        for name in ("worker:0", "ps:0"):
+            assert cluster.status(name, 20) == 1
+            assert cluster.seconds_after("chief:0", name) < WITHIN
+            assert cluster.log(name).endswith("has failed\n")
+
+
+def test_servers_wait_for_a_late_coordinator_and_end_with_1_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    with tasks("roles_by_hand.py", "wait", folder=tmp_path, workers=2, ps=1) as cluster:
+        cluster.start("worker:0", "worker:1", "ps:0")
+        for name in ("worker:0", "worker:1", "ps:0"):
+            cluster.wait_for(name, rf"{name}: waiting for chief:0 \(127.0.0.1:\d+\) since \d+ s")
+        cluster.start("chief:0")
+        assert cluster.wait_for("chief:0", "RESULT (.*)")[1] == "10.0"
+        cluster.signal("worker:1", signal.SIGTERM)
+        assert cluster.status("worker:1", 3) == -signal.SIGTERM
+        cluster.signal("chief:0", signal.SIGKILL)
+        for name in ("worker:0", "ps:0"):
+            assert cluster.status(name, 20) == 1
+            assert cluster.seconds_after("chief:0", name) < WITHIN
+            assert cluster.log(name).endswith("is gone without a last word: a crash\n")
+
+
+def test_where_training_is_driven_run_calls_main() -> None:
+    assert tfd.run(lambda: 7) == 7
+    with pytest.raises(KeyError, match="lost"):
+        tfd.run(lambda: {}["lost"])
+
+
+@pytest.mark.parametrize(("code", "fails"), [(None, False), (0, False), (3, True), ("no", True)])
+def test_sys_exit_in_main_is_a_failure_unless_it_is_0(
+    code: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr("tfdist_ext.strategies.roles.ends_as_failure", lambda: told.append(True))
+
+    def main() -> None:
+        raise SystemExit(code)
+
+    with pytest.raises(SystemExit) as end:
+        tfd.run(main)
+    assert end.value.code == code
+    assert bool(told) == fails
+
+
+def _scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """tag -> step -> value of the event files in a folder."""
+    scalars: dict[str, dict[int, float]] = {}
+    for file in folder.iterdir():
+        for record in tf.data.TFRecordDataset(str(file)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                assert value.metadata.plugin_data.plugin_name == "scalars"
+                scalars.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+    return scalars

@@ -1,0 +1,162 @@
+"""How a ps or worker task learns that the coordinator has ended, and how it went.
+
+TensorFlow's servers never end by themselves. These watch for two signs:
+
+- The coordinator's word: "here" when it has connected, "done" or "failed" when its process ends.
+  It runs an operation on each server, which makes a file of that name in that server's memory
+  ("ram://", TensorFlow's own). It takes the way of the training, so it arrives where that works.
+- The coordinator's address. No answer there any more, and no last word, is a crash.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfdist_ext.strategies.presence import Presence, driver_of, say
+from tfdist_ext.strategies.resolvers import Described, describe, resolver_of
+from tfdist_ext.strategies.start_failures import start_failures_in_words
+
+__all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers"]
+
+# A file for each word: in memory, what is written to a file is added to what it holds.
+_HERE, _DONE, _FAILED = (f"ram://tfdist_ext/coordinator_{w}" for w in ("here", "done", "failed"))
+
+_LOOK_EVERY = 0.5  # seconds
+_LEAVE = 5.0  # seconds for the coordinator to be gone after its last word
+_TELL = 3.0  # seconds for a server to take the last word; it may be dead, or frozen
+
+
+class RoleEnded(SystemExit):
+    """The end of a task that does not drive the training: status 0, or 1 after a crash."""
+
+
+def serves(described: Described) -> bool:
+    """Whether this task is a ps, or a worker beside one: it serves, and a coordinator drives."""
+    task = described.task
+    return task is not None and task.type in ("ps", "worker") and "ps" in described.jobs
+
+
+def serve(cluster: Any) -> NoReturn:
+    """Serve as this task of a cluster with parameter servers until the coordinator has ended.
+
+    It waits for the coordinator's first sign without a limit, and says so on stderr. Signals end
+    it at once.
+
+    Raises:
+        RoleEnded: always: with 0 when the coordinator said that it ended well, else with 1.
+        StrategyError: this task cannot listen at its address.
+    """
+    described = describe(cluster)
+    assert described.task is not None
+    resolver = resolver_of(cluster)
+    with start_failures_in_words(described):
+        # Not join(): it never returns, and it keeps Python from handling signals.
+        server = tf.distribute.Server(
+            resolver.cluster_spec(),
+            job_name=described.task.type,
+            task_index=described.task.index,
+            protocol=resolver.rpc_layer or "grpc",
+        )
+    word = _last_word(described)
+    del server  # it serves as long as there is a reference
+    raise RoleEnded(0 if word == _DONE else 1)
+
+
+def ends_as_failure() -> None:
+    """This process will end with a status that Python lets nobody see before: sys.exit(1)."""
+    _failed.set()
+
+
+def tell_servers(described: Described) -> None:
+    """Make this process, the coordinator, tell its servers that it is here, and how it ends."""
+    messengers = _Messengers(described)
+
+    def at_exit() -> None:
+        # Python keeps the exception that ended the program, if one did.
+        ended_by_exception = getattr(sys, "last_value", None) is not None
+        messengers.tell(_FAILED if ended_by_exception or _failed.is_set() else _DONE)
+
+    atexit.register(at_exit)
+
+
+_failed = threading.Event()
+
+
+def _last_word(described: Described) -> str:
+    """What the coordinator said last, when it has ended or is gone; meanwhile this serves."""
+    me, driver = str(described.task), driver_of(described)
+    if driver is None:
+        say(
+            f"{me}: serving at {described.address}. {described.source} names no chief: a"
+            " coordinator that ends by itself is heard, one that is killed is not noticed."
+        )
+        while (word := _heard()) not in (_DONE, _FAILED):
+            time.sleep(_LOOK_EVERY)
+        return word
+    coordinator = Presence(me, *driver, described.source)
+    say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
+    while (word := _heard()) not in (_DONE, _FAILED) and not coordinator.gone:
+        coordinator.seen |= word == _HERE  # it may be gone again before anybody looks
+        time.sleep(_LOOK_EVERY)
+        coordinator.look()
+    if word not in (_DONE, _FAILED):
+        say(f"{me}: the coordinator, {coordinator}, is gone without a last word: a crash")
+        return word
+    # It has a few things left to do; none of them should find its servers gone.
+    deadline = time.monotonic() + _LEAVE
+    while coordinator.look() and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY)
+    say(f"{me}: the coordinator, {coordinator}, {'is done' if word == _DONE else 'has failed'}")
+    return word
+
+
+def _heard() -> str:
+    """The coordinator's latest word."""
+    return next((word for word in (_FAILED, _DONE, _HERE) if tf.io.gfile.exists(word)), "")
+
+
+class _Messengers:
+    """On the coordinator: a thread for each server, which tells it what happens here."""
+
+    def __init__(self, described: Described) -> None:
+        # All is made now. At its end Python starts no threads any more, and a tensor that is made
+        # while one of the servers is frozen may never be done. A thread for each server, because
+        # one that is frozen keeps its thread.
+        self._files = {word: tf.constant(word) for word in (_HERE, _DONE, _FAILED)}
+        self._nothing = tf.constant("")
+        self._word = ""
+        self._leave = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._carry, args=(job, index), daemon=True, name="last word")
+            for job in ("ps", "worker")
+            for index, address in enumerate(described.jobs[job])
+            if address
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, word: str) -> None:
+        """Returns when all servers have heard it, or those that have not had their time."""
+        self._word = word
+        self._leave.set()
+        deadline = time.monotonic() + _TELL
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _carry(self, job: str, index: int) -> None:
+        self._write(_HERE, job, index)
+        self._leave.wait()
+        self._write(self._word, job, index)
+
+    def _write(self, word: str, job: str, index: int) -> None:
+        # Who cannot be told is gone, or will notice that this process is.
+        cannot = contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError)
+        with cannot, tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+            tf.io.write_file(self._files[word], self._nothing)

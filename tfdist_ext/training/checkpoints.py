@@ -1,0 +1,88 @@
+"""Checkpoints: the whole state of a model in one file, restored on any strategy from any other.
+
+In a cluster the chief writes and reads, and the others wait and take over its state. So a folder
+on the chief's own disk is enough, and no task can come upon another file than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.checkpoint_file import CheckpointFile, write_checkpoint
+from tfdist_ext.training.checkpoint_index import (
+    Progress,
+    finished_checkpoints,
+    training_is_done,
+)
+from tfdist_ext.training.checkpoint_state import kinds_of, matching, state_of
+from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.whole_values import assign_rows, blocks
+
+__all__ = [
+    "Progress",
+    "finished_checkpoints",
+    "restore_checkpoint",
+    "save_checkpoint",
+    "training_is_done",
+]
+
+
+def save_checkpoint(
+    model: keras.Model, reduction: Reduction, path: Path, progress: Progress
+) -> Progress:
+    """Write the model's state to one file; every task must call, and returns when it is there.
+
+    Returns:
+        The progress that was saved, its step that of the optimizer.
+
+    Raises:
+        TrainingError: the model has no variables, or `path` is a folder.
+        OSError: the file cannot be written.
+    """
+    _check_has_variables(model, "save_checkpoint")
+    optimizer = getattr(model, "optimizer", None)  # there is none before compile
+    if optimizer is not None:
+        progress = replace(progress, step=int(optimizer.iterations.numpy()))
+    done_by_chief(
+        reduction,
+        lambda: write_checkpoint(path, state_of(model), kinds_of(model), asdict(progress)),
+        f"write the checkpoint {path}",
+    )
+    return progress
+
+
+def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> Progress:
+    """Give the model the state that a checkpoint holds; every task must call.
+
+    Raises:
+        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, or
+            is one of another model or of another optimizer; nothing is changed then. Or the model
+            has no variables yet.
+    """
+    _check_has_variables(model, "restore_checkpoint")
+    progress = list(asdict(Progress()).values())
+
+    def read() -> None:
+        with CheckpointFile(path) as file:
+            for saved, variable in matching(file, model, path):
+                for start, stop in blocks(variable):
+                    assign_rows(variable, start, file.rows(saved, start, stop))
+            progress[:] = [file.number(name) for name in asdict(Progress())]
+
+    done_by_chief(reduction, read, f"read the checkpoint {path}")
+    follow_chief(model, reduction)
+    return Progress(*reduction.from_chief(np.array(progress, np.int64)).tolist())
+
+
+def _check_has_variables(model: keras.Model, call: str) -> None:
+    if not model.built:
+        raise TrainingError(
+            f"{call}() needs the model's variables, and {model.name!r} has none yet: begin it with"
+            " keras.Input(shape), or call build(), fit() or predict() first."
+        )

@@ -1,0 +1,94 @@
+"""Training under ParameterServerStrategy: this process coordinates, workers run the steps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.coordinated_calls import Calls
+from tfdist_ext.training.coordinated_inputs import WorkerBatches
+from tfdist_ext.training.coordinated_predicting import CoordinatedPredictor
+from tfdist_ext.training.coordinated_scope import UpdatesOnServers, WorkerScope
+from tfdist_ext.training.coordinated_steps import CoordinatedSteps
+from tfdist_ext.training.copies import outside_of_strategies
+from tfdist_ext.training.engine import SynchronousEngine
+
+__all__ = ["CoordinatorEngine", "SoleCoordinator"]
+
+
+class SoleCoordinator:
+    """The one task that drives the training: it agrees with itself, and is the chief."""
+
+    is_chief = True
+    multi_worker = False
+
+    def any_worker(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def from_chief(self, value: Any) -> np.ndarray:
+        return np.asarray(value)
+
+    sum_over_workers = from_chief
+
+
+class CoordinatorEngine(SynchronousEngine):
+    """Steps on the workers of a parameter server cluster, asynchronously.
+
+    Each global batch is one step, on one worker. A step starts from whatever the weights are when
+    its worker reads them.
+    """
+
+    seconds_per_execution = 1.0  # at its end workers wait for the slowest one
+
+    def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
+        self._strategy = strategy
+        self.reduction = SoleCoordinator()  # type: ignore[assignment]
+        self._programs = {}
+        self._calls = Calls(strategy)
+        self._predictions: CoordinatedPredictor | None = None
+
+    def read(self, *data: Any, **options: Any) -> Any:
+        """Data for this process to read, or a function of the input context, for each worker."""
+        if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
+            return WorkerBatches.from_function(self._calls, *data, **options)
+        return super().read(*data, **options)
+
+    def feed(self, batches: Any) -> Any:
+        if isinstance(batches, WorkerBatches):
+            return batches
+        with tf.device("CPU:0"):
+            return batches.on_host(0, 1, 1)
+
+    def prepare(self, model: keras.Model) -> None:
+        for name in ("jit_compile", "run_eagerly"):
+            if getattr(model, name):
+                warnings.warn(
+                    f"{name}=True is off: steps run in the workers' processes, in graphs that"
+                    " reach over to the parameter servers.",
+                    stacklevel=4,
+                )
+                setattr(model, name, False)
+
+    def predictor(self, model: keras.Model) -> CoordinatedPredictor:
+        if self._predictions is None:
+            self._predictions = CoordinatedPredictor(model, self._calls)
+        return self._predictions
+
+    def finalize(self, model: keras.Model) -> None:
+        optimizer = model.optimizer
+        scope = WorkerScope([])
+        with (
+            outside_of_strategies(),
+            scope,
+            kp.optimizer_keys(scope.owner_of),
+            kp.distribution_strategy_of(optimizer, UpdatesOnServers(scope, optimizer)),
+        ):
+            optimizer.finalize_variable_values(model.trainable_weights)
+
+    def _make_program(self, model: keras.Model, kind: str) -> CoordinatedSteps:
+        return CoordinatedSteps(model, self._calls, kind)

@@ -1,0 +1,85 @@
+"""predict on the workers of a parameter server cluster: every row once, in input order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.coordinated_batches import Parcel, batch_of, parcels, specs_of
+from tfdist_ext.training.coordinated_calls import Calls
+from tfdist_ext.training.coordinated_scope import WorkerScope
+from tfdist_ext.training.coordinated_steps import BATCHES_IN_A_CALL, on_worker
+from tfdist_ext.training.epochs import Epochs
+
+__all__ = ["CoordinatedPredictor"]
+
+
+class CoordinatedPredictor:
+    """The remote calls of a model's predict_step."""
+
+    def __init__(self, model: keras.Model, calls: Calls):
+        self._model = model
+        self._calls = calls
+        step = model.predict_step
+        self._step = getattr(step, "python_function", step)
+        self._functions: dict[Any, Any] = {}
+
+    def predict(self, epochs: Epochs, hooks: Any) -> Any:
+        """The outputs for one pass over the data, as NumPy arrays of all rows."""
+        model = self._model
+        model.stop_predicting = False
+        hooks.on_predict_begin()
+        collected: list[Any] = []
+        turn = self._calls.workers  # a short one first: it shows early that all is well
+        with epochs.next() as data:
+            while not model.stop_predicting:
+                left = None if data.steps is None else data.steps - len(collected)
+                n = turn if left is None else min(turn, left)
+                outputs = self._outputs(data.iterator, n)
+                for one in outputs:
+                    hooks.on_predict_batch_begin(len(collected))
+                    collected.append(one)
+                    hooks.on_predict_batch_end(len(collected) - 1, {"outputs": one})
+                if len(outputs) < turn:
+                    break
+                turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
+        if not collected:
+            epochs.ended_after(0)
+        hooks.on_predict_end()
+
+        def rows(*parts: Any) -> Any:
+            return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+
+        return keras.tree.map_structure(rows, *collected)
+
+    def _outputs(self, iterator: Any, n: int) -> list[Any]:
+        """Outputs of the next `n` global batches, or of fewer where the data ends."""
+        with self._calls.all_done() as call:
+            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
+            for parcel in parcels(iterator, n, most):
+                call(self._function(iterator, parcel), [parcel.tensors, parcel.ends])
+        return [outputs for of_call in call.results() for outputs in of_call]
+
+    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+        structure, specs = specs_of(iterator)
+        count = len(parcel.ends)
+        key = (count, str(specs))
+        if key not in self._functions:
+            one = tf.function(self._one_batch, autograph=False)
+
+            def batches(tensors: Any, ends: Any) -> list[Any]:
+                return [
+                    one(batch_of(structure, tensors, ends, number, count))
+                    for number in range(count)
+                ]
+
+            self._functions[key] = on_worker(batches, specs, tf.TensorSpec([count], tf.int64))
+        return self._functions[key]
+
+    def _one_batch(self, batch: Any) -> Any:
+        scope = WorkerScope([])
+        with scope, kp.rows_taken_by(scope.rows):
+            return self._step(batch)

@@ -1,0 +1,246 @@
+"""Variables as a step on a worker of a parameter server cluster sees and writes them.
+
+The values are on parameter servers and other workers write them meanwhile. So what counts is
+added, never overwritten by a value computed from an old one, and updates run where the variable is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.sharded_variables import (
+    PartitionedRead,
+    is_partitioned,
+    pieces_of,
+    rows_in_range,
+    take_rows,
+)
+
+__all__ = ["UpdatesOnServers", "WorkerScope"]
+
+# Their update of a row depends on no other row, so each piece can be updated by itself.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+class WorkerScope(keras.StatelessScope):
+    """Scope of one step.
+
+    Args:
+        values: (variable, value) of those that are values of the step: metrics, the step's
+            number, the learning rate. Writes to them change the value, and nothing else.
+        watched: variables that the step may write (moving statistics, seeds): what it adds to
+            them is added on the server when the step is done.
+        counter: the one of `values` that counts steps; how often it is written is counted.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[tuple[Any, Any]],
+        watched: Sequence[Any] = (),
+        counter: Any = None,
+    ):
+        super().__init__(values, collect_losses=True, initialize_variables=False)
+        self._counter = counter
+        self.counted = 0
+        self._values = set(self.state_mapping)
+        self._watched = {id(variable): variable for variable in watched}
+        self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
+        self._reads: dict[int, PartitionedRead] = {}
+        self._graph = _graph()
+        self._stale = False  # what was read before an update
+        self._piece: int | None = None
+        self._as_one = False
+        self.updated: set[int] = set()  # ids of the given values that were written
+        self._sources: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key in self.state_mapping:
+            return self.state_mapping[key]
+        raw = kp.raw_value(variable)
+        if raw is None:
+            return None
+        if key in self._watched and self._in_step():
+            # A tensor: what is written is compared with what was read.
+            self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
+            return self.state_mapping[key]
+        if not is_partitioned(raw) or self._as_one:
+            return raw
+        if self._piece is not None:
+            return raw.variables[self._piece]
+        if self._stale:
+            return self._read_of(raw).whole_now()
+        with self._step():  # not in a loop of a layer, whose gradient has the shape of its inputs
+            return self._read_of(raw).whole()
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        key = id(variable)
+        if variable is self._counter:
+            self.counted += 1
+            if not self._in_step():  # in a cond of the optimizer: the step's number stays
+                return
+        if self._in_step() and key in self._watched:
+            self.get_current_value(variable)  # what it was
+        if self._in_step() and (key in self._values or key in self._watched):
+            self.updated |= {key} & self._values
+            super().add_update(update)
+        elif key not in self._values:
+            self._write(variable, value)
+        else:
+            raise TrainingError(
+                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
+                " a loop of train_step's own. Update metrics directly in the body of train_step;"
+                " the step is compiled as a whole already."
+            )
+
+    def write_watched(self) -> None:
+        """Add to the servers' variables what the step has added to those that it read."""
+        for key, before in self._before.items():
+            after = self.state_mapping[key]
+            if after is not before:
+                _add_difference(kp.raw_value(self._watched[key]), after, before)
+
+    def rows(self, variable: Any, ids: Any) -> Any:
+        """The rows of a variable, moved without the rest of it; None where that cannot be."""
+        raw = kp.raw_value(variable)
+        written = id(variable) in self.state_mapping and id(variable) not in self._before
+        if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
+            return None
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(self.rows(variable, ids.flat_values))
+        if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
+            ids = tf.sparse.to_dense(ids)
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
+        if not is_partitioned(raw):
+            taken = tf.gather(raw, ids)
+        elif not variable.trainable:
+            taken = take_rows(raw, ids)
+        elif self._in_step():
+            taken = self._read_of(raw).rows(ids)
+        else:
+            return None
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+
+    def owner_of(self, value: Any) -> Any:
+        """The raw value that a piece, or a tensor read from the pieces, belongs to."""
+        handle = getattr(value, "handle", None)
+        return self._sources.get(id(handle), value)
+
+    @contextlib.contextmanager
+    def updating(self, raw: Any, piece: int | None) -> Iterator[None]:
+        """Scope in which partitioned variables are their pieces of a number, or as they are."""
+        self._stale = True
+        if is_partitioned(raw):
+            if piece is not None:
+                self._sources[id(raw.variables[piece].handle)] = raw
+            before = self._piece, self._as_one
+            self._piece, self._as_one = piece, piece is None
+            try:
+                yield
+            finally:
+                self._piece, self._as_one = before
+        else:
+            yield
+
+    def _read_of(self, raw: Any) -> PartitionedRead:
+        if id(raw) not in self._reads:
+            with self._step():
+                read = self._reads[id(raw)] = PartitionedRead(raw)
+            self._sources[id(read.handle)] = raw
+        return self._reads[id(raw)]
+
+    def _write(self, variable: Any, value: Any) -> None:
+        self._stale = True
+        raw = kp.raw_value(variable)
+        if self._piece is not None and is_partitioned(raw):
+            raw = raw.variables[self._piece]
+        _add_difference(raw, value, tf.convert_to_tensor(raw))
+
+    def _step(self) -> Any:
+        return self._graph.as_default() if self._graph else contextlib.nullcontext()
+
+    def _in_step(self) -> bool:
+        return _graph() is self._graph
+
+
+class UpdatesOnServers:
+    """What an optimizer of a step takes for its strategy: updates run where the variable is.
+
+    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+    """
+
+    def __init__(self, scope: WorkerScope, optimizer: Any):
+        self._scope = scope
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        self._by_row = type(inner) in _BY_ROW
+
+    @property
+    def extended(self) -> UpdatesOnServers:
+        return self
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> None:
+        """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
+        del group
+        raw = self._scope.owner_of(var)
+        if is_partitioned(raw) and not self._by_row:
+            with self._scope.updating(raw, None):
+                fn(raw, *args, **(kwargs or {}))
+            return
+        rows = raw.shape[0] if raw.shape.rank else 1
+        for number, (piece, first, end) in enumerate(pieces_of(raw)):
+            mine = args
+            if is_partitioned(raw):
+                mine = [_of_piece(arg, raw, rows, first, end) for arg in args]
+            with tf.device(piece.device), self._scope.updating(raw, number):
+                fn(piece, *mine, **(kwargs or {}))
+
+
+def _of_piece(arg: Any, raw: Any, rows: int, first: int, end: int) -> Any:
+    """The rows of a gradient; other arguments, and variables with pieces of their own, as is."""
+    if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
+        return arg
+    whole = isinstance(arg, tf.IndexedSlices) or arg.shape[:1] == [rows]
+    return rows_in_range(arg, first, end) if whole else arg
+
+
+def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:
+    for piece, first, end in pieces_of(raw):
+        new, old = tf.cast(after, piece.dtype), tf.cast(before, piece.dtype)
+        if is_partitioned(raw):
+            new, old = new[first:end], old[first:end]
+        if piece.dtype.is_floating or piece.dtype.is_integer:
+            with tf.device(piece.device):
+                piece.assign_add(new - old)
+        else:
+            piece.assign(new)
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

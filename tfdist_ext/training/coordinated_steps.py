@@ -1,0 +1,289 @@
+"""Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
+
+The global batches are read on the coordinator and travel with the remote calls. So a call that is
+made again because its worker died sees the same examples, and each example counts once: what the
+workers return, not what they write on the way, becomes the metrics and the number of steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.coordinated_batches import Parcel, batch_of, parcels, specs_of
+from tfdist_ext.training.coordinated_calls import Calls
+from tfdist_ext.training.coordinated_inputs import WorkerIterators
+from tfdist_ext.training.coordinated_scope import UpdatesOnServers, WorkerScope
+from tfdist_ext.training.copies import outside_of_strategies
+from tfdist_ext.training.steps import Execution
+
+__all__ = ["BATCHES_IN_A_CALL", "CoordinatedSteps", "on_worker"]
+
+BATCHES_IN_A_CALL = 8
+
+
+class CoordinatedSteps:
+    """The remote calls of one step method of a model (its train_step or test_step)."""
+
+    def __init__(self, model: keras.Model, calls: Calls, kind: str):
+        self._model = model
+        self._calls = calls
+        self._training = kind == "train"
+        step = getattr(model, f"{kind}_step")
+        self._step = getattr(step, "python_function", step)
+        self._own_outputs = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in (f"{kind}_step", "compute_metrics")
+        )
+        metrics = [variable for metric in model.metrics for variable in metric.variables]
+        self._metrics = list({id(variable): variable for variable in metrics}.values())
+        known = {id(variable) for variable in self._metrics}
+        self._watched = [v for v in model.non_trainable_variables if id(v) not in known]
+        self._counter: Any = None
+        self._rate: Any = None
+        if isinstance(model.optimizer, keras.optimizers.Optimizer):
+            self._counter, self._rate = kp.step_variables(model.optimizer)
+        self._counted = 0  # how often a step counts itself
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._functions: dict[Any, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the metrics anew, as at the beginning of an epoch."""
+        self._model.reset_metrics()
+        self._start = [kp.raw_value(variable).numpy() for variable in self._metrics]
+        # Float32 would lose counts above 16 million, and the ends of sums long before.
+        self._totals = [_wide(value) for value in self._start]
+
+    def run(self, iterator: Any, n: int, *, seconds: float, known_length: bool) -> Execution:
+        """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
+
+        Raises:
+            TrainingError: a parameter server is gone.
+        """
+        del known_length
+        if isinstance(iterator, WorkerIterators):
+            return self._run_where_data_is(iterator, n, seconds)
+        first, rate = self._number_and_rate()
+        done = 0
+        with self._calls.all_done() as call:
+            together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
+            for parcel in parcels(iterator, n, BATCHES_IN_A_CALL if together else 1):
+                function = self._function(iterator, parcel)
+                step = np.int64(first + done * self._counted)
+                call(function, [parcel.tensors, parcel.ends, step, rate])
+                done += len(parcel.ends)
+        outputs: dict[str, Any] = {}
+        for packed, of_call in call.results():
+            self._add(packed)
+            outputs = of_call
+        return self._finish(first, done, outputs, seconds)
+
+    def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
+        """The same with batches that the workers read for themselves."""
+        first, rate = self._number_and_rate()
+        function = self._looping_function(data)
+        outputs: dict[str, Any] = {}
+        done = 0
+        while done < n and data.unfinished:
+            before = done
+            with self._calls.all_done() as call:
+                most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * self._calls.workers)))
+                for start in range(done, n, most):
+                    step = np.int64(first + start * self._counted)
+                    count = np.int64(min(most, n - start))
+                    call(function, [data.of_workers, count, step, rate])
+            for packed, of_call, steps, ended, worker in call.results():
+                self._add(packed)
+                done += int(steps)
+                outputs = of_call if steps else outputs
+                data.unfinished -= {int(worker)} if ended else set()
+            if done == before:
+                time.sleep(0.01)  # only workers that are done have answered
+        return self._finish(first, done, outputs, seconds)
+
+    def _number_and_rate(self) -> tuple[int, Any]:
+        """(steps before this execution, learning rate in it)."""
+        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
+        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
+        return first, rate
+
+    def _finish(self, first: int, done: int, outputs: Any, seconds: float) -> Execution:
+        if self._training and self._counter is not None and done:
+            kp.raw_value(self._counter).assign(first + done * self._counted)
+        values = [
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
+        for variable, value in zip(self._metrics, values, strict=True):
+            kp.raw_value(variable).assign(value)
+        return Execution(self._logs(values, outputs), done, seconds)
+
+    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+        structure, specs = specs_of(iterator)
+        count = len(parcel.ends)
+        key = (count, str(specs))
+        if key not in self._functions:
+            one = tf.function(self._one_step, autograph=False)
+
+            def steps(tensors: Any, ends: Any, first: Any, rate: Any) -> Any:
+                states: list[Any] = [tf.constant(value) for value in self._start]
+                outputs: dict[str, Any] = {}
+                for number in range(count):
+                    batch = batch_of(structure, tensors, ends, number, count)
+                    step = first + number * self._counted
+                    states, outputs = one(batch, step, rate, states)
+                return _packed(states), outputs
+
+            rate = self._rate.dtype if self._rate is not None else "float32"
+            self._functions[key] = on_worker(
+                steps,
+                specs,
+                tf.TensorSpec([count], tf.int64),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], rate),
+            )
+        return self._functions[key]
+
+    def _looping_function(self, data: WorkerIterators) -> Any:
+        """Steps on the iterator of whichever worker it is, until there are `count` or no more."""
+        key = ("looping", str(data.element_spec))
+        if key in self._functions:
+            return self._functions[key]
+        one = tf.function(self._one_step, autograph=False)
+        rates = tf.TensorSpec([], self._rate.dtype if self._rate is not None else "float32")
+
+        def steps(iterator: Any, count: Any, first: Any, rate: Any) -> Any:
+            states: list[Any] = [tf.constant(value) for value in self._start]
+            # Traced beforehand: a loop must know what comes out of it, and how steps count.
+            spec = one.get_concrete_function(data.element_spec, first, rate, states)
+            outputs = {
+                name: tf.zeros([n or 0 for n in output.shape], output.dtype)
+                for name, output in spec.structured_outputs[1].items()
+            }
+
+            def body(i: Any, more: Any, states: Any, outputs: Any) -> Any:
+                batch = iterator.get_next_as_optional()
+                more = batch.has_value()
+                states, outputs = tf.cond(
+                    more,
+                    lambda: one(batch.get_value(), first + i * self._counted, rate, states),
+                    lambda: (states, outputs),
+                )
+                return i + tf.cast(more, tf.int64), more, states, outputs
+
+            done, more, states, outputs = tf.while_loop(
+                lambda i, more, *_: tf.logical_and(i < count, more),
+                body,
+                (tf.constant(0, tf.int64), tf.constant(True), states, outputs),
+            )
+            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+            return _packed(states), outputs, done, tf.logical_not(more), tf.identity(worker)
+
+        number = tf.TensorSpec([], tf.int64)
+        iterators = tf.data.IteratorSpec(data.element_spec)
+        self._functions[key] = on_worker(steps, iterators, number, number, rates)
+        return self._functions[key]
+
+    def _one_step(self, batch: Any, step: Any, rate: Any, states: Sequence[Any]) -> Any:
+        values = list(zip(self._metrics, states, strict=True))
+        if self._training and self._counter is not None:
+            values.append((self._counter, tf.cast(step, self._counter.dtype)))
+        if self._rate is not None:
+            values.append((self._rate, rate))
+        scope = WorkerScope(values, self._watched, self._counter)
+        optimizer = self._model.optimizer
+        with (
+            scope,
+            kp.rows_taken_by(scope.rows),
+            kp.optimizer_keys(scope.owner_of),
+            kp.distribution_strategy_of(optimizer, UpdatesOnServers(scope, optimizer)),
+        ):
+            outputs = self._step(batch)
+        scope.write_watched()
+        self._counted = scope.counted
+        self._updated |= scope.updated
+        states = [scope.get_current_value(variable) for variable in self._metrics]
+        return states, self._outputs(outputs)
+
+    def _outputs(self, outputs: Any) -> dict[str, Any]:
+        if not self._own_outputs:
+            return {}
+        if not isinstance(outputs, dict):
+            raise TrainingError(
+                f"{type(self._model).__name__}'s own step must return a dict of names and values;"
+                f" it returned {outputs!r}."
+            )
+        return {name: tf.convert_to_tensor(value) for name, value in _flat(outputs).items()}
+
+    def _add(self, packed: Sequence[np.ndarray]) -> None:
+        """Take the metrics' states of one call into those of the epoch."""
+        states = _unpacked(packed, self._start)
+        for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
+            if variable.aggregation == "sum":
+                self._totals[i] = self._totals[i] + (_wide(states[i]) - start)
+            else:
+                self._totals[i] = states[i]
+
+    def _logs(self, values: list[tf.Tensor], outputs: dict[str, Any]) -> dict[str, Any]:
+        with keras.StatelessScope(zip(self._metrics, values, strict=True)):
+            results = self._model.get_metrics_result()
+            if outputs:
+                live = self._live_names()
+                among = {name: results[name] for name in outputs if name in live & set(results)}
+                results = {**outputs, **among}
+        logs = {name: np.asarray(value) for name, value in sorted(results.items())}
+        return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
+
+    def _live_names(self) -> set[str]:
+        """Names of the results of metrics that the step updates."""
+        names: set[str] = set()
+        for metric in self._model.metrics:
+            if any(id(variable) in self._updated for variable in metric.variables):
+                value = metric.result()
+                names |= set(value) if isinstance(value, dict) else {metric.name}
+        return names
+
+
+def on_worker(function: Any, *specs: Any) -> Any:
+    """The function traced as workers run it: no strategy in sight, each worker a device."""
+    with outside_of_strategies():
+        return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+
+def _packed(states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """One vector for each dtype: each tensor that comes back is a call of its own."""
+    dtypes = dict.fromkeys(state.dtype for state in states)
+    return [
+        tf.concat([tf.reshape(state, [-1]) for state in states if state.dtype == dtype], axis=0)
+        for dtype in dtypes
+    ]
+
+
+def _unpacked(packed: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    vectors = {vector.dtype: vector for vector in packed}
+    places = dict.fromkeys(vectors, 0)
+    states = []
+    for value in like:
+        start = places[value.dtype]
+        places[value.dtype] += value.size
+        states.append(vectors[value.dtype][start : start + value.size].reshape(value.shape))
+    return states
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float64) if value.dtype.kind == "f" else value
+
+
+def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in outputs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat

@@ -1,0 +1,80 @@
+"""What runs the steps of a model: the replicas of this process, or workers elsewhere.
+
+`DistributedModel` is the same for both. An engine brings what differs: who agrees with whom, how
+data gets to the steps, and the compiled steps themselves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.training.inputs import GlobalBatches, read
+from tfdist_ext.training.predicting import Predictor
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.steps import StepProgram
+
+__all__ = ["SynchronousEngine"]
+
+
+class SynchronousEngine:
+    """Steps on all replicas of a synchronous strategy, each task running its own part."""
+
+    seconds_per_execution = 0.4  # short enough to show progress
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+        self.reduction = Reduction(strategy)
+        self._programs: dict[str, tuple[Any, Any]] = {}
+        self._predictor: Predictor | None = None
+        self._warned_of_xla = False
+
+    def read(self, *data: Any, **options: Any) -> GlobalBatches:
+        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        return read(*data, **options)
+
+    def feed(self, batches: GlobalBatches) -> Any:
+        """What the programs iterate over: the parts of this task's replicas."""
+        on = self.reduction
+        if on.feeds_on_host:
+            return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
+        return batches.distributed(self._strategy)
+
+    def prepare(self, model: keras.Model) -> None:
+        """Settle what was compiled but cannot be, when the model's variables are there."""
+        if model.jit_compile and self._strategy.num_replicas_in_sync > 1:
+            if not self._warned_of_xla:
+                warnings.warn(
+                    f"jit_compile=True is off: XLA does not compile steps under"
+                    f" {type(self._strategy).__name__} with"
+                    f" {self._strategy.num_replicas_in_sync} replicas.",
+                    stacklevel=4,
+                )
+                self._warned_of_xla = True
+            model.jit_compile = False
+
+    def program(self, model: keras.Model, kind: str) -> Any:
+        """The compiled steps ("train" or "test"), made anew when the model was compiled since."""
+        compiled = (model.optimizer, model.loss, model.metrics)
+        made_for, program = self._programs.get(kind, (None, None))
+        if program is None or made_for != compiled:
+            program = self._make_program(model, kind)
+            self._programs[kind] = (compiled, program)
+        return program
+
+    def predictor(self, model: keras.Model) -> Any:
+        """The compiled predict_step."""
+        if self._predictor is None or self._predictor.eager != model.run_eagerly:
+            self._predictor = Predictor(model, self._strategy, self.reduction)
+        return self._predictor
+
+    def finalize(self, model: keras.Model) -> None:
+        """At the end of a training: averaged weights take the place of the last ones."""
+        with self._strategy.scope():
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def _make_program(self, model: keras.Model, kind: str) -> Any:
+        return StepProgram(model, self._strategy, self.reduction, kind)

@@ -1,0 +1,179 @@
+"""Variables of a parameter server cluster that are partitioned into pieces by rows.
+
+TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
+rows of it, nor keep an optimizer's slots beside its pieces. What is missing is here; a step on a
+worker uses it through `WorkerScope`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import read_by_tapes
+
+__all__ = [
+    "PartitionedRead",
+    "is_partitioned",
+    "make_readable",
+    "pieces_of",
+    "rows_in_range",
+    "slots_beside_pieces",
+    "take_rows",
+]
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether a variable's raw value consists of pieces (a ShardedVariable)."""
+    return bool(getattr(value, "is_sharded_variable", False))
+
+
+def pieces_of(value: Any) -> list[tuple[Any, int, int]]:
+    """(piece, its first row, row after its last) of a raw value; a plain one is one piece."""
+    if not is_partitioned(value):
+        return [(value, 0, value.shape[0] if value.shape.rank else 1)]
+    ends = np.cumsum([piece.shape[0] for piece in value.variables]).tolist()
+    return list(zip(value.variables, [0, *ends[:-1]], ends, strict=True))
+
+
+def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
+
+    No tape sees it: `PartitionedRead` gives the gradient.
+    """
+    pieces = pieces_of(value)
+    flat = tf.reshape(ids, [-1])
+    bounds = tf.constant([end for _, _, end in pieces[:-1]], flat.dtype)
+    # The piece of an id is the number of pieces that end at or before it.
+    owner = tf.searchsorted(bounds, flat, side="right")
+    places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, len(pieces))
+    wanted = tf.dynamic_partition(flat, owner, len(pieces))
+    rows = [
+        tf.raw_ops.ResourceGather(resource=piece.handle, indices=mine - first, dtype=piece.dtype)
+        for (piece, first, _), mine in zip(pieces, wanted, strict=True)
+    ]
+    row_shape = value.shape[1:]
+    result = tf.reshape(tf.dynamic_stitch(places, rows), [-1, *row_shape])
+    result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
+    result.set_shape(ids.shape.concatenate(row_shape))
+    return result
+
+
+def rows_in_range(value: Any, first: int, end: int) -> Any:
+    """A gradient's rows first to end, as the gradient of the piece that has them."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value[first:end]
+    mine = tf.logical_and(value.indices >= first, value.indices < end)
+    return tf.IndexedSlices(
+        tf.boolean_mask(value.values, mine),
+        tf.boolean_mask(value.indices, mine) - first,
+        dense_shape=tf.constant([end - first, *value.values.shape[1:]]),
+    )
+
+
+class PartitionedRead:
+    """One partitioned variable as a step reads it: as one tensor, or by rows.
+
+    `tape.gradient` needs one source for all reads. It is a scalar that stands for the variable;
+    reads hand their gradients through to it, of the variable's whole shape.
+    """
+
+    trainable = True  # what TensorFlow's tapes look for in a variable that is read
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self.handle = tf.zeros([], raw.dtype)
+        self._whole: Any = None
+
+    def whole(self) -> tf.Tensor:
+        """All pieces in one tensor, which has the source as its `handle`, as variables have."""
+        read_by_tapes(self)
+        if self._whole is None:
+            self._whole = self._made_whole(self.handle)
+            self._whole.handle = self.handle
+        return self._whole
+
+    def whole_now(self) -> tf.Tensor:
+        """The same after an update of the step; no gradient goes through it."""
+        whole = tf.convert_to_tensor(self._raw)
+        whole.handle = self.handle
+        return whole
+
+    def rows(self, ids: tf.Tensor) -> tf.Tensor:
+        """The rows of `ids`; the gradient is of those rows alone."""
+        read_by_tapes(self)
+
+        @tf.custom_gradient
+        def take(source: tf.Tensor) -> Any:
+            del source
+
+            def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+                shape = self._raw.shape.as_list()
+                values = tf.reshape(upstream, [-1, *shape[1:]])
+                return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
+
+            return take_rows(self._raw, ids), gradient
+
+        return take(self.handle)
+
+    def _made_whole(self, source: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def read(source: tf.Tensor) -> Any:
+            del source
+            values = [
+                tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
+                for piece, _, _ in pieces_of(self._raw)
+            ]
+            whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
+            return whole, lambda upstream: upstream
+
+        return read(source)
+
+
+def slots_beside_pieces() -> Any:
+    """Scope in which an optimizer's slots of a partitioned variable are partitioned alike.
+
+    To be entered after the strategy's own scope. TensorFlow never partitions a variable that is
+    to lie beside another one, and cannot put it beside pieces.
+    """
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        beside = kwargs.get("colocate_with")
+        if not is_partitioned(beside):
+            return next_creator(**kwargs)
+        initial = kwargs.pop("initial_value")
+        value = tf.convert_to_tensor(initial() if callable(initial) else initial)
+        name = kwargs.pop("name", None) or "slot"
+        slots = [
+            next_creator(
+                **{
+                    **kwargs,
+                    "colocate_with": piece,
+                    "initial_value": value[first:end],
+                    "name": f"{name}/part_{number}",
+                }
+            )
+            for number, (piece, first, end) in enumerate(pieces_of(beside))
+        ]
+        partitioned: Any = type(beside)
+        return partitioned(slots, name=name)
+
+    return tf.variable_creator_scope(creator)
+
+
+def make_readable(model: keras.Model) -> None:
+    """Let Keras turn a model's partitioned variables into arrays, as `save` does."""
+    variables = list(model.variables)
+    if model.compiled and isinstance(model.optimizer, keras.optimizers.Optimizer):
+        variables += model.optimizer.variables
+    for raw in map(kp.raw_value, variables):
+        if is_partitioned(raw):
+            raw.__array__ = _as_array(raw)
+
+
+def _as_array(raw: Any) -> Any:
+    return lambda dtype=None: np.asarray(raw.numpy(), dtype)
