@@ -27,7 +27,7 @@ FLOORS = [
     "errors",
 ]
 WITHOUT_TENSORFLOW = ("cli", "launch", "cluster", "errors")
-QUARANTINED = {"_keras_private.py", "_tf_private.py"}
+QUARANTINED = {"_keras_private.py", "_keras_hooks.py", "_tf_private.py"}
 
 
 def floor_of(name: str) -> str:

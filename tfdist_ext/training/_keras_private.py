@@ -1,18 +1,19 @@
 """The one place where Keras's private names are used, each with the reason.
 
+(Functions of Keras that are replaced while a replica's step runs are next door, in
+`_keras_hooks.py`.)
+
 `tests/training/test_keras_private.py` fails with the name and the reason when a release moves one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow.trainer import (
     convert_to_np_if_not_ragged,
@@ -21,7 +22,6 @@ from keras.src.backend.tensorflow.trainer import (
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.saving.serialization_lib import SafeModeScope
-from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
@@ -42,7 +42,6 @@ __all__ = [
     "optimizer_keys",
     "potentially_ragged_concat",
     "raw_value",
-    "replace_in_steps",
     "restored_epoch",
     "rows_taken_by",
     "set_restored_epoch",
@@ -206,62 +205,6 @@ def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> A
     if sample_weight is not None:
         sample_weight = tf.convert_to_tensor(sample_weight, dtype)
     return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
-
-
-def replace_in_steps(
-    part: Callable[[], Any],
-    *,
-    apply: Callable[..., Any],
-    reduce_loss: Callable[..., Any],
-    unreduced_loss: Callable[..., Any],
-    update_mean: Callable[..., Any],
-    moments: Callable[..., Any],
-    masked_moments: Callable[..., Any],
-) -> None:
-    """Let Keras call other functions where `part()` is not None.
-
-    Each is called as `other(part(), original function, *its arguments)`. Functions are replaced
-    because Keras has no other way in: its losses, layers and optimizers call each other, and the
-    steps of users call them directly.
-    """
-
-    def instead(owner: Any, name: str, other: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            here = part()
-            if here is None:
-                return original(*args, **kwargs)
-            return other(here, original, *args, **kwargs)
-
-        setattr(owner, name, chosen)
-
-    def compiled_loss(here: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = original(*args, **kwargs)
-        return loss if loss is None or loss.shape.rank == 0 else unreduced_loss(here, loss)
-
-    def moments_of_layer(here: Any, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-        if mask is None or not layer.synchronized:
-            return original(layer, inputs, mask)
-        epsilon = keras.config.epsilon()
-        return masked_moments(here, inputs, mask, layer._reduction_axes, epsilon)
-
-    instead(keras.optimizers.Optimizer, "apply", apply)
-    instead(keras.optimizers.LossScaleOptimizer, "apply", apply)
-    instead(loss_module, "reduce_weighted_values", reduce_loss)
-    instead(compile_utils.CompileLoss, "call", compiled_loss)
-    instead(keras.metrics.Mean, "update_state", update_mean)
-    # Its gradient would not weigh the replicas, and a part of 0 rows would count.
-    instead(nn, "_compute_moments_sync", lambda here, _, *args: moments(here, *args))
-    # Keras forgets `synchronized` where there is a mask.
-    instead(keras.layers.BatchNormalization, "_moments", moments_of_layer)
-    # Keras and users divide a replica's mean loss by this number; the parts' shares do it here.
-    replicas = tf.distribute.Strategy.num_replicas_in_sync.fget
-    tf.distribute.Strategy.num_replicas_in_sync = property(
-        lambda strategy: replicas(strategy) if part() is None else 1,
-        doc=tf.distribute.Strategy.num_replicas_in_sync.__doc__,
-    )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
     copies_per_worker,
@@ -34,7 +35,7 @@ __all__ = ["install"]
 
 def install() -> None:
     """Make Keras's functions ask whether a replica's step is running; once in a process."""
-    kp.replace_in_steps(
+    replace_in_steps(
         part,
         apply=_apply,
         reduce_loss=_reduce_loss,

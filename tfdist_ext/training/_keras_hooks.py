@@ -1,0 +1,74 @@
+"""Functions of Keras that do something else while a replica's step runs, each with the reason.
+
+They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
+other, and the steps of users call them directly. Outside of a step they are as Keras made them.
+`tests/training/test_keras_private.py` fails where a release does not call one any more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn
+from keras.src.losses import loss as loss_module
+from keras.src.trainers import compile_utils
+
+__all__ = ["replace_in_steps"]
+
+
+def replace_in_steps(
+    part: Callable[[], Any],
+    *,
+    apply: Callable[..., Any],
+    reduce_loss: Callable[..., Any],
+    unreduced_loss: Callable[..., Any],
+    update_mean: Callable[..., Any],
+    moments: Callable[..., Any],
+    masked_moments: Callable[..., Any],
+) -> None:
+    """Let Keras call other functions where `part()` is not None.
+
+    Each is called as `other(part(), original function, *its arguments)`.
+    """
+
+    def instead(owner: Any, name: str, other: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            here = part()
+            if here is None:
+                return original(*args, **kwargs)
+            return other(here, original, *args, **kwargs)
+
+        setattr(owner, name, chosen)
+
+    def compiled_loss(here: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        return loss if loss is None or loss.shape.rank == 0 else unreduced_loss(here, loss)
+
+    def moments_of_layer(here: Any, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+        if mask is None or not layer.synchronized:
+            return original(layer, inputs, mask)
+        epsilon = keras.config.epsilon()
+        return masked_moments(here, inputs, mask, layer._reduction_axes, epsilon)
+
+    instead(keras.optimizers.Optimizer, "apply", apply)
+    instead(keras.optimizers.LossScaleOptimizer, "apply", apply)
+    instead(loss_module, "reduce_weighted_values", reduce_loss)
+    instead(compile_utils.CompileLoss, "call", compiled_loss)
+    instead(keras.metrics.Mean, "update_state", update_mean)
+    # Its gradient would not weigh the replicas, and a part of 0 rows would count.
+    instead(nn, "_compute_moments_sync", lambda here, _, *args: moments(here, *args))
+    # Keras forgets `synchronized` where there is a mask.
+    instead(keras.layers.BatchNormalization, "_moments", moments_of_layer)
+    # Keras and users divide a replica's mean loss by this number; the parts' shares do it here.
+    replicas = tf.distribute.Strategy.num_replicas_in_sync.fget
+    tf.distribute.Strategy.num_replicas_in_sync = property(
+        lambda strategy: replicas(strategy) if part() is None else 1,
+        doc=tf.distribute.Strategy.num_replicas_in_sync.__doc__,
+    )
