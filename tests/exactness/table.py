@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ COLUMNS = {
 
 
 def train(
-    name: str, workers: int, by_keras: bool, optimizers: Iterable[str]
+    name: str, workers: int, by_keras: bool, optimizers: Iterable[str] = matrix.OPTIMIZERS
 ) -> dict[matrix.Cell, matrix.Trained | None]:
     """Run train.py, in a process of its own or as the workers of a cluster."""
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
@@ -66,20 +66,13 @@ def train(
         return dict(pickle.loads(out.read_bytes()))
 
 
-def figures(
-    columns: Mapping[str, Iterable[str]] | None = None,
-) -> dict[str, dict[matrix.Cell, float | None]]:
-    """Title of a column -> the difference to one device in each cell; None where it failed.
-
-    Args:
-        columns: title -> the optimizers to train with; by default all columns with all of them.
-    """
-    wanted = dict.fromkeys(COLUMNS, matrix.OPTIMIZERS) if columns is None else columns
+def figures() -> dict[str, dict[matrix.Cell, float | None]]:
+    """Title of a column -> the difference to one device in each cell; None where it failed."""
     started = time.monotonic()
 
-    def trained(*job: Any) -> dict[matrix.Cell, matrix.Trained | None]:
-        cells = train(*job)
-        words = [job[0], f"{job[1]} processes" if job[1] else "", "Keras" * job[2]]
+    def trained(*column: Any) -> dict[matrix.Cell, matrix.Trained | None]:
+        cells = train(*column)
+        words = [column[0], f"{column[1]} processes" if column[1] else "", "Keras" * column[2]]
         print(
             f"{time.monotonic() - started:4.0f} s: {' '.join(words)}", file=sys.stderr, flush=True
         )
@@ -87,18 +80,14 @@ def figures(
 
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
-        reference = pool.submit(trained, ONE_PROCESS, 0, False, matrix.OPTIMIZERS)
-        others = {
-            title: pool.submit(trained, *COLUMNS[title], optimizers)
-            for title, optimizers in wanted.items()
-        }
-        one_device = reference.result()
+        wanted = [(ONE_PROCESS, 0, False), *COLUMNS.values()]
+        one_device, *others = pool.map(lambda column: trained(*column), wanted)
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])
-            for cell, result in cells.result().items()
+            for cell, result in cells.items()
         }
-        for title, cells in others.items()
+        for title, cells in zip(COLUMNS, others, strict=True)
     }
 
 
