@@ -29,7 +29,7 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
     train = str(ROOT / "scripts" / "train.py")
     command = [sys.executable, train, f"--config={config}", f"--output={output}"]
     if settings["strategy"]["name"] == "multi_worker_mirrored":
-        text, silent = run_workers(command, timeout=200)
+        text, silent = run_workers([*command, "--epochs=8"], timeout=200)
         assert "test accuracy" not in silent
         assert "Epoch" not in silent
     elif settings["strategy"]["name"] == "parameter_server":
@@ -37,6 +37,7 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
         for log in servers:  # each has ended by itself, with 0
             assert log.endswith("is done\n")
     else:
+        command.append("--epochs=8")  # enough for the accuracy asked for
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=200)
         text = run.stdout.decode()
         assert run.returncode == 0, run.stderr.decode()[-3000:]

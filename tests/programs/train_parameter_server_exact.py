@@ -44,10 +44,8 @@ OPTIMIZERS = {
     "global_clipnorm": lambda: opt.SGD(0.5, global_clipnorm=0.1),
     "clipvalue": lambda: opt.Adagrad(0.5, clipvalue=0.01),
     "accumulation": lambda: opt.RMSprop(0.01, gradient_accumulation_steps=2),
-    "nadam": lambda: opt.Nadam(0.01),
     "ftrl": lambda: opt.Ftrl(0.1),
     "adafactor": lambda: opt.Adafactor(0.1),  # its update of a row depends on other rows
-    "lamb": lambda: opt.Lamb(0.01),
     "loss scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), dynamic_growth_steps=3),
 }
 if not shards:  # optimizers take their pieces in many ways, and whole variables in one

@@ -24,10 +24,10 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training import checkpoint_file, whole_values
-from tfdist_ext.training.checkpoint_state import state_of
-from tfdist_ext.training.checkpoints import finished_checkpoints, training_is_done
-from tfdist_ext.training.whole_values import assign_whole, whole_value
+from tfdist_ext.training.saving import checkpoint_file, whole_values
+from tfdist_ext.training.saving.checkpoint_state import state_of
+from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
+from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
 
 FIT = {"batch_size": 16, "verbose": 0}
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 from training_cases import mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoint_state import state_of
-from tfdist_ext.training.whole_values import whole_value
+from tfdist_ext.training.saving.checkpoint_state import state_of
+from tfdist_ext.training.saving.whole_values import whole_value
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))

@@ -266,6 +266,6 @@ def test_tapes_watch_what_stands_in_for_a_variable() -> None:
 
 
 def test_no_other_module_reaches_into_keras() -> None:
-    for module in TRAINING.glob("*.py"):
+    for module in TRAINING.rglob("*.py"):
         if module.name not in ("_keras_private.py", "_keras_hooks.py"):
             assert not re.search(r"keras\.src|from keras\.", module.read_text()), module.name

@@ -18,8 +18,8 @@ from tfdist_ext.training.again import (
     made_again,
     model_made_again,
 )
+from tfdist_ext.training.coordinated.sharded_variables import make_readable, slots_beside_pieces
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
-from tfdist_ext.training.sharded_variables import make_readable, slots_beside_pieces
 
 __all__ = ["adopt", "belongs_to", "build", "creation_scope", "recompile"]
 

@@ -14,7 +14,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.presence import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
-from tfdist_ext.training.checkpoint_index import Index, Progress
+from tfdist_ext.training.saving.checkpoint_index import Index, Progress
 
 __all__ = ["evaluate_checkpoints"]
 

@@ -14,20 +14,20 @@ from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.adopt import adopt, belongs_to, build, recompile
-from tfdist_ext.training.checkpoints import Progress
 from tfdist_ext.training.chiefs_part import follow_chief
-from tfdist_ext.training.coordinated_engine import CoordinatorEngine
+from tfdist_ext.training.coordinated.engine import CoordinatorEngine
+from tfdist_ext.training.coordinated.sharded_variables import make_readable
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.evaluator import evaluate_checkpoints
 from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.leaving import leave_together
 from tfdist_ext.training.loop import Loop
-from tfdist_ext.training.resuming import Resumable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
-from tfdist_ext.training.saving import Saving
-from tfdist_ext.training.sharded_variables import make_readable
+from tfdist_ext.training.saving.checkpoints import Progress
+from tfdist_ext.training.saving.methods import Saving
+from tfdist_ext.training.saving.resuming import Resumable
 
 __all__ = ["DistributedModel", "distribute"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.checkpoint_file import replaced_when_complete
+from tfdist_ext.training.saving.checkpoint_file import replaced_when_complete
 
 __all__ = ["Index", "Progress", "finished_checkpoints", "training_is_done"]
 

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.training.adopt import creation_scope
-from tfdist_ext.training.checkpoints import Progress, restore_checkpoint, save_checkpoint
 from tfdist_ext.training.chiefs_part import done_by_chief
-from tfdist_ext.training.exporting import export
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.saving.checkpoints import Progress, restore_checkpoint, save_checkpoint
+from tfdist_ext.training.saving.exporting import export
 
 __all__ = ["Saving"]
 

@@ -17,8 +17,8 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.adopt import build
 from tfdist_ext.training.again import copy_flags_and_assets, in_short, model_made_again
-from tfdist_ext.training.checkpoint_state import MODEL, state_of
-from tfdist_ext.training.whole_values import assign_whole, whole_value
+from tfdist_ext.training.saving.checkpoint_state import MODEL, state_of
+from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
 
 __all__ = ["export"]
 

@@ -14,12 +14,12 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.checkpoint_index import Index, Progress
-from tfdist_ext.training.checkpoints import restore_checkpoint, save_checkpoint
 from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.same_data import check_same_call
+from tfdist_ext.training.saving.checkpoint_index import Index, Progress
+from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
 
 __all__ = ["Resumable"]
 

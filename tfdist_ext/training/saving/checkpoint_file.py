@@ -20,7 +20,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.whole_values import blocks, read_rows
+from tfdist_ext.training.saving.whole_values import blocks, read_rows
 
 __all__ = ["CheckpointFile", "Saved", "replaced_when_complete", "write_checkpoint"]
 

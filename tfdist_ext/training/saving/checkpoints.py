@@ -13,16 +13,16 @@ import keras
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.checkpoint_file import CheckpointFile, write_checkpoint
-from tfdist_ext.training.checkpoint_index import (
+from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief
+from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.saving.checkpoint_file import CheckpointFile, write_checkpoint
+from tfdist_ext.training.saving.checkpoint_index import (
     Progress,
     finished_checkpoints,
     training_is_done,
 )
-from tfdist_ext.training.checkpoint_state import kinds_of, matching, state_of
-from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief
-from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.whole_values import assign_rows, blocks
+from tfdist_ext.training.saving.checkpoint_state import kinds_of, matching, state_of
+from tfdist_ext.training.saving.whole_values import assign_rows, blocks
 
 __all__ = [
     "Progress",

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.sharded_variables import (
+from tfdist_ext.training.coordinated.sharded_variables import (
     PartitionedRead,
     is_partitioned,
     pieces_of,

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.coordinated_calls import Calls
-from tfdist_ext.training.coordinated_inputs import WorkerBatches
-from tfdist_ext.training.coordinated_predicting import CoordinatedPredictor
-from tfdist_ext.training.coordinated_scope import UpdatesOnServers, WorkerScope
-from tfdist_ext.training.coordinated_steps import CoordinatedSteps
+from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.inputs import WorkerBatches
+from tfdist_ext.training.coordinated.predicting import CoordinatedPredictor
+from tfdist_ext.training.coordinated.scope import UpdatesOnServers, WorkerScope
+from tfdist_ext.training.coordinated.steps import CoordinatedSteps
 from tfdist_ext.training.copies import outside_of_strategies
 from tfdist_ext.training.engine import SynchronousEngine
 

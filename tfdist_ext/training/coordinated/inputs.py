@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.coordinated_calls import Calls
+from tfdist_ext.training.coordinated.calls import Calls
 
 __all__ = ["WorkerBatches", "WorkerIterators"]
 

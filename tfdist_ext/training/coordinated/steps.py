@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.coordinated_batches import Parcel, batch_of, parcels, specs_of
-from tfdist_ext.training.coordinated_calls import Calls
-from tfdist_ext.training.coordinated_inputs import WorkerIterators
-from tfdist_ext.training.coordinated_scope import UpdatesOnServers, WorkerScope
+from tfdist_ext.training.coordinated.batches import Parcel, batch_of, parcels, specs_of
+from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.inputs import WorkerIterators
+from tfdist_ext.training.coordinated.scope import UpdatesOnServers, WorkerScope
 from tfdist_ext.training.copies import outside_of_strategies
 from tfdist_ext.training.steps import Execution
 

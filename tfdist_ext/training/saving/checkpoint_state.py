@@ -15,7 +15,7 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoint_file import CheckpointFile, Saved
+from tfdist_ext.training.saving.checkpoint_file import CheckpointFile, Saved
 
 __all__ = ["MODEL", "kinds_of", "matching", "state_of"]
 

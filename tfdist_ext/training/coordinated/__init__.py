@@ -1,0 +1,1 @@
+"""Training under ParameterServerStrategy: a coordinator, workers, variables on servers."""
