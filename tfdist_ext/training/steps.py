@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
+from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
@@ -50,11 +51,7 @@ class StepProgram:
         step = getattr(model, f"{kind}_step")
         # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
         self._step = getattr(step, "python_function", step)
-        # Keras's own steps return the metrics, which are reduced anyway.
-        self._own_outputs = any(
-            getattr(type(model), name) is not getattr(keras.Model, name)
-            for name in (f"{kind}_step", "compute_metrics")
-        )
+        self._own_outputs = has_own_outputs(model, kind)
         _check_built(model)
         self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]
@@ -173,7 +170,8 @@ class StepProgram:
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope,
             set_part(here),
         ):
-            outputs = self._step(batch)
+            returned = self._step(batch)
+            outputs = own_outputs(self._model, returned) if self._own_outputs else {}
         self._updated |= scope.updated
         new = [scope.get_current_value(variable) for variable in self._metrics]
         written = scope.written
@@ -184,14 +182,6 @@ class StepProgram:
                 for variable, after, before in zip(self._metrics, new, mine, strict=True)
             ]
             written = here.mean(written)
-        if not self._own_outputs:
-            outputs = {}
-        elif not isinstance(outputs, dict):
-            raise TrainingError(
-                f"{type(self._model).__name__}'s own step must return a dict of names and values;"
-                f" it returned {outputs!r}."
-            )
-        outputs = {name: tf.convert_to_tensor(value) for name, value in _flat(outputs).items()}
         if here:
             outputs = {name: here.contribution(value) for name, value in outputs.items()}
         return new, {str(number): value for number, value in written.items()}, outputs
@@ -208,27 +198,12 @@ class StepProgram:
             for name, spec in trace.structured_outputs.items()
         }
 
-    def _metrics_among(self, names: Any, results: dict[str, Any]) -> dict[str, Any]:
-        """Results of the metrics that the step updates, of those that it returned.
-
-        A step of its own may return a "loss" and leave the model's tracker of that name at zero.
-        """
-        live = set()
-        for metric in self._model.metrics:
-            if any(id(variable) in self._updated for variable in metric.variables):
-                value = metric.result()
-                live |= set(value) if isinstance(value, dict) else {metric.name}
-        return {name: results[name] for name in names if name in live and name in results}
-
     def _finish(self, states: States, outputs: Any, steps: Any, seconds: Any) -> Any:
         values, last, chief_seconds = self._reduction.over_all(
             self._metrics, states, outputs, seconds
         )
         with ReplicaScope(zip(self._metrics, values, strict=True)):
-            results = _flat(self._model.get_metrics_result())
-            if last:  # the step's own names; a metric among them has its global value
-                results = {**last, **self._metrics_among(last, results)}
-        logs = {name: tf.convert_to_tensor(value) for name, value in results.items()}
+            logs = results(self._model, last, self._updated)
         return logs, values, states, steps, chief_seconds
 
 
@@ -240,14 +215,6 @@ def _check_built(model: keras.Model) -> None:
                 " cannot make them: call its build(variables it trains) in the function given to"
                 " distribute(), after the model is built."
             )
-
-
-def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
-    """Without dicts in the dict, which a metric of several values leaves; as Keras flattens."""
-    flat: dict[str, Any] = {}
-    for name, value in outputs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
 
 
 def _sum(values: tuple[Any, ...]) -> Any:

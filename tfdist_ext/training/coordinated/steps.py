@@ -15,13 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.coordinated.batches import Parcel, batch_of, parcels, specs_of
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.inputs import WorkerIterators
 from tfdist_ext.training.coordinated.scope import UpdatesOnServers, WorkerScope
 from tfdist_ext.training.copies import outside_of_strategies
+from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
 from tfdist_ext.training.steps import Execution
 
 __all__ = ["BATCHES_IN_A_CALL", "CoordinatedSteps", "on_worker"]
@@ -38,10 +38,7 @@ class CoordinatedSteps:
         self._training = kind == "train"
         step = getattr(model, f"{kind}_step")
         self._step = getattr(step, "python_function", step)
-        self._own_outputs = any(
-            getattr(type(model), name) is not getattr(keras.Model, name)
-            for name in (f"{kind}_step", "compute_metrics")
-        )
+        self._own_outputs = has_own_outputs(model, kind)
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
         known = {id(variable) for variable in self._metrics}
@@ -206,22 +203,13 @@ class CoordinatedSteps:
             kp.optimizer_keys(scope.owner_of),
             kp.distribution_strategy_of(optimizer, UpdatesOnServers(scope, optimizer)),
         ):
-            outputs = self._step(batch)
+            returned = self._step(batch)
+            outputs = own_outputs(self._model, returned) if self._own_outputs else {}
         scope.write_watched()
         self._counted = scope.counted
         self._updated |= scope.updated
         states = [scope.get_current_value(variable) for variable in self._metrics]
-        return states, self._outputs(outputs)
-
-    def _outputs(self, outputs: Any) -> dict[str, Any]:
-        if not self._own_outputs:
-            return {}
-        if not isinstance(outputs, dict):
-            raise TrainingError(
-                f"{type(self._model).__name__}'s own step must return a dict of names and values;"
-                f" it returned {outputs!r}."
-            )
-        return {name: tf.convert_to_tensor(value) for name, value in _flat(outputs).items()}
+        return states, outputs
 
     def _add(self, packed: Sequence[np.ndarray]) -> None:
         """Take the metrics' states of one call into those of the epoch."""
@@ -234,22 +222,9 @@ class CoordinatedSteps:
 
     def _logs(self, values: list[tf.Tensor], outputs: dict[str, Any]) -> dict[str, Any]:
         with keras.StatelessScope(zip(self._metrics, values, strict=True)):
-            results = self._model.get_metrics_result()
-            if outputs:
-                live = self._live_names()
-                among = {name: results[name] for name in outputs if name in live & set(results)}
-                results = {**outputs, **among}
-        logs = {name: np.asarray(value) for name, value in sorted(results.items())}
+            found = results(self._model, outputs, self._updated)
+        logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
-
-    def _live_names(self) -> set[str]:
-        """Names of the results of metrics that the step updates."""
-        names: set[str] = set()
-        for metric in self._model.metrics:
-            if any(id(variable) in self._updated for variable in metric.variables):
-                value = metric.result()
-                names |= set(value) if isinstance(value, dict) else {metric.name}
-        return names
 
 
 def on_worker(function: Any, *specs: Any) -> Any:
@@ -280,10 +255,3 @@ def _unpacked(packed: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[
 
 def _wide(value: np.ndarray) -> np.ndarray:
     return value.astype(np.float64) if value.dtype.kind == "f" else value
-
-
-def _flat(outputs: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in outputs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
