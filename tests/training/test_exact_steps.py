@@ -96,9 +96,10 @@ def test_no_reduction_is_a_sum() -> None:
         model.compile(model.optimizer, keras.losses.MeanSquaredError(reduction=None))
         return model
 
-    plain, _ = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
-    ours, _ = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
+    plain, expected = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
+    ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
     assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
 
 
 def test_a_class_that_is_ignored() -> None:
@@ -293,6 +294,17 @@ def test_synchronized_batch_normalization(name: str) -> None:
     strategy = strategy_of(name, 3)
     assert_trains_as_keras(lambda: build(mask=False), X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
     assert_trains_as_keras(lambda: build(mask=True), WORDS, NEXT, strategy=strategy, **FIT)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_a_layer_that_writes_a_weight_in_its_call(name: str) -> None:
+    def build() -> keras.Model:
+        layer = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)
 
 
 class Net(keras.Model):

@@ -112,8 +112,9 @@ def _reduce_loss(
 
 
 def _unreduced_loss(here: Part, loss: Any) -> Any:
-    """A compiled loss without reduction: its gradient is that of its sum."""
-    return tf.math.divide_no_nan(loss, here.share(loss.dtype))
+    """A compiled loss without reduction: its gradient is that of its sum, shown are its values."""
+    part_of_sum = tf.math.divide_no_nan(loss, here.share(loss.dtype))
+    return part_of_sum + tf.stop_gradient(loss - part_of_sum)
 
 
 def _update_mean(

@@ -34,13 +34,13 @@ class ReplicaScope(keras.StatelessScope):
         variable, value = update
         key = id(variable)
         if key not in self._metrics and key not in self._watched:
-            kp.write(variable, value)
+            _write(variable, value)
         elif _graph() is self._graph:
             self.updated |= {key} & self._metrics
             super().add_update(update)
         elif key in self._watched:
             # Inside a cond or a loop of the layer's own: its value cannot leave it.
-            kp.write(variable, value)
+            _write(variable, value)
         else:
             raise TrainingError(
                 f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
@@ -78,6 +78,15 @@ def metric_variables_on_one_copy() -> Any:
         return next_creator(**kwargs)
 
     return tf.variable_creator_scope(creator)
+
+
+def _write(variable: Any, value: Any) -> None:
+    """Assign at once, as some layers do to weights that they read in the same call."""
+    raw = kp.raw_value(variable)
+    if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
+        kp.write(variable, value)
+    else:  # the one copy of central storage, in a wrapper that asks how replicas combine
+        raw.get().assign(tf.cast(value, raw.dtype))
 
 
 def _graph() -> Any:
