@@ -86,7 +86,8 @@ def data_forms():
 
     identity = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
     rows = tfd.distribute(identity, strategy).predict(y, batch_size=7, verbose=0)
-    result["predict in order"] = bool(np.array_equal(rows, y))
+    one_batch = tfd.distribute(identity, strategy).predict(y[:5], verbose=0)
+    result["predict in order"] = bool(np.array_equal(rows, y) and np.array_equal(one_batch, y[:5]))
 
     by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([499], [1.0, 0.0])
     scheduled = tfd.distribute(counting(by_schedule), strategy)

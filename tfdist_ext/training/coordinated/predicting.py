@@ -51,6 +51,8 @@ class CoordinatedPredictor:
         hooks.on_predict_end()
 
         def rows(*parts: Any) -> Any:
+            if len(parts) == 1:  # an array of NumPy's already, which Keras would take for a tensor
+                return parts[0]
             return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
 
         return keras.tree.map_structure(rows, *collected)
