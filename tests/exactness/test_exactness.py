@@ -1,7 +1,7 @@
 """The matrix: on every synchronous strategy the same numbers as on one device.
 
-Two strategies train with every optimizer; the others with the one that does most beside its update,
-so that the suite stays quick. `scripts/exactness` runs all cells.
+Two workers train with every optimizer; the others with the one that does most beside its update, so
+that the suite stays quick. `scripts/exactness` runs all cells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Cells = dict[matrix.Cell, matrix.Trained | None]
 
 LAST = list(matrix.OPTIMIZERS)[-1:]
 OURS = {
-    title: list(matrix.OPTIMIZERS) if title in ("mirrored 2", "workers 2") else LAST
+    title: list(matrix.OPTIMIZERS) if title == "workers 2" else LAST
     for title, (_, _, by_keras) in table.COLUMNS.items()
     if not by_keras
 }

@@ -47,6 +47,12 @@ class CoordinatedSteps:
         self._rate: Any = None
         if isinstance(model.optimizer, keras.optimizers.Optimizer):
             self._counter, self._rate = kp.step_variables(model.optimizer)
+        # Other optimizers count in the servers' variables: what a step adds is added there.
+        self._watched += [
+            kp.step_variables(other)[0]
+            for other in vars(model).values()
+            if isinstance(other, keras.optimizers.Optimizer) and other is not model.optimizer
+        ]
         self._counted = 0  # how often a step counts itself
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._functions: dict[Any, Any] = {}
