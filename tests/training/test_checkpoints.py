@@ -408,6 +408,15 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     whole = saved.read_bytes()
     for part in (0.3, 0.9):
         refused("part", "is no checkpoint, or is cut off", whole[: int(len(whole) * part)])
+    damaged = tmp_path / "damaged"
+    messages = []
+    for start in range(0, len(whole), 1500):  # some only hit a weight, and go unnoticed
+        damaged.write_bytes(whole[:start] + b"\xff" * 1500 + whole[start + 1500 :])
+        try:
+            model.restore_checkpoint(damaged)
+        except tfd.TrainingError as error:
+            messages.append(str(error))
+    assert any("It is damaged; use another checkpoint" in message for message in messages)
     refused(".", r"is a folder.*saved\.h5")
     with h5py.File(tmp_path / "of_keras.weights.h5", "w") as file:
         file.create_group("layers")

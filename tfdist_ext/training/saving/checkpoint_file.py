@@ -110,7 +110,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
                 " save_checkpoint() has written; a copy must be complete."
             ) from error
-        if self._file.attrs.get("format") != _FORMAT:
+        with self._readable():
+            written_by = self._file.attrs.get("format")
+        if written_by != _FORMAT:
             self._file.close()
             raise TrainingError(
                 f"{path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights that"
@@ -129,23 +131,26 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 
     def number(self, name: str) -> int:
         """An attribute of the file."""
-        return int(self._file.attrs[name])
+        with self._readable():
+            return int(self._file.attrs[name])
 
     def kind(self, group: str) -> str | None:
         """What a group belongs to; None where the checkpoint has no such group."""
-        return str(self._file[group].attrs["kind"]) if group in self._file else None
+        with self._readable():
+            return str(self._file[group].attrs["kind"]) if group in self._file else None
 
     def variables(self, group: str) -> dict[str, Saved]:
         """name -> variable."""
-        return {
-            str(dataset.attrs["name"]): Saved(
-                str(dataset.attrs["path"]),
-                tuple(dataset.shape),
-                str(dataset.attrs["dtype"]),
-                dataset.name,
-            )
-            for dataset in self._file.get(group, {}).values()
-        }
+        with self._readable():
+            return {
+                str(dataset.attrs["name"]): Saved(
+                    str(dataset.attrs["path"]),
+                    tuple(dataset.shape),
+                    str(dataset.attrs["dtype"]),
+                    dataset.name,
+                )
+                for dataset in self._file.get(group, {}).values()
+            }
 
     def rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
         """Rows of a saved variable; of a scalar, an array of one value.
@@ -153,12 +158,19 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         Raises:
             TrainingError: the file cannot be read.
         """
-        dataset = self._file[saved.place]
-        try:
-            stored = dataset[start:stop] if saved.shape else dataset[()].reshape(1)
-        except OSError as error:
-            raise TrainingError(f"{self._path} cannot be read: {error}") from error
+        with self._readable():
+            dataset = self._file[saved.place]
+            stored: np.ndarray = dataset[start:stop] if saved.shape else dataset[()].reshape(1)
         return stored
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # h5py comes upon anything in broken bytes
+            raise TrainingError(
+                f"{self._path} cannot be read: {error} It is damaged; use another checkpoint."
+            ) from error
 
 
 def _in(folder: Path) -> str:
