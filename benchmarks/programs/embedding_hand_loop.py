@@ -14,16 +14,6 @@ with strategy.scope():
 variables = [table, kernel, bias]
 
 
-def dataset():
-    examples = tf.data.Dataset.from_tensor_slices(work.data())
-    return (
-        examples.shuffle(work.BATCH * work.STEPS)
-        .repeat()
-        .batch(work.BATCH)
-        .prefetch(tf.data.AUTOTUNE)
-    )
-
-
 @tf.function
 def step(iterator):
     ids, targets = next(iterator)
@@ -40,7 +30,7 @@ def step(iterator):
     return loss
 
 
-iterator = iter(coordinator.create_per_worker_dataset(dataset))
+iterator = iter(coordinator.create_per_worker_dataset(work.dataset))
 
 
 def run_epochs(count):

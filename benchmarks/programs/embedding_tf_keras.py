@@ -20,15 +20,5 @@ with strategy.scope():
     model.compile("sgd", "mse")
 
 
-def dataset(_):
-    examples = tf.data.Dataset.from_tensor_slices(work.data())
-    return (
-        examples.shuffle(work.BATCH * work.STEPS)
-        .repeat()
-        .batch(work.BATCH)
-        .prefetch(tf.data.AUTOTUNE)
-    )
-
-
-creator = tf_keras.utils.experimental.DatasetCreator(dataset)
+creator = tf_keras.utils.experimental.DatasetCreator(lambda _: work.dataset())
 work.report_speed(lambda n: model.fit(creator, epochs=n, steps_per_epoch=work.STEPS, verbose=0))

@@ -34,6 +34,12 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return ids, random.normal(size=(BATCH * STEPS, 1)).astype("float32")
 
 
+def dataset() -> tf.data.Dataset:
+    """Batches without end, for programs that read on the workers."""
+    examples = tf.data.Dataset.from_tensor_slices(data())
+    return examples.shuffle(BATCH * STEPS).repeat().batch(BATCH).prefetch(tf.data.AUTOTUNE)
+
+
 def report_speed(run_epochs: Callable[[int], object]) -> None:
     """Print steps a second of whole epochs, after one that compiles."""
     run_epochs(1)

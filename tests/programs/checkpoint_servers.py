@@ -12,11 +12,11 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import numpy as np
+import own_servers
 import tensorflow as tf
 from tables import BATCH, build, data
 
 import tfdist_ext as tfd
-from tfdist_ext.launch import reserve_ports
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.saving.checkpoint_state import state_of
 from tfdist_ext.training.saving.whole_values import whole_value
@@ -26,14 +26,8 @@ result = {}
 x, y = data()
 FIT = {"batch_size": BATCH, "verbose": 0}
 
-with reserve_ports(4) as ports:
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    cluster = tf.train.ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]})
-    servers = [
-        tf.distribute.Server(cluster, job_name=job, task_index=index, protocol="grpc")
-        for job, tasks in cluster.as_dict().items()
-        for index in range(len(tasks))
-    ]
+cluster, servers = own_servers.serve(ps=3)
+addresses = [*cluster.job_tasks("worker"), *cluster.job_tasks("ps")]
 
 
 def on(servers, shards=None):

@@ -12,20 +12,13 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import numpy as np
+import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.launch import reserve_ports
 
 shards = int(sys.argv[1])
-with reserve_ports(3) as ports:
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    cluster = tf.train.ClusterSpec({"worker": addresses[:1], "ps": addresses[1:]})
-    servers = [
-        tf.distribute.Server(cluster, job_name=job, task_index=index, protocol="grpc")
-        for job, tasks in cluster.as_dict().items()
-        for index in range(len(tasks))
-    ]
+cluster, servers = own_servers.serve(ps=2)
 resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
 partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
 strategy = tf.distribute.ParameterServerStrategy(

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 
-__all__ = ["Part", "part", "set_part"]
+__all__ = ["Part", "current_graph", "part", "set_part"]
 
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
@@ -36,7 +36,7 @@ class Part:
         self.local_replicas = local_replicas
         self._rows = rows
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
-        self._graph = _graph()
+        self._graph = current_graph()
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -105,7 +105,7 @@ class Part:
         return tf.math.multiply_no_nan(value, self.share(value.dtype))
 
     def _check_graph(self) -> None:
-        if _graph() is not self._graph:
+        if current_graph() is not self._graph:
             raise TrainingError(
                 "a value is summed over replicas inside a tf.function, a cond or a loop of the"
                 " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss or a"
@@ -129,5 +129,6 @@ def set_part(value: Part | None) -> Iterator[None]:
         _here.part = before
 
 
-def _graph() -> Any:
+def current_graph() -> Any:
+    """The graph that is being built, None in eager code."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.part import current_graph
 
 __all__ = ["ReplicaScope", "metric_variables_on_one_copy"]
 
@@ -27,7 +28,7 @@ class ReplicaScope(keras.StatelessScope):
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
         self._metrics = set(self.state_mapping)
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
-        self._graph = _graph()
+        self._graph = current_graph()
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -35,7 +36,7 @@ class ReplicaScope(keras.StatelessScope):
         key = id(variable)
         if key not in self._metrics and key not in self._watched:
             _write(variable, value)
-        elif _graph() is self._graph:
+        elif current_graph() is self._graph:
             self.updated |= {key} & self._metrics
             super().add_update(update)
         elif key in self._watched:
@@ -87,7 +88,3 @@ def _write(variable: Any, value: Any) -> None:
         kp.write(variable, value)
     else:  # the one copy of central storage, in a wrapper that asks how replicas combine
         raw.get().assign(tf.cast(value, raw.dtype))
-
-
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

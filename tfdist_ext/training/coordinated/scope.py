@@ -22,6 +22,7 @@ from tfdist_ext.training.coordinated.sharded_variables import (
     rows_in_range,
     take_rows,
 )
+from tfdist_ext.training.part import current_graph
 
 __all__ = ["UpdatesOnServers", "WorkerScope"]
 
@@ -64,7 +65,7 @@ class WorkerScope(keras.StatelessScope):
         self._watched = {id(variable): variable for variable in watched}
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
         self._reads: dict[int, PartitionedRead] = {}
-        self._graph = _graph()
+        self._graph = current_graph()
         self._stale = False  # what was read before an update
         self._piece: int | None = None
         self._as_one = False
@@ -180,7 +181,7 @@ class WorkerScope(keras.StatelessScope):
         return self._graph.as_default() if self._graph else contextlib.nullcontext()
 
     def _in_step(self) -> bool:
-        return _graph() is self._graph
+        return current_graph() is self._graph
 
 
 class UpdatesOnServers:
@@ -240,7 +241,3 @@ def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:
                 piece.assign_add(new - old)
         else:
             piece.assign(new)
-
-
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
