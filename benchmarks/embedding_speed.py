@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import statistics
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 from fit_speed import LEGACY_PYTHON, PROGRAMS, prepare_legacy
+from report import closing_line, put_into, table
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
@@ -52,13 +51,12 @@ def main() -> int:
             speed = measure([python, str(PROGRAMS / program), *map(str, numbers)])
             speeds.setdefault(name, []).append(speed)
             print(f"round {turn + 1}: {name}: {speed:.1f} steps/s", flush=True)
-    text = table({name: statistics.median(each) for name, each in speeds.items()}, arguments.rounds)
+    medians = {name: statistics.median(each) for name, each in speeds.items()}
+    lines = table("1M rows of 32, 2 workers, 2 ps", medians, OURS)
+    text = "\n".join(lines + closing_line(arguments.rounds))
     print(f"\n{text}")
     if arguments.markdown:
-        page = arguments.markdown.read_text(encoding="utf-8")
-        begin, end = (page.index(marker) for marker in MARKERS)
-        page = f"{page[: begin + len(MARKERS[0])]}\n{text}\n{page[end:]}"
-        arguments.markdown.write_text(page, encoding="utf-8")
+        put_into(arguments.markdown, MARKERS, text)
     return 0
 
 
@@ -76,17 +74,6 @@ def measure(command: list[str]) -> float:
     if result.exit_status != 0:
         raise SystemExit(f"{' '.join(command)} failed: status {result.exit_status}\n{log[-3000:]}")
     return float(re.findall(r"steps/s ([\d.]+)", log)[-1])
-
-
-def table(medians: dict[str, float], rounds: int) -> str:
-    lines = ["", "| 1M rows of 32, 2 workers, 2 ps | steps/s | tfdist_ext is |", "|---|---|---|"]
-    for name, median in medians.items():
-        ratio = "" if name == OURS else f"{medians[OURS] / median:.2f} x as fast"
-        lines.append(f"| {name} | {median:.0f} | {ratio} |")
-    versions = ", ".join(f"{p} {metadata.version(p)}" for p in ("tensorflow", "keras"))
-    lines += ["", f"Medians of {rounds} rounds; {versions}, Python {platform.python_version()},"
-              f" {os.cpu_count()} cores."]  # fmt: skip
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+
+from report import closing_line, put_into, table
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
@@ -64,10 +65,7 @@ def main() -> int:
     text = tables(speeds, arguments.rounds)
     print(f"\n{text}")
     if arguments.markdown:
-        page = arguments.markdown.read_text(encoding="utf-8")
-        begin, end = (page.index(marker) for marker in MARKERS)
-        page = f"{page[: begin + len(MARKERS[0])]}\n{text}\n{page[end:]}"
-        arguments.markdown.write_text(page, encoding="utf-8")
+        put_into(arguments.markdown, MARKERS, text)
     return 0
 
 
@@ -107,18 +105,11 @@ def measure(workers: int, epochs: int, python: str, arguments: list[str]) -> flo
 
 
 def tables(speeds: dict[tuple[str, str], list[float]], rounds: int) -> str:
-    lines = []
+    lines: list[str] = []
     for setting, contestants in CONTESTANTS.items():
         medians = {name: statistics.median(speeds[setting, name]) for name in contestants}
-        ours = medians["tfdist_ext fit"]
-        lines += ["", f"| {setting} | steps/s | tfdist_ext is |", "|---|---|---|"]
-        for name, median in medians.items():
-            ratio = "" if name == "tfdist_ext fit" else f"{ours / median:.2f} x as fast"
-            lines.append(f"| {name} | {median:.0f} | {ratio} |")
-    versions = ", ".join(f"{p} {metadata.version(p)}" for p in ("tensorflow", "keras"))
-    lines += ["", f"Medians of {rounds} rounds; {versions}, Python {platform.python_version()},"
-              f" {os.cpu_count()} cores."]  # fmt: skip
-    return "\n".join(lines)
+        lines += table(setting, medians, "tfdist_ext fit")
+    return "\n".join(lines + closing_line(rounds))
 
 
 if __name__ == "__main__":
