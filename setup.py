@@ -14,11 +14,18 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
     package_data={"tfdist_ext": ["py.typed"]},
-    install_requires=["tensorflow>=2.20", "keras>=3.12", "absl-py", "h5py", "rich"],
+    install_requires=["tensorflow>=2.20", "keras>=3.12", "absl-py", "h5py", "matplotlib", "rich"],
     extras_require={
         # tensorboard: since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         # pytest-timeout: a process that waits for a peer never ends by itself.
-        "test": ["pytest", "pytest-timeout", "hypothesis", "scikit-learn", "tensorboard"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "scikit-learn",
+            "tensorboard",
+        ],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["tfdist=tfdist_ext.cli:main"]},

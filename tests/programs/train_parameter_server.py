@@ -20,6 +20,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from tfdist_ext.training.coordinated import worker_loop  # noqa: E402
+
 result = {}
 
 
@@ -173,9 +175,36 @@ def loss_of_a_worker():
     result["evaluate"] = model.evaluate(x, y, verbose=0, return_dict=True)["labels"]
 
 
+def loss_of_workers_with_data():
+    x, y = numbers(32 * 1000)
+    model = tfd.distribute(counting(), strategy)
+
+    def shard(context):
+        count, index = context.num_input_pipelines, context.input_pipeline_id
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        return data.shard(count, index).shuffle(32 * 1000, seed=1).batch(32)
+
+    model.fit(shard, steps_per_epoch=10, verbose=0)
+    before, weight = steps(model), applied(model)
+
+    def begin(epoch, logs):
+        worker_loop.PATIENCE = (1.0, 120.0)[epoch]  # taken over, and waited for
+        print(f"OWN DATA {epoch}", flush=True)
+
+    says = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+    history = model.fit(shard, epochs=2, verbose=0, callbacks=[says])
+    result["own data"] = {
+        "steps": steps(model) - before,
+        "applied": applied(model) - weight,
+        "labels": history.history["labels"],
+        "evaluate": model.evaluate(shard, verbose=0, return_dict=True)["labels"],
+    }
+
+
 if sys.argv[1] == "data":
     for part in (data_forms, callbacks, interrupt, bad_ids):
         part()
 else:
     loss_of_a_worker()
+    loss_of_workers_with_data()
 print("RESULT", json.dumps(result), flush=True)

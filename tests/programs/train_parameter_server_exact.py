@@ -73,9 +73,46 @@ class OwnStep(keras.Model):
         return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
 
 
-def build(make_optimizer, own_step=False):
+class TwoOptimizers(keras.Model):
+    """Each trains a part of its own, as in an adversarial network; neither is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(3)])
+            for _ in range(2)
+        ]
+        self.optimizers = {"first": opt.Adam(0.01), "second": opt.SGD(0.1, momentum=0.9)}
+        for part, optimizer in zip(self.parts, self.optimizers.values(), strict=True):
+            optimizer.build(part.trainable_variables)
+
+    def call(self, ids):
+        return self.parts[1](self.parts[0](keras.ops.cast(ids, "float32")))
+
+    def train_step(self, data):
+        ids, labels = data
+        losses = {}
+        for part, (name, optimizer) in zip(self.parts, self.optimizers.items(), strict=True):
+            with tf.GradientTape() as tape:
+                losses[name] = self.compute_loss(y=labels, y_pred=self(ids, training=True))
+            weights = part.trainable_variables
+            optimizer.apply(tape.gradient(losses[name], weights), weights)
+        return losses
+
+
+def spectral():
+    """Its wrapper assigns the wrapped layer's kernel in its call, and then uses it."""
+    ids = keras.Input((3,), dtype="int32")
+    h = keras.layers.Flatten()(keras.layers.Embedding(11, 4)(ids))
+    h = keras.layers.SpectralNormalization(keras.layers.Dense(6, activation="tanh"))(h)
+    return keras.Model(ids, keras.layers.Dense(3)(h))
+
+
+def build(make_optimizer, own_step=False, make_model=None):
     def make():
-        if own_step:
+        if make_model:
+            model = make_model()
+        elif own_step:
             model = OwnStep()
         else:
             ids = keras.Input((3,), dtype="int32")
@@ -86,7 +123,9 @@ def build(make_optimizer, own_step=False):
             h = keras.layers.Dense(6, activation="tanh", kernel_constraint=limited)(h)
             model = keras.Model(ids, keras.layers.Dense(3)(h))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(make_optimizer(), loss, metrics=None if own_step else ["accuracy"])
+        given = make_optimizer() or "sgd"  # not used where a model has its own
+        plain_step = type(model).train_step is keras.Model.train_step
+        model.compile(given, loss, metrics=["accuracy"] if plain_step else None)
         return model
 
     return make
@@ -107,19 +146,31 @@ def compared(builder):
     model = tfd.distribute(builder, strategy)
     history = model.fit(x, y, **fit).history
     ours = model.keras_model
+    slots = [state_of_optimizers(one) for one in (plain, ours)]
     return model, {
         "weights": difference(plain.get_weights(), ours.get_weights()),
-        "slots": difference(plain.optimizer.variables, ours.optimizer.variables),
+        "slots": difference(*slots),
         "history": difference(expected.values(), history.values()),
         "names": [list(expected), list(history)],
-        "steps": int(ours.optimizer.iterations.numpy()),
+        "steps": int(optimizers_of(ours)[0].iterations.numpy()),
     }
+
+
+def optimizers_of(model):
+    return list(getattr(model, "optimizers", {"": model.optimizer}).values())
+
+
+def state_of_optimizers(model):
+    return [v.numpy() for optimizer in optimizers_of(model) for v in optimizer.variables]
 
 
 result = {"optimizers": {}}
 for name, make_optimizer in OPTIMIZERS.items():
     model, result["optimizers"][name] = compared(build(make_optimizer))
 model, result["own step"] = compared(build(lambda: opt.SGD(0.1), own_step=True))
+
+_, result["two optimizers"] = compared(build(lambda: None, make_model=TwoOptimizers))
+_, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), make_model=spectral))
 
 model, _ = compared(build(lambda: opt.Adam(0.01)))
 rows = model.predict(x, batch_size=16, verbose=0)

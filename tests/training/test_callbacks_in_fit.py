@@ -222,3 +222,37 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4/4" in out
     ours.evaluate(X, Y, verbose=2)
     assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_a_callback_evaluates_and_predicts_on_the_strategy(name: str) -> None:
+    """In the middle of an epoch too, whose own logs and steps stay what they are."""
+    seen: dict[str, list[np.ndarray]] = {"plain": [], "ours": []}
+
+    def looks(who: str) -> keras.callbacks.Callback:
+        class Looks(keras.callbacks.Callback):
+            def _look(self) -> None:
+                seen[who].append(np.array(self.model.evaluate(X[:13], Y[:13], verbose=0)))
+                seen[who].append(self.model.predict(X[:5], verbose=0))
+
+            def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
+                if batch == 1 and who == "ours":  # Keras's own fit loses its metrics by this
+                    self._look()
+                    seen[who][-2:] = []
+
+            def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+                self._look()
+
+        return Looks()
+
+    plain, expected = plain_fit(classifier(), X, Y, callbacks=[looks("plain")], **FIT)
+    strategy = strategy_of(name)
+    ours, history = distributed_fit(
+        classifier(), X, Y, callbacks=[looks("ours")], strategy=strategy, **FIT
+    )
+    assert_same_history(expected, history)
+    assert_same_weights(plain, ours)
+    assert len(seen["ours"]) == 6
+    for one, other in zip(seen["plain"], seen["ours"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert "evaluate" not in vars(ours.keras_model), "only while fit runs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,15 +409,6 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     whole = saved.read_bytes()
     for part in (0.3, 0.9):
         refused("part", "is no checkpoint, or is cut off", whole[: int(len(whole) * part)])
-    damaged = tmp_path / "damaged"
-    messages = []
-    for start in range(0, len(whole), 1500):  # some only hit a weight, and go unnoticed
-        damaged.write_bytes(whole[:start] + b"\xff" * 1500 + whole[start + 1500 :])
-        try:
-            model.restore_checkpoint(damaged)
-        except tfd.TrainingError as error:
-            messages.append(str(error))
-    assert any("It is damaged; use another checkpoint" in message for message in messages)
     refused(".", r"is a folder.*saved\.h5")
     with h5py.File(tmp_path / "of_keras.weights.h5", "w") as file:
         file.create_group("layers")
@@ -424,6 +416,11 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     with h5py.File(tmp_path / "newer", "w") as file:
         file.attrs.update({"format": "tfdist_ext checkpoint", "version": 9})
     refused("newer", "is a checkpoint of version 9")
+    for call in (model.save_checkpoint, model.restore_checkpoint, finished_checkpoints):
+        with pytest.raises(tfd.TrainingError, match="is the address of a remote store"):
+            call("gs://bucket/one.h5")
+    with pytest.raises(tfd.TrainingError, match="is the address of a remote store"):
+        model.fit(X, Y, checkpoint_dir="gs://bucket/D")
     with pytest.raises(tfd.TrainingError, match="is a folder: add a file name"):
         model.save_checkpoint(tmp_path)
 
@@ -454,6 +451,17 @@ def test_fit_refuses_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         model.fit(X, Y, checkpoint_dir=index, **FIT)
     assert steps_taken(model) == 4
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
+    weights = keras.callbacks.ModelCheckpoint(
+        tmp_path / "epoch-{epoch:05d}.weights.h5", save_weights_only=True
+    )
+    model = tfd.distribute(dense(1), mirrored())
+    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, callbacks=[weights], **FIT)
+    theirs = [f"epoch-{epoch:05d}.weights.h5" for epoch in range(1, 6)]
+    assert sorted(path.name for path in tmp_path.glob("*.weights.h5")) == theirs
 
 
 def test_a_crash_in_the_middle_leaves_the_old_one(
@@ -522,13 +530,32 @@ def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch)
                 assign_whole(variable, np.zeros((1, 2, 3)))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_checkpoints_of_every_float(dtype: str, tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, dtype=dtype)])
+
+    model = tfd.distribute(build, mirrored())
+    model.save_checkpoint(tmp_path / "one")
+    other = tfd.distribute(build, strategy_of("central_storage"))
+    other.restore_checkpoint(tmp_path / "one")
+    for value, restored in zip(everything(model).values(), everything(other).values(), strict=True):
+        assert restored.dtype == value.dtype
+        np.testing.assert_array_equal(restored, value)
+    assert np.ptp(everything(other)["model/dense/kernel"]) > 0
+
+
 def test_the_file_can_be_looked_into(saved: Path) -> None:
     with h5py.File(saved) as file:
-        names = {dataset.attrs["name"]: dataset.shape for dataset in file["model"].values()}
+        names = {
+            dataset.attrs["name"].decode(): dataset.shape for dataset in file["model"].values()
+        }
         assert names == {
             "dense/kernel": (5, 4),
             "dense/bias": (4,),
             "dense_1/kernel": (4, 1),
             "dense_1/bias": (1,),
         }
-        assert file["optimizer"].attrs["kind"] == "SGD"
+        assert file["optimizer"].attrs["kind"] == b"SGD"
+        for dataset in file["model"].values():
+            assert dataset.attrs["crc32"] == zlib.crc32(dataset[()].tobytes())

@@ -50,7 +50,6 @@ def small_model() -> keras.Model:
         ("backend", "compute_output_spec", "building a model that is not compiled"),
         ("losses.loss", "reduce_weighted_values", "losses over the parts of a global batch"),
         ("losses.loss", "apply_mask", "what a weighted mean divides by"),
-        ("trainers.compile_utils", "CompileLoss", "compiled losses without a reduction"),
         ("backend.tensorflow.nn", "_compute_moments_sync", "synchronized BatchNormalization"),
     ],
 )
@@ -68,6 +67,7 @@ def test_names_in_modules(module: str, name: str, why: str) -> None:
         ("_compile_metrics", "the metrics given to compile"),
         ("_flatten_metrics_in_order", "the order in which evaluate returns"),
         ("_initial_epoch", "the epoch that BackupAndRestore found"),
+        ("_aggregate_additional_loss", "losses of add_loss"),
     ],
 )
 def test_names_of_models(name: str, why: str) -> None:
@@ -96,6 +96,19 @@ def test_array_adapters() -> None:
     assert (len(kept), len(held)) == (7, 3)
     assert kp.is_tf_dataset(tf.data.Dataset.range(3))
     assert not kp.is_tf_dataset(x)
+
+
+def test_batches_of_a_py_dataset() -> None:
+    class Two(keras.utils.PyDataset):
+        num_batches = 2
+
+        def __getitem__(self, index):
+            return np.full((3, 1), index), np.zeros(3)
+
+    adapter = kp.get_data_adapter(Two(), class_weight={0: 0.5})
+    batches = list(kp.batches_of(adapter))
+    assert [batch[0][0, 0] for batch in batches] == [0, 1]
+    assert batches[0][2].tolist() == [0.5] * 3
 
 
 def test_models() -> None:
@@ -183,7 +196,8 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
         (keras.optimizers.Optimizer, "apply"),
         (keras.optimizers.LossScaleOptimizer, "apply"),
         (keras.src.losses.loss, "reduce_weighted_values"),
-        (keras.src.trainers.compile_utils.CompileLoss, "call"),
+        (keras.Model, "_aggregate_additional_loss"),
+        (tf.GradientTape, "gradient"),
         (keras.metrics.Mean, "update_state"),
         (keras.src.backend.tensorflow.nn, "_compute_moments_sync"),
         (keras.layers.BatchNormalization, "_moments"),
@@ -194,13 +208,15 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
         lambda: here[0] if here else None,
         apply=noting("apply"),
         reduce_loss=noting("reduce_loss"),
-        unreduced_loss=lambda part, loss: called.append("unreduced_loss") or loss,
+        added_loss=noting("added_loss"),
+        gradient=noting("gradient"),
         update_mean=noting("update_mean"),
         moments=moments,
         masked_moments=masked_moments,
     )
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", keras.losses.MeanSquaredError(reduction=None))
+    dense = keras.layers.Dense(1, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((3,)), dense])
+    model.compile("sgd", "mse")
     normal = keras.layers.BatchNormalization(synchronized=True)
     x = np.ones((4, 2, 3), "float32")
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -220,7 +236,8 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     assert set(called) == {
         "apply",
         "reduce_loss",
-        "unreduced_loss",
+        "added_loss",
+        "gradient",
         "update_mean",
         "moments",
         "masked_moments",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,21 @@ def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) ->
 
 
 def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
+    """With data that travels with the calls, and with data that each worker reads for itself."""
     with tasks("train_parameter_server.py", "loss", folder=tmp_path, workers=2, ps=1) as cluster:
         cluster.start("chief:0", "worker:0", "worker:1", "ps:0")
         cluster.wait_for("chief:0", "EPOCH 0")
         cluster.signal("worker:0", signal.SIGKILL)
         cluster.wait_for("chief:0", "EPOCH 2")  # the other one goes on alone
         cluster.start("worker:0")
+        cluster.wait_for("chief:0", "OWN DATA 0")
+        time.sleep(0.5)  # it is somewhere in its data
+        cluster.signal("worker:0", signal.SIGKILL)
+        cluster.wait_for("chief:0", "worker 0 has not answered for 1 s")
+        cluster.wait_for("chief:0", "OWN DATA 1")
+        time.sleep(0.5)
+        cluster.signal("worker:1", signal.SIGKILL)
+        cluster.start("worker:0", "worker:1")
         result = result_of(cluster)
     mean = (32 * 1000 - 1) / 2
     assert result["steps"] == 3000
@@ -89,3 +99,8 @@ def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
     assert result["evaluate"] == pytest.approx(mean, rel=1e-6)
     # The worker may have applied some steps of the one call that was made again.
     assert 3000 <= result["applied"] <= 3008
+    own, mean = result["own data"], (32 * 1000 - 1) / 2
+    assert own["steps"] == 2000
+    assert own["labels"] == pytest.approx([mean] * 2, rel=1e-6)
+    assert own["evaluate"] == pytest.approx(mean, rel=1e-6)
+    assert 2000 <= own["applied"] <= 2016

@@ -1,4 +1,4 @@
-"""Functions of Keras that do something else while a replica's step runs, each with the reason.
+"""Functions that do something else while a replica's step runs, each with the reason.
 
 They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
 other, and the steps of users call them directly. Outside of a step they are as Keras made them.
@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 from keras.src.losses import loss as loss_module
-from keras.src.trainers import compile_utils
 
 __all__ = ["replace_in_steps"]
 
@@ -25,7 +24,8 @@ def replace_in_steps(
     *,
     apply: Callable[..., Any],
     reduce_loss: Callable[..., Any],
-    unreduced_loss: Callable[..., Any],
+    added_loss: Callable[..., Any],
+    gradient: Callable[..., Any],
     update_mean: Callable[..., Any],
     moments: Callable[..., Any],
     masked_moments: Callable[..., Any],
@@ -47,10 +47,6 @@ def replace_in_steps(
 
         setattr(owner, name, chosen)
 
-    def compiled_loss(here: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = original(*args, **kwargs)
-        return loss if loss is None or loss.shape.rank == 0 else unreduced_loss(here, loss)
-
     def moments_of_layer(here: Any, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
         if mask is None or not layer.synchronized:
             return original(layer, inputs, mask)
@@ -60,7 +56,11 @@ def replace_in_steps(
     instead(keras.optimizers.Optimizer, "apply", apply)
     instead(keras.optimizers.LossScaleOptimizer, "apply", apply)
     instead(loss_module, "reduce_weighted_values", reduce_loss)
-    instead(compile_utils.CompileLoss, "call", compiled_loss)
+    # What a layer gave to add_loss; Keras adds it up, whatever its shape.
+    instead(keras.Model, "_aggregate_additional_loss", added_loss)
+    # All losses pass here, compiled or not. Public, and the only place where it is known of a loss
+    # without reduction that nothing reduces it any more.
+    instead(tf.GradientTape, "gradient", gradient)
     instead(keras.metrics.Mean, "update_state", update_mean)
     # Its gradient would not weigh the replicas, and a part of 0 rows would count.
     instead(nn, "_compute_moments_sync", lambda here, _, *args: moments(here, *args))

@@ -28,6 +28,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 __all__ = [
     "ArrayDataAdapter",
     "array_parts",
+    "batches_of",
     "compile_arguments",
     "convert_to_np_if_not_ragged",
     "distribution_strategy_of",
@@ -84,6 +85,14 @@ def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
         keras.tree.lists_to_tuples(parts),
     )
     return parts, adapter._num_samples, adapter._batch_size
+
+
+def batches_of(adapter: Any) -> Iterator[Any]:
+    """The batches of one pass as the adapter gives them to tf.data.
+
+    Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
+    """
+    return adapter._get_iterator()
 
 
 def take(parts: Any, indices: Any) -> Any:

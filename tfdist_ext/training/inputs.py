@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist_ext.data import shard_range
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.ordered_batches import OrderedBatches
 
 __all__ = ["GlobalBatches", "read"]
 
@@ -26,6 +27,8 @@ __all__ = ["GlobalBatches", "read"]
 # each (how many rows, of how many in the global batch, the rows themselves); see _span for a part
 # of 0 rows.
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
+
+_NOT_FOR_KERAS_TO_SHUFFLE = (keras.utils.PyDataset, types.GeneratorType)
 
 
 @dataclass
@@ -91,7 +94,8 @@ def read(
             `keras.utils.PyDataset`, a generator, or another source that Keras accepts.
         batch_size: examples in a global batch, where `x` is arrays (default 32).
         steps: global batches in an epoch, where the caller has asked for a number.
-        shuffle: for arrays: one new order of all examples for each pass, the same on every task.
+        shuffle: one new order for each pass, the same on every task: of all examples where `x` is
+            arrays, of the batches where it is a finite `PyDataset`.
         seed: where that order starts; asked only when it is needed.
 
     Raises:
@@ -112,8 +116,9 @@ def read(
         sample_weight,
         batch_size=batch_size,
         steps_per_epoch=steps,
-        # Keras warns of a shuffle that it will not do; the default of `fit` should not.
-        shuffle=False if is_dataset or _has_an_order_of_its_own(x) else shuffle,
+        # Keras warns of a shuffle that it will not do; the default of `fit` should not. And the
+        # order that it gives to a PyDataset is another one on every task.
+        shuffle=False if is_dataset or isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) else shuffle,
         class_weight=class_weight,
     )
     if isinstance(adapter, kp.ArrayDataAdapter):
@@ -129,6 +134,8 @@ def read(
         )
     dataset = adapter.get_tf_dataset()
     _check_batched(dataset.element_spec)
+    if shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+        return _in_an_order(x, dataset.element_spec, class_weight, seed())
     endless = is_dataset and dataset.cardinality() != tf.data.UNKNOWN_CARDINALITY
     return GlobalBatches(
         _parts_of_dataset(dataset.repeat() if endless else dataset),
@@ -140,10 +147,18 @@ def read(
     )
 
 
-def _has_an_order_of_its_own(x: Any) -> bool:
-    if isinstance(x, keras.utils.PyDataset):
-        return x.num_batches is None
-    return isinstance(x, types.GeneratorType)
+def _in_an_order(
+    source: keras.utils.PyDataset, spec: Any, class_weight: dict[int, float] | None, seed: int
+) -> GlobalBatches:
+    ordered = OrderedBatches(source, seed, class_weight)
+    return GlobalBatches(
+        _parts_of_dataset(ordered.dataset(spec)),
+        source.num_batches,
+        None,
+        False,
+        source.on_epoch_begin,
+        source.on_epoch_end,
+    )
 
 
 def _parts_of_arrays(adapter: kp.ArrayDataAdapter, seed: int | None) -> Callable[[int], PartsOf]:
@@ -242,10 +257,13 @@ def _batch_size(batch: Any) -> tf.Tensor:
 
 
 def _check_batched(spec: Any) -> None:
-    for part in keras.tree.flatten(spec):
-        shape = getattr(part, "shape", None)
-        if shape is not None and shape.rank == 0:
-            raise TrainingError(
-                f"the dataset yields single values, not batches: its element_spec is {spec}."
-                " Call .batch(n) on it, n being the examples of a global batch."
-            )
+    shapes = [getattr(part, "shape", None) for part in keras.tree.flatten(spec)]
+    known = [shape for shape in shapes if shape is not None and shape.rank is not None]
+    single = any(shape.rank == 0 for shape in known)
+    rows = {shape[0] for shape in known if shape.rank and shape[0] is not None}
+    if single or len(rows) > 1:
+        found = "single values" if single else f"parts of {sorted(rows)} rows"
+        raise TrainingError(
+            f"the dataset yields {found}, not batches: its element_spec is {spec}."
+            " Call .batch(n) on it, n being the examples of a global batch."
+        )

@@ -8,12 +8,14 @@ not be: the chief alone runs callbacks that write, and a user's callback may sto
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epoch
+from tfdist_ext.training.interrupting import keeping_ctrl_c
 from tfdist_ext.training.pace import Pace
 from tfdist_ext.training.roles import looks_at_batches
 
@@ -49,6 +51,12 @@ class Loop:
 
     def run(self, program: Any, data: Epoch) -> tuple[dict[str, Any], int]:
         """(logs, steps done) of one epoch."""
+        with keeping_ctrl_c() as check_ctrl_c:
+            return self._run(program, data, check_ctrl_c)
+
+    def _run(
+        self, program: Any, data: Epoch, check_ctrl_c: Callable[[], None]
+    ) -> tuple[dict[str, Any], int]:
         # Told to stop before the first batch, Keras still runs that one.
         one_only = self._reduction.any_worker(self._stopped)
         logs: dict[str, Any] = {}
@@ -61,6 +69,7 @@ class Loop:
             started = time.perf_counter()
             result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
             seconds = time.perf_counter() - started
+            check_ctrl_c()
             self._pace.took(result.chief_seconds)
             if result.steps == 0:
                 break

@@ -14,6 +14,7 @@ from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.adopt import adopt, belongs_to, build, recompile
+from tfdist_ext.training.called_back import calls_go_to
 from tfdist_ext.training.chiefs_part import follow_chief
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
 from tfdist_ext.training.coordinated.sharded_variables import make_readable
@@ -189,15 +190,30 @@ class DistributedModel(Saving):
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
         )
+        self._model.stop_training = False
+        initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
+        with calls_go_to(self._model, evaluate=self.evaluate, predict=self.predict):
+            hooks.on_train_begin()
+            follow_chief_if_restored(self._model, self._reduction, callbacks)
+            first = kp.restored_epoch(self._model) or initial_epoch
+            return self._train(
+                range(first, epochs), train, validation, validation_freq, hooks, saved
+            )
+
+    def _train(
+        self,
+        epochs: range,
+        train: Epochs,
+        validation: Epochs | None,
+        validation_freq: int | list[int],
+        hooks: keras.callbacks.CallbackList,
+        saved: Resumable,
+    ) -> keras.callbacks.History:
         model = self._model
-        model.stop_training = False
         loop = Loop(model, self._engine, hooks, "train")
         program = self._engine.program(model, "train")
-        initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
-        hooks.on_train_begin()
-        follow_chief_if_restored(model, self._reduction, callbacks)
         logs: dict[str, Any] = {}
-        for epoch in range(kp.restored_epoch(model) or initial_epoch, epochs):
+        for epoch in epochs:
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
                 logs, steps = loop.run(program, data)
@@ -210,11 +226,11 @@ class DistributedModel(Saving):
             self._progress = saved.epoch_is_done(epoch, logs)
             if self._reduction.any_worker(model.stop_training):
                 break
-        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
         hooks.on_train_end(logs)
         self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
-        saved.training_is_done(epochs, logs)
+        saved.training_is_done(epochs.stop, logs)
         return model.history
 
     def evaluate(

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 
-__all__ = ["Part", "current_graph", "part", "set_part"]
+__all__ = ["Part", "current_graph", "outside_of_inner_graphs", "part", "set_part"]
 
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
@@ -29,12 +29,17 @@ class Part:
         of: examples of the global batch, over all replicas of all workers.
         replicas: parts of the global batch, over all workers.
         local_replicas: parts on this worker.
+        batch: what the replica's step gets, a structure of tensors.
     """
 
-    def __init__(self, rows: tf.Tensor, of: tf.Tensor, replicas: int, local_replicas: int):
+    def __init__(
+        self, rows: tf.Tensor, of: tf.Tensor, replicas: int, local_replicas: int, batch: Any
+    ):
         self.replicas = replicas
         self.local_replicas = local_replicas
         self._rows = rows
+        leaves = tf.nest.flatten(batch)
+        self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
 
@@ -45,6 +50,25 @@ class Part:
     def present(self, dtype: Any) -> tf.Tensor:
         """1, or 0 where this replica has no row of its own."""
         return tf.cast(self._rows > 0, dtype)
+
+    def has_rows(self, value: Any) -> bool:
+        """Whether a floating tensor has numbers for each row of the part.
+
+        Where the size of the part is not known (nearly always, while a graph is built), it has them
+        in a dimension of unknown size; else in a first dimension as long as the part.
+        """
+        sizes = _sizes(value)
+        if None in sizes or self._size is None:
+            return None in sizes
+        return sizes[:1] == [self._size]
+
+    def may_have_rows(self, value: Any) -> bool:
+        """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
+        sizes = _sizes(value)
+        if self.has_rows(value) or self._size is None or not sizes:
+            return False
+        first = sizes[0]
+        return first is not None and first > 0 and first % self._size == 0
 
     def weighted(self, values: Sequence[Any]) -> list[Any]:
         """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
@@ -114,6 +138,13 @@ class Part:
             )
 
 
+def _sizes(value: Any) -> list[int | None]:
+    """The static shape of a floating tensor; empty for all else."""
+    if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
+        return []
+    return value.shape.as_list()
+
+
 def part() -> Part | None:
     """The part of the replica whose step is running, None outside of one."""
     return getattr(_here, "part", None)
@@ -132,3 +163,10 @@ def set_part(value: Part | None) -> Iterator[None]:
 def current_graph() -> Any:
     """The graph that is being built, None in eager code."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def outside_of_inner_graphs(graph: Any) -> Any:
+    """Scope in which operations go to the given outer graph, or run at once where it is None."""
+    if current_graph() is graph:
+        return contextlib.nullcontext()
+    return tf.init_scope() if graph is None else graph.as_default()

@@ -4,6 +4,9 @@ Keras writes metrics and moving statistics from inside each replica's step. Unde
 writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
 values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
 written once.
+
+What is written inside a `cond` or a loop of a layer's own cannot leave it as a value. It goes to
+the replica's own copy of the variable, which is read when the step ends.
 """
 
 from __future__ import annotations
@@ -16,52 +19,112 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.part import current_graph
+from tfdist_ext.training.own_copies import OwnCopies
+from tfdist_ext.training.part import current_graph, outside_of_inner_graphs, part
 
 __all__ = ["ReplicaScope", "metric_variables_on_one_copy"]
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Holds the metrics' state and collects writes to `watched`; lets other writes through."""
+    """Holds the metrics' state and collects writes to the model's other variables.
 
-    def __init__(self, metrics: Iterable[tuple[Any, Any]], watched: Sequence[Any] = ()):
+    Args:
+        metrics: (variable, value) of each metric's variable.
+        watched: the model's other variables. What a replica writes to them becomes the mean over
+            all rows: when the step ends, or at once for those that an optimizer trains.
+        own: where the replica keeps what is written in inner graphs.
+    """
+
+    def __init__(
+        self,
+        metrics: Iterable[tuple[Any, Any]],
+        watched: Sequence[Any] = (),
+        own: OwnCopies | None = None,
+    ):
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
         self._metrics = set(self.state_mapping)
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
+        self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
+        self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
+        for variable in self._own.written.values():
+            # Not only when one is met: inner graphs of eager steps are traced in the first alone.
+            self._move_to_own(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         key = id(variable)
-        if key not in self._metrics and key not in self._watched:
-            _write(variable, value)
-        elif current_graph() is self._graph:
-            self.updated |= {key} & self._metrics
+        if key in self._metrics:
+            self._check_metric(variable)
+            self.updated.add(key)
             super().add_update(update)
-        elif key in self._watched:
-            # Inside a cond or a loop of the layer's own: its value cannot leave it.
-            _write(variable, value)
+        elif key not in self._watched:
+            self._write(variable, value)
+        elif self._in_inner_graph():
+            self._move_to_own(variable)
+            self._own.write(variable, value)
+        elif variable.trainable:
+            self._write(variable, value)
         else:
+            super().add_update(update)
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key in self._watched and self._in_inner_graph():
+            self._move_to_own(variable)  # the graph may be a loop that goes on to write it
+        if key in self.state_mapping:
+            return self.state_mapping[key]
+        # Never None: Keras reads regularized weights through the scope.
+        return self._own.of(variable) if key in self._apart else kp.raw_value(variable)
+
+    @property
+    def written(self) -> dict[int, Any]:
+        """Number of a watched variable -> the value that the step gave it, on this replica."""
+        values = {
+            self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
+            for key, variable in self._own.written.items()
+        }
+        for key, number in self._watched.items():
+            if key in self.state_mapping:
+                values[number] = self.state_mapping[key]
+        return values
+
+    def _in_inner_graph(self) -> bool:
+        return current_graph() is not self._graph
+
+    def _move_to_own(self, variable: Any) -> None:
+        """See to it that the replica's own copy has the value that is current before this graph."""
+        key = id(variable)
+        collected = self.state_mapping.pop(key, None)
+        is_apart = self._own.is_apart(variable)
+        if collected is not None or (is_apart and key not in self._apart):
+            with outside_of_inner_graphs(self._graph):
+                value = kp.raw_value(variable) if collected is None else collected
+                self._own.of(variable).assign(value)
+        if collected is not None:
+            self._own.written[key] = variable
+        if is_apart:
+            self._apart.add(key)
+
+    def _write(self, variable: Any, value: Any) -> None:
+        """Assign at once, as some layers do to weights that they read in the same call."""
+        here = part()
+        if here and not self._in_inner_graph():
+            value = here.mean({0: value})[0]  # where one copy is all replicas', all write the same
+        raw = kp.raw_value(variable)
+        if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
+            kp.write(variable, value)
+        else:  # the one copy of central storage, in a wrapper that asks how replicas combine
+            raw.get().assign(tf.cast(value, raw.dtype))
+
+    def _check_metric(self, variable: Any) -> None:
+        if self._in_inner_graph():
             raise TrainingError(
                 f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
                 " a loop of train_step's own. Update metrics directly in the body of train_step;"
                 " the step is compiled as a whole already."
             )
-
-    def get_current_value(self, variable: Any) -> Any:
-        # Never None: Keras reads regularized weights through the scope.
-        value = self.state_mapping.get(id(variable))
-        return kp.raw_value(variable) if value is None else value
-
-    @property
-    def written(self) -> dict[int, Any]:
-        """Number of a watched variable -> the value that the step gave it."""
-        return {
-            number: self.state_mapping[key]
-            for key, number in self._watched.items()
-            if key in self.state_mapping
-        }
 
 
 def metric_variables_on_one_copy() -> Any:
@@ -79,12 +142,3 @@ def metric_variables_on_one_copy() -> Any:
         return next_creator(**kwargs)
 
     return tf.variable_creator_scope(creator)
-
-
-def _write(variable: Any, value: Any) -> None:
-    """Assign at once, as some layers do to weights that they read in the same call."""
-    raw = kp.raw_value(variable)
-    if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
-        kp.write(variable, value)
-    else:  # the one copy of central storage, in a wrapper that asks how replicas combine
-        raw.get().assign(tf.cast(value, raw.dtype))

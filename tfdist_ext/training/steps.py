@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
 from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
+from tfdist_ext.training.optimizers import check_built
+from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
+from tfdist_ext.training.states import check_states
 
 __all__ = ["Execution", "StepProgram"]
 
@@ -52,12 +54,14 @@ class StepProgram:
         # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
-        _check_built(model)
+        check_states(model, strategy)
+        check_built(model)
         self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
         known = {id(variable) for variable in self._metrics}
-        self._watched = [v for v in model.non_trainable_variables if id(v) not in known]
+        self._watched = [v for v in model.variables if id(v) not in known]
+        self._own = OwnCopies(strategy, reduction.local_replicas)
         self._replica = self._one_replica
         if model.jit_compile and not model.run_eagerly:
             self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
@@ -165,10 +169,11 @@ class StepProgram:
         rows, of, batch = part
         here = None
         if tf.distribute.has_strategy():
-            here = Part(rows, of, self._reduction.replicas, self._reduction.local_replicas)
+            on = self._reduction
+            here = Part(rows, of, on.replicas, on.local_replicas, batch)
         with (
-            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched) as scope,
             set_part(here),
+            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             returned = self._step(batch)
             outputs = own_outputs(self._model, returned) if self._own_outputs else {}
@@ -205,16 +210,6 @@ class StepProgram:
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             logs = results(self._model, last, self._updated)
         return logs, values, states, steps, chief_seconds
-
-
-def _check_built(model: keras.Model) -> None:
-    for name, value in vars(model).items():
-        if isinstance(value, keras.optimizers.Optimizer) and not value.built:
-            raise TrainingError(
-                f"the optimizer {type(model).__name__}.{name} has no variables yet, and a step"
-                " cannot make them: call its build(variables it trains) in the function given to"
-                " distribute(), after the model is built."
-            )
 
 
 def _sum(values: tuple[Any, ...]) -> Any:

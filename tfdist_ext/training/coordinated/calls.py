@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.copies import outside_of_strategies
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Call", "Calls", "on_worker"]
 
 
 class Call:
@@ -79,6 +80,12 @@ class Calls:
                     stacklevel=2,
                 )
                 silent_since = time.monotonic()
+
+
+def on_worker(function: Any, *specs: Any) -> Any:
+    """The function traced as workers run it: no strategy in sight, each worker a device."""
+    with outside_of_strategies():
+        return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def _worker_tasks() -> int:

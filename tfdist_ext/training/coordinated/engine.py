@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.inputs import WorkerBatches
 from tfdist_ext.training.coordinated.predicting import CoordinatedPredictor
-from tfdist_ext.training.coordinated.scope import UpdatesOnServers, WorkerScope
+from tfdist_ext.training.coordinated.records import SpareRecords
+from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.coordinated.steps import CoordinatedSteps
 from tfdist_ext.training.copies import outside_of_strategies
 from tfdist_ext.training.engine import SynchronousEngine
@@ -50,12 +50,13 @@ class CoordinatorEngine(SynchronousEngine):
         self.reduction = SoleCoordinator()  # type: ignore[assignment]
         self._programs = {}
         self._calls = Calls(strategy)
+        self._spare = SpareRecords()
         self._predictions: CoordinatedPredictor | None = None
 
     def read(self, *data: Any, **options: Any) -> Any:
         """Data for this process to read, or a function of the input context, for each worker."""
         if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
-            return WorkerBatches.from_function(self._calls, *data, **options)
+            return WorkerBatches.from_function(self._calls, self._spare, *data, **options)
         return super().read(*data, **options)
 
     def feed(self, batches: Any) -> Any:
@@ -80,15 +81,8 @@ class CoordinatorEngine(SynchronousEngine):
         return self._predictions
 
     def finalize(self, model: keras.Model) -> None:
-        optimizer = model.optimizer
-        scope = WorkerScope([])
-        with (
-            outside_of_strategies(),
-            scope,
-            kp.optimizer_keys(scope.owner_of),
-            kp.distribution_strategy_of(optimizer, UpdatesOnServers(scope, optimizer)),
-        ):
-            optimizer.finalize_variable_values(model.trainable_weights)
+        with outside_of_strategies(), updates_on_servers(WorkerScope([]), model):
+            model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def _make_program(self, model: keras.Model, kind: str) -> CoordinatedSteps:
         return CoordinatedSteps(model, self._calls, kind)

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.records import SpareRecords, WorkerRecords
 
 __all__ = ["WorkerBatches", "WorkerIterators"]
 
 
 class WorkerIterators:
-    """One pass: an iterator on each worker, and which workers have reached its end."""
+    """One pass: an iterator on each worker, and which workers' data has not come to its end.
 
-    def __init__(self, of_workers: Any, workers: int, element_spec: Any):
-        self.of_workers = of_workers
-        self.element_spec = element_spec
-        self.unfinished = set(range(workers))
+    Elements are (number of the batch in the worker's data, batch).
+    """
+
+    def __init__(self, batches: WorkerBatches):
+        self._batches = batches
+        self.unfinished = set(range(batches.workers))
+        self.of_workers: Any = None
+
+    @property
+    def records(self) -> WorkerRecords:
+        return self._batches.records
+
+    def begin(self, start: Sequence[np.ndarray]) -> np.ndarray:
+        """Begin an execution in which metrics start like that; returns the workers' positions."""
+        if self.of_workers is None:
+            self._batches.keep_records_of(start)
+            self.records.begin_pass()
+            self.restart()
+        return self.records.begin_execution(start)
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of one batch."""
+        return self._batches.element_spec
+
+    def restart(self) -> None:
+        """Let all workers go on where the records say that they are."""
+        self.of_workers = self._batches.iterators()
+
+    def of_worker(self, worker: tf.Tensor) -> Any:
+        """In a graph: an iterator over the rest of a worker's data, on whichever worker it runs."""
+        return iter(self._batches.rest_of(worker))
 
     def __next__(self) -> Any:
         raise TrainingError(
@@ -38,21 +70,35 @@ class WorkerBatches:
     batch_size = None
     later = None
 
-    def __init__(self, calls: Calls, make: Any, element_spec: Any, endless: bool):
+    def __init__(
+        self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]
+    ):
         self._calls = calls
-        self._make = make
-        self.element_spec = element_spec
-        self.endless = endless
+        self._dataset_of = dataset_of
+        self.workers = calls.workers
+        with tf.device("CPU:0"):
+            here = [dataset_of(worker) for worker in range(calls.workers)]
+        self.element_spec = here[0].element_spec
+        self.endless = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
+        self._spare = spare
+        self._records: WorkerRecords | None = None
         self._datasets: Any = None
 
     @classmethod
     def from_function(
-        cls, calls: Calls, function: Any, y: Any = None, sample_weight: Any = None, **options: Any
+        cls,
+        calls: Calls,
+        spare: SpareRecords,
+        function: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        **options: Any,
     ) -> WorkerBatches:
         """Call `function(tf.distribute.InputContext)` for each worker.
 
         Raises:
-            TrainingError: it does not return a data set of batches; arguments beside it.
+            TrainingError: it takes no argument, or does not return a data set of batches; other
+                arguments beside it.
         """
         given = {"y": y, "sample_weight": sample_weight, **options}
         for name in ("y", "sample_weight", "batch_size", "class_weight"):
@@ -61,6 +107,8 @@ class WorkerBatches:
                     f"{name} goes with arrays; a function of the input context arrived as data."
                     " Its data set yields all that belongs to a batch."
                 )
+
+        _check_takes_context(function)
 
         def dataset_of(worker: int) -> tf.data.Dataset:
             dataset = function(tf.distribute.InputContext(calls.workers, worker, 1))
@@ -71,30 +119,63 @@ class WorkerBatches:
                 )
             return dataset
 
-        with tf.device("CPU:0"):
-            here = [dataset_of(worker) for worker in range(calls.workers)]
-        spec = here[0].element_spec
-        endless = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
+        return cls(calls, spare, dataset_of)
 
-        def make() -> tf.data.Dataset:
-            # A branch for each worker, so that the function gets a number, not a tensor.
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            branches = [
-                lambda worker=worker: tf.data.experimental.to_variant(dataset_of(worker))
-                for worker in range(calls.workers)
-            ]
-            variant = tf.switch_case(tf.cast(worker, tf.int32), branches)
-            return tf.data.experimental.from_variant(variant, spec).prefetch(tf.data.AUTOTUNE)
+    @property
+    def records(self) -> WorkerRecords:
+        assert self._records is not None  # each pass begins with keep_records_of()
+        return self._records
 
-        return cls(calls, make, spec, endless)
+    def keep_records_of(self, states: Sequence[np.ndarray]) -> None:
+        """Have records of steps whose metrics have states like these."""
+        if self._records is None:
+            numbers = sum(value.size for value in states)
+            self._records = self._spare.lend(self, self.workers, numbers)
 
-    def __iter__(self) -> Any:
+    def rest_of(self, worker: tf.Tensor) -> tf.data.Dataset:
+        """In a graph: the batches of a worker's data that are not used yet, each with its number.
+
+        A branch for each worker, so that the user's function gets a number, not a tensor.
+        """
+        branches = [
+            lambda worker=worker: tf.data.experimental.to_variant(self._dataset_of(worker))
+            for worker in range(self.workers)
+        ]
+        variant = tf.switch_case(tf.cast(worker, tf.int32), branches)
+        dataset = tf.data.experimental.from_variant(variant, self.element_spec)
+        position = self.records.position(worker)
+        return dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
+
+    def iterators(self) -> Any:
+        """An iterator on each worker; one for a worker that is started again is made by itself."""
         if self._datasets is None:
-            self._datasets = self._calls.coordinator.create_per_worker_dataset(self._make)
-        return WorkerIterators(iter(self._datasets), self._calls.workers, self.element_spec)
+            index = tf.distribute.coordinator.experimental_get_current_worker_index
+            self._datasets = self._calls.coordinator.create_per_worker_dataset(
+                lambda: self.rest_of(tf.identity(index()))
+            )
+        return iter(self._datasets)
+
+    def __iter__(self) -> WorkerIterators:
+        return WorkerIterators(self)
 
     def on_epoch_begin(self) -> None:
         pass
 
     def on_epoch_end(self) -> None:
         pass
+
+
+def _check_takes_context(function: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables do not tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TrainingError(
+            "a function given as data is called with one tf.distribute.InputContext for each"
+            f" worker; this one takes {signature}. Write"
+            " `def data(context): ... dataset.shard(context.num_input_pipelines,"
+            " context.input_pipeline_id)`, or pass the tf.data.Dataset itself."
+        ) from error

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.coordinated.batches import Parcel, batch_of, parcels, specs_of
-from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.calls import Calls, on_worker
 from tfdist_ext.training.coordinated.scope import WorkerScope
-from tfdist_ext.training.coordinated.steps import BATCHES_IN_A_CALL, on_worker
+from tfdist_ext.training.coordinated.steps import BATCHES_IN_A_CALL
 from tfdist_ext.training.epochs import Epochs
 
 __all__ = ["CoordinatedPredictor"]

@@ -22,9 +22,10 @@ from tfdist_ext.training.coordinated.sharded_variables import (
     rows_in_range,
     take_rows,
 )
+from tfdist_ext.training.optimizers import optimizers_of
 from tfdist_ext.training.part import current_graph
 
-__all__ = ["UpdatesOnServers", "WorkerScope"]
+__all__ = ["WorkerScope", "updates_on_servers"]
 
 # Their update of a row depends on no other row, so each piece can be updated by itself.
 _BY_ROW = (
@@ -66,7 +67,6 @@ class WorkerScope(keras.StatelessScope):
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
         self._reads: dict[int, PartitionedRead] = {}
         self._graph = current_graph()
-        self._stale = False  # what was read before an update
         self._piece: int | None = None
         self._as_one = False
         self.updated: set[int] = set()  # ids of the given values that were written
@@ -87,10 +87,11 @@ class WorkerScope(keras.StatelessScope):
             return raw
         if self._piece is not None:
             return raw.variables[self._piece]
-        if self._stale:
-            return self._read_of(raw).whole_now()
+        read = self._read_of(raw)
+        if read.written and not self._in_step():  # in a cond of the optimizer
+            return read.whole_now()
         with self._step():  # not in a loop of a layer, whose gradient has the shape of its inputs
-            return self._read_of(raw).whole()
+            return read.whole()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -150,8 +151,8 @@ class WorkerScope(keras.StatelessScope):
     @contextlib.contextmanager
     def updating(self, raw: Any, piece: int | None) -> Iterator[None]:
         """Scope in which partitioned variables are their pieces of a number, or as they are."""
-        self._stale = True
         if is_partitioned(raw):
+            self._read_of(raw).written = True
             if piece is not None:
                 self._sources[id(raw.variables[piece].handle)] = raw
             before = self._piece, self._as_one
@@ -171,10 +172,11 @@ class WorkerScope(keras.StatelessScope):
         return self._reads[id(raw)]
 
     def _write(self, variable: Any, value: Any) -> None:
-        self._stale = True
         raw = kp.raw_value(variable)
-        if self._piece is not None and is_partitioned(raw):
-            raw = raw.variables[self._piece]
+        if is_partitioned(raw):
+            self._read_of(raw).written = True
+            if self._piece is not None:
+                raw = raw.variables[self._piece]
         _add_difference(raw, value, tf.convert_to_tensor(raw))
 
     def _step(self) -> Any:
@@ -184,7 +186,19 @@ class WorkerScope(keras.StatelessScope):
         return current_graph() is self._graph
 
 
-class UpdatesOnServers:
+@contextlib.contextmanager
+def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
+    """The scope of a step, in which the model's optimizers update variables where they are."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scope)
+        stack.enter_context(kp.optimizer_keys(scope.owner_of))
+        for optimizer in optimizers_of(model).values():
+            updates = _UpdatesOnServers(scope, optimizer)
+            stack.enter_context(kp.distribution_strategy_of(optimizer, updates))
+        yield
+
+
+class _UpdatesOnServers:
     """What an optimizer of a step takes for its strategy: updates run where the variable is.
 
     It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
@@ -196,7 +210,7 @@ class UpdatesOnServers:
         self._by_row = type(inner) in _BY_ROW
 
     @property
-    def extended(self) -> UpdatesOnServers:
+    def extended(self) -> _UpdatesOnServers:
         return self
 
     def update(

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import read_by_tapes
+from tfdist_ext.training.optimizers import optimizers_of
 
 __all__ = [
     "PartitionedRead",
@@ -87,18 +88,17 @@ class PartitionedRead:
     def __init__(self, raw: Any):
         self._raw = raw
         self.handle = tf.zeros([], raw.dtype)
-        self._whole: Any = None
+        self.written = False  # by the step
 
     def whole(self) -> tf.Tensor:
         """All pieces in one tensor, which has the source as its `handle`, as variables have."""
         read_by_tapes(self)
-        if self._whole is None:
-            self._whole = self._made_whole(self.handle)
-            self._whole.handle = self.handle
-        return self._whole
+        whole = self._made_whole(self.handle)  # anew: another tape must see it, too
+        whole.handle = self.handle
+        return whole
 
     def whole_now(self) -> tf.Tensor:
-        """The same after an update of the step; no gradient goes through it."""
+        """The same, read in a graph inside the step's; no gradient goes through it."""
         whole = tf.convert_to_tensor(self._raw)
         whole.handle = self.handle
         return whole
@@ -168,8 +168,8 @@ def slots_beside_pieces() -> Any:
 def make_readable(model: keras.Model) -> None:
     """Let Keras turn a model's partitioned variables into arrays, as `save` does."""
     variables = list(model.variables)
-    if model.compiled and isinstance(model.optimizer, keras.optimizers.Optimizer):
-        variables += model.optimizer.variables
+    for optimizer in optimizers_of(model).values():
+        variables += optimizer.variables
     for raw in map(kp.raw_value, variables):
         if is_partitioned(raw):
             raw.__array__ = _as_array(raw)

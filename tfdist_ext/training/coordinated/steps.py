@@ -7,7 +7,6 @@ workers return, not what they write on the way, becomes the metrics and the numb
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +16,15 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.coordinated.batches import Parcel, batch_of, parcels, specs_of
-from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.calls import Calls, on_worker
 from tfdist_ext.training.coordinated.inputs import WorkerIterators
-from tfdist_ext.training.coordinated.scope import UpdatesOnServers, WorkerScope
-from tfdist_ext.training.copies import outside_of_strategies
+from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
+from tfdist_ext.training.coordinated.worker_loop import Steps, WorkerLoop
 from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
+from tfdist_ext.training.optimizers import check_built, optimizers_of
 from tfdist_ext.training.steps import Execution
 
-__all__ = ["BATCHES_IN_A_CALL", "CoordinatedSteps", "on_worker"]
+__all__ = ["BATCHES_IN_A_CALL", "CoordinatedSteps"]
 
 BATCHES_IN_A_CALL = 8
 
@@ -39,6 +39,7 @@ class CoordinatedSteps:
         step = getattr(model, f"{kind}_step")
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
+        check_built(model)
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
         known = {id(variable) for variable in self._metrics}
@@ -50,13 +51,21 @@ class CoordinatedSteps:
         # Other optimizers count in the servers' variables: what a step adds is added there.
         self._watched += [
             kp.step_variables(other)[0]
-            for other in vars(model).values()
-            if isinstance(other, keras.optimizers.Optimizer) and other is not model.optimizer
+            for other in optimizers_of(model).values()
+            if other is not model.optimizer
         ]
         self._counted = 0  # how often a step counts itself
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._functions: dict[Any, Any] = {}
         self.reset()
+        steps = Steps(
+            tf.function(self._one_step, autograph=False),
+            self._start,
+            [variable.aggregation == "sum" for variable in self._metrics],
+            "float32" if self._rate is None else self._rate.dtype,
+            lambda: self._counted,
+        )
+        self._on_own_data = WorkerLoop(calls, steps, BATCHES_IN_A_CALL)
 
     def reset(self) -> None:
         """Start the metrics anew, as at the beginning of an epoch."""
@@ -85,31 +94,16 @@ class CoordinatedSteps:
                 done += len(parcel.ends)
         outputs: dict[str, Any] = {}
         for packed, of_call in call.results():
-            self._add(packed)
+            self._add(_unpacked(packed, self._start))
             outputs = of_call
         return self._finish(first, done, outputs, seconds)
 
     def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
         """The same with batches that the workers read for themselves."""
         first, rate = self._number_and_rate()
-        function = self._looping_function(data)
-        outputs: dict[str, Any] = {}
-        done = 0
-        while done < n and data.unfinished:
-            before = done
-            with self._calls.all_done() as call:
-                most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * self._calls.workers)))
-                for start in range(done, n, most):
-                    step = np.int64(first + start * self._counted)
-                    count = np.int64(min(most, n - start))
-                    call(function, [data.of_workers, count, step, rate])
-            for packed, of_call, steps, ended, worker in call.results():
-                self._add(packed)
-                done += int(steps)
-                outputs = of_call if steps else outputs
-                data.unfinished -= {int(worker)} if ended else set()
-            if done == before:
-                time.sleep(0.01)  # only workers that are done have answered
+        done, of_workers, outputs = self._on_own_data.run(data, n, first, rate)
+        for states in of_workers:
+            self._add(states)
         return self._finish(first, done, outputs, seconds)
 
     def _number_and_rate(self) -> tuple[int, Any]:
@@ -155,46 +149,6 @@ class CoordinatedSteps:
             )
         return self._functions[key]
 
-    def _looping_function(self, data: WorkerIterators) -> Any:
-        """Steps on the iterator of whichever worker it is, until there are `count` or no more."""
-        key = ("looping", str(data.element_spec))
-        if key in self._functions:
-            return self._functions[key]
-        one = tf.function(self._one_step, autograph=False)
-        rates = tf.TensorSpec([], self._rate.dtype if self._rate is not None else "float32")
-
-        def steps(iterator: Any, count: Any, first: Any, rate: Any) -> Any:
-            states: list[Any] = [tf.constant(value) for value in self._start]
-            # Traced beforehand: a loop must know what comes out of it, and how steps count.
-            spec = one.get_concrete_function(data.element_spec, first, rate, states)
-            outputs = {
-                name: tf.zeros([n or 0 for n in output.shape], output.dtype)
-                for name, output in spec.structured_outputs[1].items()
-            }
-
-            def body(i: Any, more: Any, states: Any, outputs: Any) -> Any:
-                batch = iterator.get_next_as_optional()
-                more = batch.has_value()
-                states, outputs = tf.cond(
-                    more,
-                    lambda: one(batch.get_value(), first + i * self._counted, rate, states),
-                    lambda: (states, outputs),
-                )
-                return i + tf.cast(more, tf.int64), more, states, outputs
-
-            done, more, states, outputs = tf.while_loop(
-                lambda i, more, *_: tf.logical_and(i < count, more),
-                body,
-                (tf.constant(0, tf.int64), tf.constant(True), states, outputs),
-            )
-            worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-            return _packed(states), outputs, done, tf.logical_not(more), tf.identity(worker)
-
-        number = tf.TensorSpec([], tf.int64)
-        iterators = tf.data.IteratorSpec(data.element_spec)
-        self._functions[key] = on_worker(steps, iterators, number, number, rates)
-        return self._functions[key]
-
     def _one_step(self, batch: Any, step: Any, rate: Any, states: Sequence[Any]) -> Any:
         values = list(zip(self._metrics, states, strict=True))
         if self._training and self._counter is not None:
@@ -202,13 +156,7 @@ class CoordinatedSteps:
         if self._rate is not None:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter)
-        optimizer = self._model.optimizer
-        with (
-            scope,
-            kp.rows_taken_by(scope.rows),
-            kp.optimizer_keys(scope.owner_of),
-            kp.distribution_strategy_of(optimizer, UpdatesOnServers(scope, optimizer)),
-        ):
+        with kp.rows_taken_by(scope.rows), updates_on_servers(scope, self._model):
             returned = self._step(batch)
             outputs = own_outputs(self._model, returned) if self._own_outputs else {}
         scope.write_watched()
@@ -217,9 +165,8 @@ class CoordinatedSteps:
         states = [scope.get_current_value(variable) for variable in self._metrics]
         return states, outputs
 
-    def _add(self, packed: Sequence[np.ndarray]) -> None:
-        """Take the metrics' states of one call into those of the epoch."""
-        states = _unpacked(packed, self._start)
+    def _add(self, states: Sequence[np.ndarray]) -> None:
+        """Take the metrics' states of steps that began with `_start` into those of the epoch."""
         for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
             if variable.aggregation == "sum":
                 self._totals[i] = self._totals[i] + (_wide(states[i]) - start)
@@ -231,12 +178,6 @@ class CoordinatedSteps:
             found = results(self._model, outputs, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
-
-
-def on_worker(function: Any, *specs: Any) -> Any:
-    """The function traced as workers run it: no strategy in sight, each worker a device."""
-    with outside_of_strategies():
-        return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def _packed(states: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -4,13 +4,16 @@ The file appears under its name when it is complete, or not at all.
 
     /                attributes: format, version, epoch, step, ...
     /<group>         model, metrics, and one for each optimizer; attributes: what it belongs to
-    /<group>/<n>     one variable; attributes: its name, its path in Keras, its dtype
+    /<group>/<n>     one variable; attributes: its name, its path in Keras, its dtype, its crc32
+
+`crc32` is that of the variable's bytes in the order of its rows. Of all else HDF5 has checksums of
+its own. So no byte goes unnoticed that changes what is restored. Files of version 1 have neither.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +21,32 @@ from typing import Any
 
 import h5py  # type: ignore[import-untyped]
 import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.saving.whole_values import blocks, read_rows
+from tfdist_ext.training.saving.complete_files import replaced_when_complete
+from tfdist_ext.training.saving.whole_values import blocks, blocks_of, read_rows
 
-__all__ = ["CheckpointFile", "Saved", "replaced_when_complete", "write_checkpoint"]
+__all__ = ["CheckpointFile", "Saved", "write_checkpoint"]
 
 _FORMAT = "tfdist_ext checkpoint"
-_VERSION = 1
+_VERSION = 2
+_DAMAGED = (
+    "It is damaged; use another checkpoint. Where fit(checkpoint_dir=...) wrote it, remove it: fit"
+    " goes on from the one before."
+)
 
 
 @dataclass(frozen=True)
 class Saved:
     """A variable in a checkpoint."""
 
+    name: str  # that holds in every job
     path: str  # as Keras called it in the job that saved it
     shape: tuple[int, ...]
     dtype: str
     place: str  # of its dataset in the file
+    crc: int | None  # None in a file of version 1
 
 
 def write_checkpoint(
@@ -59,42 +70,22 @@ def write_checkpoint(
         raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_when_complete(path) as unfinished, _open(unfinished, "w") as file:
-        file.attrs.update({"format": _FORMAT, "version": _VERSION, **numbers})
+        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **numbers})
         for name, variables in groups.items():
             group = file.create_group(name)
-            group.attrs["kind"] = kinds.get(name, "")
+            if kind := kinds.get(name, ""):
+                group.attrs["kind"] = _as_bytes(kind)
             for number, (key, variable) in enumerate(variables.items()):
                 _write_variable(group, str(number), key, variable)
-
-
-@contextlib.contextmanager
-def replaced_when_complete(path: Path) -> Iterator[Path]:
-    """A path to write to; what is there takes the place of `path` at once, and only when complete.
-
-    A crash leaves the old file as it was.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint to read from.
 
     Raises:
-        TrainingError: there is no such file, it is no checkpoint, is cut off, or was written by
-            a newer version of this package.
+        TrainingError: there is no such file, it is no checkpoint, is cut off, is damaged in
+            another place than a variable's values, or was written by a newer version of this
+            package.
     """
 
     def __init__(self, path: Path):
@@ -110,21 +101,11 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
                 " save_checkpoint() has written; a copy must be complete."
             ) from error
-        with self._readable():
-            written_by = self._file.attrs.get("format")
-        if written_by != _FORMAT:
+        try:
+            self._check_format()
+        except TrainingError:
             self._file.close()
-            raise TrainingError(
-                f"{path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights that"
-                " Keras saved are loaded with keras_model.load_weights()."
-            )
-        if self.number("version") > _VERSION:
-            version = self.number("version")
-            self._file.close()
-            raise TrainingError(
-                f"{path} is a checkpoint of version {version}; this package reads up to version"
-                f" {_VERSION}. Install a newer one."
-            )
+            raise
 
     def __exit__(self, *_: Any) -> None:
         self._file.close()
@@ -137,20 +118,16 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def kind(self, group: str) -> str | None:
         """What a group belongs to; None where the checkpoint has no such group."""
         with self._readable():
-            return str(self._file[group].attrs["kind"]) if group in self._file else None
+            found = self._group(group)
+            return None if found is None else _text(found.attrs.get("kind", ""))
 
     def variables(self, group: str) -> dict[str, Saved]:
         """name -> variable."""
         with self._readable():
-            return {
-                str(dataset.attrs["name"]): Saved(
-                    str(dataset.attrs["path"]),
-                    tuple(dataset.shape),
-                    str(dataset.attrs["dtype"]),
-                    dataset.name,
-                )
-                for dataset in self._file.get(group, {}).values()
-            }
+            found = self._group(group)
+            # By name: of one that cannot be read, values() of h5py does not say why.
+            saved = [] if found is None else [self._saved(found[place]) for place in found]
+        return {variable.name: variable for variable in saved}
 
     def rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
         """Rows of a saved variable; of a scalar, an array of one value.
@@ -158,19 +135,70 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         Raises:
             TrainingError: the file cannot be read.
         """
+        stored = self._stored_rows(saved, start, stop)
+        held = np.dtype(tf.as_dtype(saved.dtype).as_numpy_dtype)
+        return stored.view(held) if _stored_as_bits(held) else stored
+
+    def verify(self) -> None:
+        """Read every value once, a block of rows at a time, and compare the checksums.
+
+        Raises:
+            TrainingError: names the variable that is damaged.
+        """
         with self._readable():
+            groups = list(self._file)
+        for saved in (saved for group in groups for saved in self.variables(group).values()):
+            crc = 0
+            for start, stop in blocks_of(saved.shape, tf.as_dtype(saved.dtype).size):
+                crc = _crc_of(self._stored_rows(saved, start, stop), crc)
+            if saved.crc not in (None, crc):
+                raise TrainingError(
+                    f"the values of {saved.path!r} in {self._path} are others than were written."
+                    f" {_DAMAGED}"
+                )
+
+    def _check_format(self) -> None:
+        with self._readable():
+            written_by = _text(self._file.attrs.get("format"))
+        if written_by != _FORMAT:
+            raise TrainingError(
+                f"{self._path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights"
+                " that Keras saved are loaded with keras_model.load_weights()."
+            )
+        self._version = self.number("version")
+        if self._version > _VERSION:
+            raise TrainingError(
+                f"{self._path} is a checkpoint of version {self._version}; this package reads up"
+                f" to version {_VERSION}. Install a newer one."
+            )
+
+    def _group(self, name: str) -> Any:
+        # Not get() or `in`, for which a group that is damaged may be one that is not there.
+        return self._file[name] if name in list(self._file) else None
+
+    def _saved(self, dataset: Any) -> Saved:
+        attributes = dict(dataset.attrs)
+        return Saved(
+            name=_text(attributes["name"]),
+            path=_text(attributes["path"]),
+            shape=tuple(dataset.shape),
+            dtype=_text(attributes["dtype"]),
+            place=dataset.name,
+            crc=int(attributes["crc32"]) if self._version > 1 else None,
+        )
+
+    def _stored_rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
+        with self._readable(f"{saved.path!r} in "):
             dataset = self._file[saved.place]
             stored: np.ndarray = dataset[start:stop] if saved.shape else dataset[()].reshape(1)
         return stored
 
     @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _readable(self, part: str = "") -> Iterator[None]:
         try:
             yield
         except Exception as error:  # h5py comes upon anything in broken bytes
-            raise TrainingError(
-                f"{self._path} cannot be read: {error} It is damaged; use another checkpoint."
-            ) from error
+            raise TrainingError(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
 
 
 def _in(folder: Path) -> str:
@@ -180,22 +208,44 @@ def _in(folder: Path) -> str:
 
 def _open(path: Path, mode: str) -> Any:
     # Files are written under a name of their own and never changed; shared disks may have no locks.
-    return h5py.File(path, mode, locking=False)
+    # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
+    # may end the process.
+    return h5py.File(path, mode, locking=False, libver=("v108", "latest"))
 
 
 def _write_variable(group: Any, place: str, key: str, variable: Any) -> None:
     shape = tuple(variable.shape)
-    dataset = None
+    dataset, crc = None, 0
     for start, stop in blocks(variable):
-        rows = _as_stored(read_rows(variable, start, stop))
+        rows = read_rows(variable, start, stop)
+        if _stored_as_bits(rows.dtype):
+            rows = rows.view(f"u{rows.dtype.itemsize}")
         if dataset is None:
             dataset = group.create_dataset(place, shape, rows.dtype)
         dataset[slice(start, stop) if shape else ...] = rows if shape else rows[0]
+        crc = _crc_of(rows, crc)
     if dataset is None:  # no rows
         dataset = group.create_dataset(place, shape, "float32")
-    dataset.attrs.update({"name": key, "path": variable.path, "dtype": variable.dtype})
+    for name, text in {"name": key, "path": variable.path, "dtype": variable.dtype}.items():
+        dataset.attrs[name] = _as_bytes(text)
+    dataset.attrs["crc32"] = crc
 
 
-def _as_stored(values: np.ndarray) -> np.ndarray:
-    """HDF5 has no bfloat16 or 8-bit floats: their bits are stored."""
-    return values.view(f"u{values.dtype.itemsize}") if values.dtype.kind == "V" else values
+def _crc_of(rows: np.ndarray, before: int) -> int:
+    """The checksum of these rows, as they are stored, and of those before them."""
+    return zlib.crc32(np.ascontiguousarray(rows).data, before)
+
+
+def _stored_as_bits(dtype: np.dtype) -> bool:
+    """HDF5 has no bfloat16 or 8-bit floats: they are stored as integers of the same bits."""
+    return dtype.kind == "V"
+
+
+def _as_bytes(text: str) -> np.bytes_:
+    # Of a fixed length. HDF5 keeps others in a heap without checksums, and where that is damaged it
+    # may read for ever.
+    return np.bytes_(text.encode())
+
+
+def _text(attribute: Any) -> str:
+    return attribute.decode() if isinstance(attribute, bytes) else str(attribute)

@@ -6,18 +6,22 @@ It is a small JSON file, replaced at once: a reader on another machine sees the 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.saving.checkpoint_file import replaced_when_complete
+from tfdist_ext.training.saving.complete_files import local_path, replaced_when_complete
 
 __all__ = ["Index", "Progress", "finished_checkpoints", "training_is_done"]
 
 KEPT = 3
 _FILE = "checkpoints.json"
 _FORMAT = "tfdist_ext checkpoints 1"
+# Other files may be here too, such as `epoch-01.weights.h5` of a callback.
+_CHECKPOINT = re.compile(r"(epoch|last)-\d{5,}\.h5")
+_UNFINISHED = re.compile(rf"\.{_CHECKPOINT.pattern}\.unfinished")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,22 @@ class Index:
                 " the training anew, or give another folder."
             ) from error
 
+    def forget_removed(self, folder: Path) -> list[str]:
+        """Leave out files that somebody has removed, as one does with damaged ones; their names.
+
+        All stay where no checkpoint is left: that is a folder to look at, and no training to
+        start anew.
+        """
+        removed = [name for name in self.checkpoints if not (folder / name).exists()]
+        if len(removed) == len(self.checkpoints):
+            return []
+        for name in removed:
+            del self.checkpoints[name]
+        if self.last_state is not None and not (folder / self.last_state).exists():
+            removed.append(self.last_state)
+            self.last_state = None
+        return removed
+
     def write(self, folder: Path) -> None:
         """Put it in the folder, and remove checkpoints that it does not name any more."""
         for name in list(self.checkpoints)[:-KEPT]:
@@ -83,11 +103,10 @@ class Index:
             text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
             unfinished.write_text(text, encoding="utf-8")
         kept: set[Any] = {*self.checkpoints, self.last_state}
-        for path in [*folder.glob("epoch-*.h5"), *folder.glob("last-*.h5")]:
-            if path.name not in kept:
+        for path in list(folder.iterdir()):
+            old = _CHECKPOINT.fullmatch(path.name) and path.name not in kept
+            if old or _UNFINISHED.fullmatch(path.name):  # of a job that was killed
                 path.unlink(missing_ok=True)
-        for path in folder.glob(".*.h5.unfinished"):  # of a job that was killed
-            path.unlink(missing_ok=True)
 
 
 def finished_checkpoints(directory: str | Path) -> list[Path]:
@@ -95,10 +114,10 @@ def finished_checkpoints(directory: str | Path) -> list[Path]:
 
     Old ones are removed while the training goes on: the last few stay.
     """
-    folder = Path(directory)
+    folder = local_path(directory)
     return [folder / name for name in Index.read(folder).checkpoints]
 
 
 def training_is_done(directory: str | Path) -> bool:
     """Whether the fit that saves to `directory` has come to its end."""
-    return Index.read(Path(directory)).epochs_when_done is not None
+    return Index.read(local_path(directory)).epochs_when_done is not None

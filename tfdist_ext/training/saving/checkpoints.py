@@ -61,19 +61,22 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
     """Give the model the state that a checkpoint holds; every task must call.
 
     Raises:
-        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, or
-            is one of another model or of another optimizer; nothing is changed then. Or the model
-            has no variables yet.
+        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, is
+            damaged, or is one of another model or of another optimizer; nothing is changed then.
+            Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")
     progress = list(asdict(Progress()).values())
 
     def read() -> None:
         with CheckpointFile(path) as file:
-            for saved, variable in matching(file, model, path):
+            pairs = matching(file, model, path)
+            numbers = [file.number(name) for name in asdict(Progress())]
+            file.verify()  # nothing is changed before all is known to be good
+            for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.rows(saved, start, stop))
-            progress[:] = [file.number(name) for name in asdict(Progress())]
+            progress[:] = numbers
 
     done_by_chief(reduction, read, f"read the checkpoint {path}")
     follow_chief(model, reduction)

@@ -13,6 +13,7 @@ from tfdist_ext.training.adopt import creation_scope
 from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.saving.checkpoints import Progress, restore_checkpoint, save_checkpoint
+from tfdist_ext.training.saving.complete_files import local_path
 from tfdist_ext.training.saving.exporting import export
 
 __all__ = ["Saving"]
@@ -61,10 +62,12 @@ class Saving:
         when it is complete. `restore_checkpoint` reads it on any strategy.
 
         Raises:
-            TrainingError: a model without variables yet, or a path that is a folder.
+            TrainingError: a model without variables yet, or a path that is a folder or the
+                address of an object store.
         """
+        path = local_path(path)
         self._build_optimizer()
-        self._progress = save_checkpoint(self._model, self._reduction, Path(path), self._progress)
+        self._progress = save_checkpoint(self._model, self._reduction, path, self._progress)
 
     def restore_checkpoint(self, path: str | Path) -> Progress:
         """Take over the state in a file of `save_checkpoint`, whatever strategy it was saved on.
@@ -76,11 +79,12 @@ class Saving:
             `.epoch`, the epochs that were done, for `fit(initial_epoch=...)`, and `.step`.
 
         Raises:
-            TrainingError: on every task: no such file, no checkpoint or a part of one, or one of
-                another model or another optimizer. Nothing is changed then.
+            TrainingError: on every task: no such file, no checkpoint or a part of one, a damaged
+                one, or one of another model or another optimizer. Nothing is changed then.
         """
+        path = local_path(path)
         self._build_optimizer()
-        self._progress = restore_checkpoint(self._model, self._reduction, Path(path))
+        self._progress = restore_checkpoint(self._model, self._reduction, path)
         return self._progress
 
     def _build_optimizer(self) -> None:

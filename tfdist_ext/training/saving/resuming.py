@@ -20,6 +20,7 @@ from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.same_data import check_same_call
 from tfdist_ext.training.saving.checkpoint_index import Index, Progress
 from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
+from tfdist_ext.training.saving.complete_files import local_path
 
 __all__ = ["Resumable"]
 
@@ -33,14 +34,15 @@ class Resumable:
         folder: where checkpoints are, or will be.
 
     Raises:
-        TrainingError: another callback restores the model too, or the folder's index is broken.
+        TrainingError: another callback restores the model too, the folder's index is broken, or
+            the folder is the address of an object store.
         OSError: the folder cannot be made.
     """
 
     def __init__(
         self, folder: str | Path | None, model: keras.Model, reduction: Reduction, callbacks: Any
     ):
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else local_path(folder)
         self._model = model
         self._reduction = reduction
         self._progress = Progress()
@@ -133,6 +135,12 @@ class Resumable:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         self._index = Index.read(self._folder)
+        if removed := self._index.forget_removed(self._folder):
+            warnings.warn(
+                f"{self._folder} lacks {', '.join(removed)} of its index, and the training goes on"
+                " from the files that are there.",
+                stacklevel=3,
+            )
 
     def _save(self, name: str) -> Progress:
         assert self._folder is not None

@@ -15,7 +15,15 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["BLOCK_BYTES", "assign_rows", "assign_whole", "blocks", "read_rows", "whole_value"]
+__all__ = [
+    "BLOCK_BYTES",
+    "assign_rows",
+    "assign_whole",
+    "blocks",
+    "blocks_of",
+    "read_rows",
+    "whole_value",
+]
 
 BLOCK_BYTES = 64 * 2**20
 
@@ -50,12 +58,17 @@ def assign_whole(variable: Any, value: Any) -> None:
 
 
 def blocks(variable: Any) -> Iterator[tuple[int, int]]:
+    """The ranges of rows in which a Keras variable is read and written: `blocks_of` its value."""
+    return blocks_of(tuple(variable.shape), kp.raw_value(variable).dtype.size)
+
+
+def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, int]]:
     """(first row, row after the last) of ranges of rows that are no bigger than BLOCK_BYTES.
 
     A scalar counts as one row. A range has one row at least, however big it is.
     """
-    rows, *rest = tuple(variable.shape) or (1,)
-    row_bytes = int(np.prod(rest, dtype=np.int64)) * kp.raw_value(variable).dtype.size
+    rows, *rest = shape or (1,)
+    row_bytes = int(np.prod(rest, dtype=np.int64)) * item_bytes
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)

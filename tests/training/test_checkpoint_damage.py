@@ -1,0 +1,224 @@
+"""Checkpoints with bytes that changed, and jobs that are killed while they write one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from real_tasks import PROGRAMS, Tasks
+from training_cases import X, Y, assert_same_weights, classifier, mirrored, steps_taken, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.training.saving import whole_values
+from tfdist_ext.training.saving.checkpoint_state import state_of
+from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
+from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
+
+sys.path.insert(0, str(PROGRAMS))
+
+FIT = {"batch_size": 16, "verbose": 0}
+
+
+def variables_of(model: tfd.DistributedModel) -> list[Any]:
+    return [v for group in state_of(model.keras_model).values() for v in group.values()]
+
+
+def copies_of(model: tfd.DistributedModel) -> list[np.ndarray]:
+    """The value of each variable on each replica."""
+    local = model.strategy.experimental_local_results
+    return [copy.numpy() for v in variables_of(model) for copy in local(v.value)]
+
+
+def fill(model: tfd.DistributedModel, value: int) -> None:
+    for variable in variables_of(model):
+        assign_whole(variable, np.full(variable.shape, value, whole_value(variable).dtype))
+
+
+@pytest.fixture(scope="module")
+def model() -> tfd.DistributedModel:
+    """On two replicas, with all that a checkpoint can hold."""
+    model = tfd.distribute(classifier("adam"), mirrored())
+    model.fit(X, Y, **FIT)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(model: tfd.DistributedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "saved.h5"
+    model.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def good(model: tfd.DistributedModel, saved: Path) -> list[np.ndarray]:
+    """What the checkpoint holds."""
+    return copies_of(model)
+
+
+def damaged(saved: Path, place: int) -> Path:
+    content = bytearray(saved.read_bytes())
+    content[place] ^= 0x10
+    path = saved.with_name("damaged.h5")
+    path.write_bytes(content)
+    return path
+
+
+def middles(saved: Path) -> dict[str, int]:
+    """Path in Keras -> place of a byte in the middle of the variable's values in the file."""
+    with h5py.File(saved) as file:
+        return {
+            data.attrs["path"].decode(): data.id.get_offset() + data.id.get_storage_size() // 2
+            for group in file.values()
+            for data in group.values()
+        }
+
+
+def test_a_flipped_byte_of_any_variable_is_noticed_before_anything_changes(
+    model: tfd.DistributedModel,
+    saved: Path,
+    good: list[np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 16)  # of the biggest, in a block in the middle
+    places = middles(saved)
+    assert len(places) == len(variables_of(model)) > 12
+    fill(model, 7)
+    before = copies_of(model)
+    for path, place in places.items():
+        with pytest.raises(tfd.TrainingError) as raised:
+            model.restore_checkpoint(damaged(saved, place))
+        raised.match(rf"the values of '{path}' in \S*damaged\.h5 are others than were written\.")
+        np.testing.assert_equal(copies_of(model), before)
+    model.restore_checkpoint(saved)
+    np.testing.assert_equal(copies_of(model), good)
+
+
+def test_no_flipped_byte_changes_what_is_restored(
+    model: tfd.DistributedModel, saved: Path, good: list[np.ndarray]
+) -> None:
+    refused = []
+    fill(model, 7)
+    before = copies_of(model)
+    for place in range(0, saved.stat().st_size, 131):
+        path = damaged(saved, place)
+        try:
+            progress = model.restore_checkpoint(path)
+        except tfd.TrainingError as error:
+            refused.append(str(error))
+            np.testing.assert_equal(copies_of(model), before)
+        else:  # between what is in use
+            np.testing.assert_equal(copies_of(model), good)
+            assert (progress.epoch, progress.step) == (1, 4)
+            fill(model, 7)
+    assert len(refused) > 50
+    assert any("cannot be read" in message for message in refused)
+
+
+def test_files_without_checksums_are_read(
+    model: tfd.DistributedModel, saved: Path, good: list[np.ndarray], tmp_path: Path
+) -> None:
+    """Those of version 1, whose names have no fixed length."""
+
+    def texts(attributes: Any) -> dict[str, Any]:
+        found = {key: value for key, value in attributes.items() if key != "crc32"}
+        return {k: v.decode() if isinstance(v, bytes) else v for k, v in found.items()}
+
+    with h5py.File(saved) as new, h5py.File(tmp_path / "old.h5", "w") as old:
+        old.attrs.update({**texts(new.attrs), "version": 1})
+        for name, group in new.items():
+            old.create_group(name).attrs.update({"kind": "", **texts(group.attrs)})
+            for place, data in group.items():
+                old[name].create_dataset(place, data=data[()]).attrs.update(texts(data.attrs))
+    fill(model, 7)
+    progress = model.restore_checkpoint(tmp_path / "old.h5")
+    np.testing.assert_equal(copies_of(model), good)
+    assert (progress.epoch, progress.step) == (1, 4)
+
+
+def test_without_the_damaged_one_a_training_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    keras.utils.set_random_seed(3)
+    whole = tfd.distribute(classifier("adam"), mirrored())
+    whole.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "whole", **FIT)
+    keras.utils.set_random_seed(3)
+    tfd.distribute(classifier("adam"), mirrored()).fit(
+        X, Y, epochs=3, checkpoint_dir=tmp_path / "D", **FIT
+    )
+    last = finished_checkpoints(tmp_path / "D")[-1]
+    last.write_bytes(damaged(last, next(iter(middles(last).values()))).read_bytes())
+    (tmp_path / "D" / "damaged.h5").unlink()
+    model = tfd.distribute(classifier("adam"), mirrored())
+    with pytest.raises(tfd.TrainingError, match=r"epoch-00003\.h5 are others .* remove it: fit"):
+        model.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "D", **FIT)
+    last.unlink()
+    with pytest.warns(UserWarning, match=r"lacks epoch-00003\.h5 of its index"):
+        history = model.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "D", **FIT)
+    assert history.epoch == [2, 3]
+    assert_same_weights(whole, model)
+    for path in finished_checkpoints(tmp_path / "D"):
+        path.unlink()
+    with pytest.raises(tfd.TrainingError, match=r"there is no checkpoint .*epoch-00004\.h5"):
+        model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "D", **FIT)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of jobs that were killed for sure in the middle of a checkpoint."""
+    folder = tmp_path_factory.mktemp("killed")
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    program = [sys.executable, str(PROGRAMS / "checkpoint_killed.py"), str(folder)]
+    jobs = Tasks({name: ([*program, name], env) for name in ("one", "fit")}, folder)
+    try:
+        jobs.start("one", "fit")
+        for name in ("one", "fit"):
+            jobs.wait_for(name, "INSIDE")
+            jobs.signal(name, signal.SIGKILL)
+            assert jobs.status(name) == -signal.SIGKILL
+        yield folder
+    finally:
+        jobs.kill()
+
+
+def test_a_killed_save_leaves_the_checkpoint_before(killed: Path) -> None:
+    import mlp
+
+    path, unfinished = killed / "one.h5", killed / ".one.h5.unfinished"
+    assert unfinished.exists()
+    assert path.read_bytes() == (killed / "copy.h5").read_bytes()
+    model = tfd.distribute(mlp.build, mirrored())
+    progress = model.restore_checkpoint(path)
+    assert (progress.epoch, progress.step) == (1, 8)
+    model.fit(*mlp.data(), batch_size=mlp.BATCH, verbose=0)
+    model.save_checkpoint(path)
+    assert not unfinished.exists()
+    other = tfd.distribute(mlp.build, strategy_of("central_storage"))
+    assert other.restore_checkpoint(path).step == 16
+    assert_same_weights(model, other, tolerance=0)
+
+
+def test_a_fit_that_was_killed_while_it_saved_goes_on(killed: Path, tmp_path: Path) -> None:
+    import mlp
+
+    folder = killed / "D"
+    files = ["epoch-00001.h5", "epoch-00002.h5"]
+    assert [path.name for path in finished_checkpoints(folder)] == files
+    on_disk = sorted(path.name for path in folder.iterdir())
+    assert on_disk == [".epoch-00003.h5.unfinished", "checkpoints.json", *files]
+    assert not training_is_done(folder)
+    fit = {"batch_size": mlp.BATCH, "epochs": 4, "verbose": 0}
+    keras.utils.set_random_seed(3)
+    whole = tfd.distribute(mlp.build, mirrored())
+    whole.fit(*mlp.data(), checkpoint_dir=tmp_path / "whole", **fit)
+    resumed = tfd.distribute(mlp.build, mirrored())
+    assert resumed.fit(*mlp.data(), checkpoint_dir=folder, **fit).epoch == [2, 3]
+    assert_same_weights(whole, resumed)
+    assert steps_taken(resumed) == 4 * 8
+    assert not list(folder.glob(".*"))
+    assert training_is_done(folder)

@@ -1,0 +1,211 @@
+"""Losses that are one number for each example: their gradient is that of the sum, as in Keras.
+
+Three replicas and batches of 16: parts of 5, 5 and 6 rows; at the end of 50 rows two replicas
+have one row and one has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from training_cases import (
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "epochs": 2}
+
+
+def same(build: Callable[[], keras.Model], **arguments: Any) -> tuple[Any, Any]:
+    arguments = {"strategy": mirrored(3), **FIT, **arguments}
+    return assert_trains_as_keras(build, X[:50], Y[:50], **arguments)
+
+
+class Net(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def errors(self, data: Any) -> tf.Tensor:
+        x, y = data
+        return tf.reduce_sum((y - self(x)) ** 2, axis=1)
+
+
+def compiled(model: keras.Model, **settings: Any) -> keras.Model:
+    model.compile(keras.optimizers.SGD(0.005), **{"loss": "mse", **settings})
+    return model
+
+
+class OwnLoss(Net):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_sum((y - y_pred) ** 2, axis=1)
+
+
+class MeanOfCompiled(Net):
+    """Reduces what the compiled loss has left as it is: now it is a mean, and no sum."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_mean(super().compute_loss(x, y, y_pred))
+
+
+class CompiledAndOwn(Net):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred) + 0.1 * tf.abs(y[:, 0] - y_pred[:, 0])
+
+
+UNREDUCED = {"loss": keras.losses.MeanSquaredError(reduction=None)}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [(OwnLoss, {}), (MeanOfCompiled, UNREDUCED), (CompiledAndOwn, UNREDUCED)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_compute_loss_returns(model: type[Net], settings: dict[str, Any]) -> None:
+    plain, ours = same(lambda: compiled(model(), **settings))
+    assert ours.evaluate(X[:50], Y[:50], batch_size=16, verbose=0) == pytest.approx(
+        plain.evaluate(X[:50], Y[:50], batch_size=16, verbose=0), rel=1e-5
+    )
+
+
+def test_a_loss_of_rows_in_central_storage() -> None:
+    same(lambda: compiled(OwnLoss()), strategy=strategy_of("central_storage", 3))
+
+
+class Step(Net):
+    """Differentiates `targets`, whatever they are."""
+
+    weights_of_rows: Any = None
+
+    def targets(self, data: Any) -> Any:
+        raise NotImplementedError
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            targets = self.targets(data)
+        upstream = None if self.weights_of_rows is None else self.weights_of_rows(data)
+        gradients = tape.gradient(targets, self.trainable_variables, output_gradients=upstream)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self._loss_tracker.update_state(self.errors(data))
+        return {"loss": self._loss_tracker.result()}
+
+
+class Rows(Step):
+    targets = Net.errors
+
+
+class Weighted(Step):
+    targets = Net.errors
+    weights_of_rows = staticmethod(lambda data: tf.abs(data[0][:, 0]))
+
+
+class RowsAndMean(Step):
+    def targets(self, data: Any) -> Any:
+        return {"rows": self.errors(data), "mean": tf.reduce_mean(self.errors(data))}
+
+
+class TwoMeans(Step):
+    """A vector that has no rows: a loss for each task."""
+
+    def targets(self, data: Any) -> Any:
+        mean = tf.reduce_mean(self.errors(data))
+        return tf.stack([mean, 2 * mean, 0.5 * mean])
+
+
+class Flat(Step):
+    def targets(self, data: Any) -> Any:
+        return tf.reshape((data[0] - self(data[0])) ** 2, [-1])
+
+
+class Ragged(Step):
+    def targets(self, data: Any) -> Any:
+        errors = self.errors(data)
+        return tf.RaggedTensor.from_row_lengths(errors, tf.ones_like(errors, tf.int32))
+
+
+class Penalized(Step):
+    """The gradient with respect to inputs belongs to the rows, and is a value as any other."""
+
+    def targets(self, data: Any) -> Any:
+        with tf.GradientTape() as inner:
+            inner.watch(data[0])
+            errors = self.errors(data)
+        return tf.reduce_mean(errors) + tf.reduce_mean(inner.gradient(errors, data[0]) ** 2)
+
+
+STEPS = [Rows, Weighted, RowsAndMean, TwoMeans, Flat, Ragged, Penalized]
+
+
+@pytest.mark.parametrize("model", STEPS)
+def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
+    same(lambda: compiled(model()))
+
+
+class Columns(Step):
+    """Numbers for each row in a second dimension."""
+
+    def targets(self, data: Any) -> Any:
+        return (data[0] - self(data[0])) ** 2
+
+
+@pytest.mark.parametrize("model", [Rows, Columns, TwoMeans])
+def test_batches_of_a_known_size(model: type[Step]) -> None:
+    """The size of a part, 8, is known in the graph then, and no dimension is unknown."""
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    assert_trains_as_keras(lambda: compiled(model()), dataset, epochs=2)
+
+
+@pytest.mark.parametrize("model", [Rows, Columns])
+def test_rows_in_eager_steps(model: type[Step]) -> None:
+    same(lambda: compiled(model(), run_eagerly=True), epochs=1)
+
+
+def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    with pytest.raises(tfd.TrainingError, match=r"shape \(40,\) .* Sum it up first"):
+        distributed_fit(lambda: compiled(Flat()), dataset)
+
+
+class AddsLosses(keras.layers.Layer):
+    """One loss for each row, and one for each column of a weight."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * tf.reduce_sum(x**2, axis=1))
+        self.add_loss(0.1 * (self.scale * 1.0) ** 2)
+        return x * self.scale
+
+
+def with_added_losses(**settings: Any) -> keras.Model:
+    layers = [keras.Input((5,)), keras.layers.Dense(3), AddsLosses(), keras.layers.Dense(1)]
+    return compiled(keras.Sequential(layers), **settings)
+
+
+def test_losses_of_rows_that_a_layer_adds() -> None:
+    plain, ours = same(with_added_losses)
+    assert ours.evaluate(X[:50], Y[:50], batch_size=16, verbose=0) == pytest.approx(
+        plain.evaluate(X[:50], Y[:50], batch_size=16, verbose=0), rel=1e-5
+    )
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    plain, expected = plain_fit(with_added_losses, dataset)
+    ours, history = distributed_fit(with_added_losses, dataset)
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)

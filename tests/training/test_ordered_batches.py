@@ -1,0 +1,125 @@
+"""The batches of a PyDataset, shuffled alike on every task."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from training_cases import X, Y, assert_same_weights, classifier, distributed_fit, weights_of
+
+from tfdist_ext.training.inputs import read
+from tfdist_ext.training.ordered_batches import order_of_pass
+
+BATCHES = 12
+
+
+def test_orders_are_permutations_that_differ_by_pass_and_seed() -> None:
+    orders = [tuple(order_of_pass(BATCHES, seed, number)) for seed in (1, 2) for number in range(3)]
+    assert all(sorted(order) == list(range(BATCHES)) for order in orders)
+    assert len(set(orders)) == 6
+    assert order_of_pass(BATCHES, 1, 0) == list(orders[0])
+    assert order_of_pass(0, 1, 0) == []
+
+
+class Numbered(keras.utils.PyDataset):
+    """Batch i holds two rows with the number i."""
+
+    num_batches = BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((2, 1), index, "float32"), np.array([index % 2, 1], "float32")
+
+
+def numbers_of(batch: Any) -> int:
+    return int(batch[0][2][0][0, 0])
+
+
+def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: Any) -> Any:
+    random.seed(random_seed)  # as on tasks that have drawn other numbers before
+    batches = read(source, **{"shuffle": True, "seed": lambda: 7, **options})
+    data = batches.on_host(0, 1, 1)
+    return [[numbers_of(batch) for batch in data] for _ in range(passes)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"workers": 2}, {"workers": 2, "max_queue_size": 3}],
+    ids=["here", "threads", "short queue"],
+)
+def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any]) -> None:
+    one, other = (passes_over(Numbered(**options), seed) for seed in (1, 2))
+    assert one == other == [order_of_pass(BATCHES, 7, number) for number in range(3)]
+    assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
+
+
+def test_without_shuffle_batches_come_as_they_are() -> None:
+    assert passes_over(Numbered(), 1, shuffle=False) == [list(range(BATCHES))] * 3
+
+
+def test_weights_of_classes_and_parts() -> None:
+    batches = read(Numbered(), shuffle=True, seed=lambda: 7, class_weight={0: 0.25, 1: 3.0})
+    order = order_of_pass(BATCHES, 7, 0)
+    # The second of two replicas has the second row, the first one the first.
+    for number, (first, second) in zip(order, batches.on_host(0, 2, 2), strict=True):
+        assert [int(rows) for rows in (first[0], first[1], second[0])] == [1, 2, 1]
+        assert first[2][0].numpy().tolist() == second[2][0].numpy().tolist() == [[number]]
+        assert first[2][2].numpy().tolist() == [3.0 if number % 2 else 0.25]
+        assert second[2][2].numpy().tolist() == [3.0]
+
+
+class FourBatches(keras.utils.PyDataset):
+    num_batches = 4
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.asked: list[int] = []
+        self.noted: list[str] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return X[index * 16 : index * 16 + 16], Y[index * 16 : index * 16 + 16]
+
+    def on_epoch_begin(self) -> None:
+        self.noted.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.noted.append("end")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_hooks_of_epochs(workers: int) -> None:
+    data = FourBatches(workers=workers)
+    distributed_fit(classifier(), data, shuffle=True, epochs=3)
+    assert data.noted == ["begin", "end"] * 3
+    # Before them, one pass or less to learn what a batch looks like.
+    passes = [sorted(data.asked[-12:][i : i + 4]) for i in (0, 4, 8)]
+    assert workers > 1 or passes == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:the data ended after")
+def test_an_epoch_may_end_within_a_pass() -> None:
+    """Epochs of 3 of the 4 batches: 3, then the one that is left, then 3 of the next pass."""
+    data = FourBatches(workers=2)
+    ours, _ = distributed_fit(classifier(), data, shuffle=True, epochs=3, steps_per_epoch=3)
+    assert int(ours.keras_model.optimizer.iterations.numpy()) == 7
+    assert data.noted == ["begin", "end"] * 3
+
+
+def test_a_training_goes_on_in_the_same_order(tmp_path: Path) -> None:
+    def fit(folder: str, epochs: int) -> Any:
+        arguments = {"epochs": epochs, "checkpoint_dir": tmp_path / folder, "shuffle": True}
+        return distributed_fit(classifier("adam"), FourBatches(), **arguments)[0]
+
+    whole = fit("whole", 3)
+    fit("parts", 1)
+    random.seed(99)
+    assert_same_weights(whole, fit("parts", 3))
+    in_order, _ = distributed_fit(classifier("adam"), FourBatches(), epochs=3)
+    assert any(
+        np.abs(a - b).max() > 1e-5
+        for a, b in zip(weights_of(whole), weights_of(in_order), strict=True)
+    )
