@@ -20,6 +20,7 @@ from tfdist_ext.training.again import (
 )
 from tfdist_ext.training.coordinated.sharded_variables import make_readable, slots_beside_pieces
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
+from tfdist_ext.training.states import check_states
 
 __all__ = ["adopt", "belongs_to", "build", "creation_scope", "recompile"]
 
@@ -69,7 +70,11 @@ def build(
     Args:
         spec: tf.TypeSpecs of a batch, batch dimension unknown.
         with_targets: also the variables of metrics, losses and the optimizer.
+
+    Raises:
+        TrainingError: a layer keeps a state for each row of a batch, where rows go elsewhere.
     """
+    check_states(model, strategy)
 
     def symbol(spec: Any) -> Any:
         if spec is None:

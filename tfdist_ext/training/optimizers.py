@@ -16,6 +16,8 @@ def optimizers_of(model: keras.Model) -> dict[str, Any]:
     """Attribute -> optimizer, also of those in an attribute that is a list or a dict."""
     found: dict[int, tuple[str, Any]] = {}
     for attribute, value in vars(model).items():
+        if attribute.startswith("_self_"):
+            continue  # TensorFlow's list of what is tracked, under other names
         for name, optimizer in _optimizers_in(attribute, value):
             found.setdefault(id(optimizer), (name, optimizer))
     return dict(found.values())

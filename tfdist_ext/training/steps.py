@@ -21,7 +21,6 @@ from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
-from tfdist_ext.training.states import check_states
 
 __all__ = ["Execution", "StepProgram"]
 
@@ -54,7 +53,6 @@ class StepProgram:
         # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
-        check_states(model, strategy)
         check_built(model)
         self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]

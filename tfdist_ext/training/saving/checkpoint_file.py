@@ -13,6 +13,7 @@ its own. So no byte goes unnoticed that changes what is restored. Files of versi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ class Saved:
     path: str  # as Keras called it in the job that saved it
     shape: tuple[int, ...]
     dtype: str
-    place: str  # of its dataset in the file
     crc: int | None  # None in a file of version 1
+    values: Any  # the dataset in the file, while that is open
 
 
 def write_checkpoint(
@@ -102,7 +103,16 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 " save_checkpoint() has written; a copy must be complete."
             ) from error
         try:
-            self._check_format()
+            self._version = self._checked_version()
+            with self._readable():
+                # By name: of what cannot be read, h5py's items(), get() and `in` do not say why, or
+                # that it is not there.
+                groups = {name: self._file[name] for name in self._file}
+                self._kinds = {name: _text(g.attrs.get("kind", "")) for name, g in groups.items()}
+                self._variables = {
+                    name: [self._saved(group[place]) for place in group]
+                    for name, group in groups.items()
+                }
         except TrainingError:
             self._file.close()
             raise
@@ -117,17 +127,11 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 
     def kind(self, group: str) -> str | None:
         """What a group belongs to; None where the checkpoint has no such group."""
-        with self._readable():
-            found = self._group(group)
-            return None if found is None else _text(found.attrs.get("kind", ""))
+        return self._kinds.get(group)
 
     def variables(self, group: str) -> dict[str, Saved]:
         """name -> variable."""
-        with self._readable():
-            found = self._group(group)
-            # By name: of one that cannot be read, values() of h5py does not say why.
-            saved = [] if found is None else [self._saved(found[place]) for place in found]
-        return {variable.name: variable for variable in saved}
+        return {saved.name: saved for saved in self._variables.get(group, [])}
 
     def rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
         """Rows of a saved variable; of a scalar, an array of one value.
@@ -145,9 +149,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         Raises:
             TrainingError: names the variable that is damaged.
         """
-        with self._readable():
-            groups = list(self._file)
-        for saved in (saved for group in groups for saved in self.variables(group).values()):
+        for saved in itertools.chain(*self._variables.values()):
             crc = 0
             for start, stop in blocks_of(saved.shape, tf.as_dtype(saved.dtype).size):
                 crc = _crc_of(self._stored_rows(saved, start, stop), crc)
@@ -157,7 +159,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                     f" {_DAMAGED}"
                 )
 
-    def _check_format(self) -> None:
+    def _checked_version(self) -> int:
         with self._readable():
             written_by = _text(self._file.attrs.get("format"))
         if written_by != _FORMAT:
@@ -165,16 +167,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 f"{self._path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights"
                 " that Keras saved are loaded with keras_model.load_weights()."
             )
-        self._version = self.number("version")
-        if self._version > _VERSION:
+        version = self.number("version")
+        if version > _VERSION:
             raise TrainingError(
-                f"{self._path} is a checkpoint of version {self._version}; this package reads up"
-                f" to version {_VERSION}. Install a newer one."
+                f"{self._path} is a checkpoint of version {version}; this package reads up to"
+                f" version {_VERSION}. Install a newer one."
             )
-
-    def _group(self, name: str) -> Any:
-        # Not get() or `in`, for which a group that is damaged may be one that is not there.
-        return self._file[name] if name in list(self._file) else None
+        return version
 
     def _saved(self, dataset: Any) -> Saved:
         attributes = dict(dataset.attrs)
@@ -183,15 +182,15 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             path=_text(attributes["path"]),
             shape=tuple(dataset.shape),
             dtype=_text(attributes["dtype"]),
-            place=dataset.name,
             crc=int(attributes["crc32"]) if self._version > 1 else None,
+            values=dataset,
         )
 
     def _stored_rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
         with self._readable(f"{saved.path!r} in "):
-            dataset = self._file[saved.place]
-            stored: np.ndarray = dataset[start:stop] if saved.shape else dataset[()].reshape(1)
-        return stored
+            if saved.shape:
+                return saved.values[start:stop]
+            return saved.values[()].reshape(1)
 
     @contextlib.contextmanager
     def _readable(self, part: str = "") -> Iterator[None]:
