@@ -46,7 +46,7 @@ def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
 def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
     data = of(kind, files, tmp_path)
-    assert (len(data), data.steps) == (ROWS, 6)
+    assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
     for epoch in (0, 1):
         whole = [(x.numpy(), y.numpy()) for x, y in data.dataset(epoch=epoch)]
         assert [len(y) for _, y in whole] == [10, 10, 10, 10, 10, 3]

@@ -1,4 +1,5 @@
-"""A training on TFRecords, as one or more workers of a cluster; it may be killed and gone on with.
+"""A training on TFRecords by the workers of a cluster, which may be killed and gone on with; and
+one on data that each worker reads for itself.
 
 Arguments: the pattern of the files, a folder for checkpoints, and the step at which the last worker
 is killed (0: never).
@@ -12,53 +13,71 @@ import sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
-import tensorflow as tf
+import sharded_case as case
 
 import tfdist_ext as tfd
 
 pattern, folder, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
-WIDTH = 256  # numbers of an example: enough bytes for the share of each worker to be seen
-
-
-def parse(record):
-    numbers = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [WIDTH + 1])
-    return numbers[:WIDTH], numbers[WIDTH:]
-
-
-def build():
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input([WIDTH]), layers.Dense(8, "tanh"), layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.003), "mse")
-    return model
-
-
-class Curve(keras.callbacks.Callback):
-    """The loss of the epoch so far, at each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = {}
-
-    def on_train_batch_end(self, batch, logs=None):
-        step = int(self.model.optimizer.iterations.numpy())
-        self.losses[step] = float(logs["loss"])
-        last = cluster is not None and cluster.task.index == len(cluster.jobs["worker"]) - 1
-        if step == kill_at and last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 cluster = tfd.ClusterConfig.from_env()
+is_last = cluster.task.index == len(cluster.jobs["worker"]) - 1
+
+
+def kill(step):
+    if step == kill_at and is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 strategy = tfd.create_strategy()
-data = tfd.data.from_tfrecords(pattern, parse, global_batch=48, seed=11)
-model = tfd.distribute(build, strategy)
-curve = Curve()
-model.fit(data, epochs=3, checkpoint_dir=folder, checkpoint_every=4, callbacks=[curve], verbose=0)
+data = tfd.data.from_tfrecords(pattern, case.parse, global_batch=case.BATCH, seed=11)
+model = tfd.distribute(case.build, strategy)
+curve = case.Curve(kill)
+model.fit(
+    data,
+    epochs=case.EPOCHS,
+    checkpoint_dir=folder,
+    checkpoint_every=4,
+    callbacks=[curve],
+    verbose=0,
+)
 result = {
     "losses": curve.losses,
     "weights": [w.tolist() for w in model.keras_model.get_weights()],
     "bytes": data.source.records.bytes_read,
-    "examples": len(data),
     "place": data.place,
 }
+
+
+def by_function(**settings):
+    """Workers whose data ends at different steps, in batches of different sizes."""
+    model = tfd.distribute(case.build, strategy)
+    for name, value in settings.items():
+        if name == "run_eagerly":
+            model.keras_model.run_eagerly = value
+        else:
+            setattr(model._reduction, name, value)
+    data = tfd.data.from_dataset_fn(case.of_task)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return {
+        "history": history,
+        "weights": [w.tolist() for w in model.keras_model.get_weights()],
+        "evaluate": model.evaluate(data, verbose=0),
+        "place": data.place,
+    }, model
+
+
+if len(cluster.jobs["worker"]) == 2:
+    result["by_function"], model = by_function()
+    result["moved"], _ = by_function(feeds_on_host=False)  # as GPUs are fed
+    result["eager"], _ = by_function(run_eagerly=True)
+    try:
+        model.predict(tfd.data.from_dataset_fn(case.of_task), verbose=0)
+    except tfd.TrainingError as error:
+        result["predict"] = str(error)
+    # One of them has no end, so all of them need to be told how many steps there are.
+    endless = tfd.data.from_dataset_fn(
+        lambda shard: case.of_task(shard, 0).repeat(2 if shard.index else None)
+    )
+    before = int(model.keras_model.optimizer.iterations.numpy())
+    model.fit(endless, steps_per_epoch=7, epochs=2, verbose=0)
+    result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
 print("RESULT " + json.dumps(result), flush=True)

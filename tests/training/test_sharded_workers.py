@@ -1,4 +1,4 @@
-"""One order of record files on 1, 2 and 4 real workers, and after a worker was killed."""
+"""One order of record files, and data of each worker's own, on real workers; and after a kill."""
 
 from __future__ import annotations
 
@@ -12,87 +12,120 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training_cases import strategy_of
 
+import tfdist_ext as tfd
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "sharded_workers.py"
-EXAMPLES, WIDTH, EPOCHS = 500, 256, 3
-RECORD = (WIDTH + 1) * 4 + 16
+PROGRAMS = Path(__file__).parents[1] / "programs"
+sys.path.insert(0, str(PROGRAMS))
+import sharded_case as case  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def pattern(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import tensorflow as tf
-
-    folder = tmp_path_factory.mktemp("records")
-    random = np.random.default_rng(0)
-    x = random.normal(size=(EXAMPLES, WIDTH)).astype("float32")
-    rows = np.concatenate([x, np.sin(x[:, :4].sum(axis=1, keepdims=True))], axis=1)
-    for number, part in enumerate(np.array_split(rows.astype("float32"), 3)):
-        with tf.io.TFRecordWriter(str(folder / f"part-{number}.tfrecord")) as writer:
-            for row in part:
-                writer.write(row.tobytes())
-    return str(folder / "*.tfrecord")
+    return case.write(tmp_path_factory.mktemp("records"))
 
 
 @pytest.fixture(scope="module")
-def train(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    def run(workers: int, folder: Path | None = None, kill_at: int = 0) -> Any:
-        folder = folder or tmp_path_factory.mktemp("checkpoints")
-        logs = tmp_path_factory.mktemp("logs")
-        command = [sys.executable, str(PROGRAM), pattern, str(folder), str(kill_at)]
-        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-        with (
-            open(os.devnull, "w") as nowhere,
-            reserve_ports(addresses_needed(workers=workers)) as ports,
-        ):
-            plan = plan_local(command, workers=workers, ports=ports, log_dir=str(logs), env=env)
-            result = run_plan(plan, env=env, stream=nowhere, timeout=150, grace=1)
-        texts = [(logs / f"worker-{i}.log").read_text() for i in range(workers)]
-        assert (result.exit_status == 0) == (kill_at == 0), texts[0][-3000:]
-        if kill_at:
-            return None
-        return [json.loads(text.rsplit("RESULT ", 1)[1].splitlines()[0]) for text in texts]
+def one(pattern: str) -> Any:
+    """One process: its loss at each step, and its weights at the end."""
+    model = tfd.distribute(case.build, strategy_of("default"))
+    data = tfd.data.from_tfrecords(pattern, case.parse, global_batch=case.BATCH, seed=11)
+    curve = case.Curve()
+    model.fit(data, epochs=case.EPOCHS, callbacks=[curve], verbose=0)
+    return curve.losses, model.keras_model.get_weights()
 
-    return run
+
+def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
+    """What each of the workers has to say; None where one was killed."""
+    command = [sys.executable, str(PROGRAMS / "sharded_workers.py")]
+    command += [pattern, str(folder / "checkpoints"), str(kill_at)]
+    logs = folder / f"logs of {workers}"
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with (
+        open(os.devnull, "w") as nowhere,
+        reserve_ports(addresses_needed(workers=workers)) as ports,
+    ):
+        plan = plan_local(command, workers=workers, ports=ports, log_dir=str(logs), env=env)
+        ended = run_plan(plan, env=env, stream=nowhere, timeout=150, grace=1)
+    texts = [(logs / f"worker-{i}.log").read_text() for i in range(workers)]
+    assert (ended.exit_status == 0) == (kill_at == 0), texts[0][-3000:]
+    if kill_at:
+        return None
+    return [json.loads(text.rsplit("RESULT ", 1)[1].splitlines()[0]) for text in texts]
 
 
 @pytest.fixture(scope="module")
-def results(train: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def broken_off() -> Any:
         folder = tmp_path_factory.mktemp("broken_off")
-        train(3, folder, kill_at=18)  # in the second epoch of 11 steps, between two checkpoints
-        return train(2, folder)
+        train(pattern, 2, folder, kill_at=18)  # in the second epoch, between two checkpoints
+        return train(pattern, 3, folder)
 
     with ThreadPoolExecutor(2) as pool:
-        running = {str(n): pool.submit(train, n) for n in (1, 2, 4)}
-        running["broken off"] = pool.submit(broken_off)
+        running: dict[str, Any] = {
+            "2": pool.submit(train, pattern, 2, tmp_path_factory.mktemp("workers")),
+            "broken off": pool.submit(broken_off),
+        }
         return {name: future.result() for name, future in running.items()}
 
 
-def test_one_loss_curve_for_every_number_of_workers(results: dict[str, Any]) -> None:
-    expected = results["1"][0]["losses"]
-    assert list(map(int, expected)) == list(range(1, 11 * EPOCHS + 1))
+def test_one_loss_curve_for_every_number_of_workers(results: dict[str, Any], one: Any) -> None:
+    expected = one[0]
+    assert list(expected) == list(range(1, case.STEPS * case.EPOCHS + 1))
     for name, tasks in results.items():
         for task in tasks:
-            steps = list(task["losses"])
-            assert len(steps) == (33 if name != "broken off" else 33 - 16)
-            found = [task["losses"][step] for step in steps]
+            steps = [int(step) for step in task["losses"]]
+            assert steps == list(range(1 if name == "2" else 17, 34))
+            found = list(task["losses"].values())
             np.testing.assert_allclose(found, [expected[step] for step in steps], rtol=2e-5)
 
 
-def test_weights_are_those_of_one_worker(results: dict[str, Any]) -> None:
-    expected = results["1"][0]["weights"]
+def test_weights_are_those_of_one_process(results: dict[str, Any], one: Any) -> None:
     for tasks in results.values():
         for task in tasks:
-            assert task["place"] == [EPOCHS, 0]
-            for found, wanted in zip(task["weights"], expected, strict=True):
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+            assert task["place"] == [case.EPOCHS, 0]
+            for found, wanted in zip(task["weights"], one[1], strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_each_worker_reads_its_own_records_only(results: dict[str, Any]) -> None:
     """But for what is read ahead, and thrown away at the end."""
-    whole = EXAMPLES * EPOCHS * RECORD
-    for workers in (1, 2, 4):
-        for task in results[str(workers)]:
-            assert whole / workers * 0.98 < task["bytes"] < whole / workers * 1.6
+    whole = case.EXAMPLES * case.EPOCHS * case.RECORD
+    for task in results["2"]:
+        assert whole / 2 * 0.98 < task["bytes"] < whole / 2 * 1.6
+
+
+@pytest.mark.parametrize("kind", ["by_function", "moved", "eager"])
+def test_workers_with_other_numbers_of_batches(kind: str, results: dict[str, Any]) -> None:
+    """As one process on the global batches: the rows that each worker has at that step."""
+    model = case.build()
+    errors = []
+    for epoch in range(2):
+        global_batches = case.of_all_tasks(epoch)
+        of_batches = [
+            model.train_on_batch(x, y, return_dict=True)["mae"] for x, y in global_batches
+        ]
+        errors.append(np.average(of_batches, weights=[len(x) for x, _ in global_batches]))
+    batches = case.of_all_tasks(0)
+    x, y = (np.concatenate([batch[i] for batch in batches]) for i in range(2))
+    evaluated = model.evaluate(x, y, verbose=0)
+    for task in results["2"]:
+        found = task[kind]
+        assert found["place"] == [2, 0]
+        for weights, wanted in zip(found["weights"], model.get_weights(), strict=True):
+            np.testing.assert_allclose(weights, wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found["history"]["mae"], errors, rtol=1e-5)
+        np.testing.assert_allclose(found["evaluate"], evaluated, rtol=1e-5)
+
+
+def test_predictions_of_workers_data_have_no_order(results: dict[str, Any]) -> None:
+    for task in results["2"]:
+        assert "predict() gives rows in an order" in task["predict"]
+
+
+def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
+    results: dict[str, Any],
+) -> None:
+    assert {task["endless_steps"] for task in results["2"]} == {14}

@@ -1,233 +1,148 @@
-"""ShardedDataset: every example of a data set once an epoch, in one order, whoever reads it."""
+"""ShardedDataset: data that is read in shards, and a position in it that can be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
-from tfdist_ext.data.order import Order
-from tfdist_ext.data.position import Position
-from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.data.sources import Arrays, RecordFiles, Source
-from tfdist_ext.data.whole_numbers import whole
+from tfdist_ext.data.loops import Batches
+from tfdist_ext.data.shards import Remainder, Shard
 from tfdist_ext.errors import DataError
 
-__all__ = ["ShardedDataset", "from_arrays", "from_source", "from_tfrecords"]
+__all__ = ["ShardedDataset", "check_reads_here", "sharded_already"]
 
 
-class ShardedDataset:
-    """Global batches of a source in one order, and each shard's part of them.
+class ShardedDataset(abc.ABC):
+    """Data for `fit`, `evaluate`, `predict` and loops of one's own, on any cluster.
 
-    The order is a permutation of all examples for each epoch, computed from the seed: the same
-    for every number of workers and replicas, and nothing of it is stored. It goes into `fit` as it
-    is; each task then reads the examples of its own replicas only.
-
-    Attributes:
-        source: what examples are read from.
-        order: which example is in which global batch.
+    It goes into `fit` as it is; each task then reads its own part. What it is made by says what the
+    parts are: `from_arrays`, `from_tfrecords` and `from_source` have one order of examples for any
+    number of tasks; `from_dataset_fn` leaves it to a function what each task reads.
     """
 
-    def __init__(self, source: Source, *, global_batch: int, seed: int | None = None):
-        """
-        Args:
-            source: examples by number; see `tfdist_ext.data.sources.Source`.
-            global_batch: examples of one step, over all workers; the last one of an epoch may have
-                fewer.
-            seed: a whole number from 0; None keeps the order of the data in every epoch.
-
-        Raises:
-            DataError: an empty source, a batch larger than the data, a seed that is none.
-        """
-        self.source = source
-        self.order = Order(len(source), global_batch, seed)
-        self._epoch = 0
-        self._examples = 0
-
     @property
-    def steps(self) -> int:
-        """Global batches of an epoch, a last smaller one included."""
-        return self.order.steps
-
-    @property
-    def global_batch(self) -> int:
-        """Examples of a step, over all workers."""
-        return self.order.global_batch
-
-    @property
+    @abc.abstractmethod
     def element_spec(self) -> Any:
         """The structure of a batch, batch dimension None."""
-        return self.source.element_spec
 
-    def __len__(self) -> int:
-        """Examples of the data set."""
-        return self.order.n
+    @property
+    @abc.abstractmethod
+    def steps(self) -> int | None:
+        """Global batches of an epoch, a last smaller one included; None if only reading tells."""
 
-    def dataset(self, shard: Shard | None = None, epoch: int | None = None) -> tf.data.Dataset:
+    @property
+    @abc.abstractmethod
+    def global_batch(self) -> int | None:
+        """Examples of a step, over all tasks; None where the batches come as they are."""
+
+    @property
+    @abc.abstractmethod
+    def place(self) -> tuple[int, int]:
+        """The epoch of the position, and how much of it is behind; see `state`."""
+
+    @property
+    @abc.abstractmethod
+    def steps_behind(self) -> int:
+        """Global batches of the position's epoch that are done."""
+
+    @abc.abstractmethod
+    def dataset(self, shard: Any = None, epoch: int | None = None) -> tf.data.Dataset:
         """This shard's part of each global batch of an epoch.
 
-        The parts of step k, in shard order, are global batch k; where a batch has fewer examples
-        than there are shards, some parts have none.
-
         Args:
-            shard: one of the readers of the data; by default all of it.
-            epoch: whose order; by default the one of the position. The epoch of the position
-                begins there, after `restore`; all others at their start.
+            shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
+                there is.
+            epoch: whose order; by default that of the position, from the position on. All other
+                epochs begin at their start.
 
         Raises:
             DataError: a shard or an epoch that is none.
         """
-        shard = Shard(0, 1) if shard is None else shard
-        if not isinstance(shard, Shard):
-            raise DataError(f"dataset wants a Shard(index, count). Received: {shown(shard)}.")
-        epoch = self._epoch if epoch is None else epoch
-        order = self.order.after(self._examples) if epoch == self._epoch else self.order
-        key = tf.constant(order.key(epoch))
 
-        def part(step: tf.Tensor) -> Any:
-            return self.source.take(order.indices(step, shard, key=key))
-
-        steps = tf.data.Dataset.range(order.steps)
-        parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        return parts.prefetch(tf.data.AUTOTUNE)
-
+    @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """Where training is in the data, as JSON fields: seed, epoch, examples, fingerprint.
+        """The position, as JSON fields. `fit` moves it on, and keeps it in its checkpoints."""
 
-        `fit` moves it on, and keeps it in its checkpoints; a loop of one's own calls `advance`.
-        """
-        return self._position().to_state()
-
+    @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with any number of workers.
+        """Go on from a state.
 
         Raises:
-            DataError: no state, one of another seed, or of data that has changed since: the
-                difference is named.
+            DataError: it is no state, or not one of this data.
         """
-        position = Position.from_state(state)
-        position.check_data(self.source.fingerprint())
-        if position.seed != self.order.seed:
-            raise DataError(
-                f"the state is of an order with seed {position.seed}, and this one has seed"
-                f" {self.order.seed}: other examples would be behind. Use the seed of the state."
-            )
-        self.order.after(position.examples)  # it must have as many
-        self._epoch, self._examples = position.epoch, position.examples
 
+    @abc.abstractmethod
     def advance(self, steps: int) -> None:
-        """Say that so many more steps are done; the end of an epoch is the start of the next.
+        """Say that so many more global batches are done.
 
         Raises:
             DataError: a number that is no whole one from 0.
         """
-        steps = whole(steps, "the steps gone past")
-        left = self.order.after(self._examples).steps
-        if steps < left:
-            self._examples += steps * self.global_batch
-            return
-        epochs, rest = divmod(steps - left, self.steps)
-        self._epoch += 1 + epochs
-        self._examples = rest * self.global_batch
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """The epoch, and the examples of it that are behind."""
-        return self._epoch, self._examples
-
-    @property
-    def step(self) -> int:
-        """The next global batch, counted from the start of epoch 0 over whole epochs."""
-        return self._epoch * self.steps + self._examples // self.global_batch
-
-    def parts(self, first: int, local: int, replicas: int, begin: int = 0) -> tf.data.Dataset:
-        """Parts of global batches, epoch after epoch without an end, for the replicas of a task.
-
-        Each element is a tuple with a part for each local replica: (examples of the part, examples
-        of the global batch, the part). A part of no examples has one that is another's, as most
-        models cannot compute with none.
+    def batches(
+        self, strategy: Any = None, *, remainder: Remainder = Remainder.KEEP, progress: bool = True
+    ) -> Batches:
+        """The rest of the position's epoch for a loop of one's own, which moves the position on.
 
         Args:
-            first: number of the first local replica.
-            local: replicas of this task.
-            replicas: of all tasks.
-            begin: the global batch to begin with, counted on from epoch 0 over whole epochs.
+            strategy: batches come as `strategy.run` takes them, each replica's part on its device;
+                by default they are whole global batches.
+            remainder: of global batches that do not divide by the number of replicas. With PAD,
+                all parts have the same size, and added rows sample weight 0; only ordered data can.
+            progress: show Keras's progress bar, on the task that is the chief.
+        """
+        return Batches(self, strategy, remainder, progress=progress)
+
+    @abc.abstractmethod
+    def distributed(
+        self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
+    ) -> Any:
+        """The rest of the position's epoch, each replica's part on its device, to iterate over.
+
+        Raises:
+            DataError: a strategy whose workers read for themselves.
         """
 
-        def parts(number: tf.Tensor) -> Any:
-            epoch, step = number // self.steps, number % self.steps
-            key = self.order.key_in_graph(epoch)
-            size = self.order.size(step)
+    @abc.abstractmethod
+    def end_epoch(self) -> None:
+        """Move the position to the beginning of the next epoch, whatever is left of this one."""
 
-            def part(replica: int) -> Any:
-                low, high = bounds(size, replica, replicas)
-                asked = tf.maximum(high, low + 1)
-                taken = self.source.take(self.order.rows(step, low, asked, key=key))
-                # Fewer, where damaged records are left out.
-                there = tf.shape(tf.nest.flatten(taken)[0], out_type=tf.int64)[0]
-                return tf.minimum(high - low, there), size, taken
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches())
 
-            return tuple(part(first + i) for i in range(local))
-
-        return tf.data.Dataset.counter(begin).map(
-            parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        )
-
-    def _position(self) -> Position:
-        return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
+    def __len__(self) -> int:
+        """Global batches of an epoch."""
+        if self.steps is None:
+            raise TypeError("how many global batches there are is known only when they are read")
+        return self.steps
 
 
-def from_source(source: Source, *, global_batch: int, seed: int | None = None) -> ShardedDataset:
-    """Examples of whatever has a length and gives them by number (`data.sources.Source`)."""
-    return ShardedDataset(source, global_batch=global_batch, seed=seed)
+def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
+    """With options that keep tf.distribute from sharding a shard again, and from AUTO.
 
-
-def from_arrays(arrays: Any, *, global_batch: int, seed: int | None = None) -> ShardedDataset:
-    """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
-
-    Memory-mapped arrays stay on disk.
-
-    Args:
-        arrays: the same number of rows each.
-        global_batch: examples of one step, over all workers.
-        seed: of the order; None keeps that of the rows.
-
-    Raises:
-        DataError: arrays of different lengths, no rows, a batch larger than the data.
+    All of the data may still be cut: by DATA, each worker then uses its rows of each batch.
     """
-    return ShardedDataset(Arrays(arrays), global_batch=global_batch, seed=seed)
-
-
-def from_tfrecords(
-    files: str | Sequence[str],
-    parse: Callable[[tf.Tensor], Any],
-    *,
-    global_batch: int,
-    seed: int | None = None,
-    on_error: str = "raise",
-) -> ShardedDataset:
-    """Records of TFRecord files, each read by its place in the file.
-
-    An index of the places is built once, in one pass over the records' length fields, and kept
-    beside the data.
-
-    Args:
-        files: patterns or paths, one or several; sorted, so that all tasks number alike.
-        parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
-        global_batch: examples of one step, over all workers.
-        seed: of the order; None keeps that of the files.
-        on_error: "skip" goes on without damaged records, which are counted and named in warnings.
-
-    Raises:
-        DataError: no such files, a damaged one (file, record and byte are named), a batch larger
-            than the data.
-    """
-    patterns = [files] if isinstance(files, str) else list(files)
-    found = sorted({path for pattern in patterns for path in tf.io.gfile.glob(pattern)})
-    if missing := [pattern for pattern in patterns if not tf.io.gfile.glob(pattern)]:
-        raise DataError(f"no file matches {', '.join(map(repr, missing))}.")
-    return ShardedDataset(
-        RecordFiles(found, parse, on_error=on_error), global_batch=global_batch, seed=seed
+    policy = tf.data.experimental.AutoShardPolicy
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        policy.OFF if shard.count > 1 else policy.DATA
     )
+    return dataset.with_options(options)
+
+
+def check_reads_here(strategy: Any) -> None:
+    """
+    Raises:
+        DataError: no strategy, or one whose workers run steps in other processes.
+    """
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise DataError(f"a tf.distribute.Strategy is wanted. Received: {strategy!r}.")
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise DataError(
+            "under ParameterServerStrategy steps run on the workers, not in this process: train"
+            " with tfd.distribute(...).fit(data), or read data.dataset(Shard(index, workers)) in"
+            " ClusterCoordinator.create_per_worker_dataset."
+        )

@@ -12,7 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.called_back import calls_go_to
+from tfdist_ext.training.function_batches import batches_of_function
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.inputs import read
 from tfdist_ext.training.predicting import Predictor
@@ -38,7 +41,31 @@ class SynchronousEngine:
 
     def read(self, *data: Any, **options: Any) -> GlobalBatches:
         """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        if isinstance(data[0], FunctionDataset):
+            return self._read_by_shard(*data, **options)
         return read(*data, **options)
+
+    def keeps_position(self, data: Any) -> bool:
+        """Whether `fit` knows at each step where it is in this data."""
+        return isinstance(data, ShardedDataset)
+
+    def _read_by_shard(
+        self,
+        data: FunctionDataset,
+        *beside: Any,
+        batch_size: int | None = None,
+        class_weight: Any = None,
+        seed: Any = None,
+        **_: Any,
+    ) -> GlobalBatches:
+        return batches_of_function(
+            data,
+            self.reduction,
+            beside=beside,
+            batch_size=batch_size,
+            class_weight=class_weight,
+            going_on=seed is not None,
+        )
 
     def feed(self, batches: GlobalBatches) -> Any:
         """What the programs iterate over: the parts of this task's replicas."""

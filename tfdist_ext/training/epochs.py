@@ -35,6 +35,7 @@ class Epoch:
         iterator: over the parts of this task's replicas.
         steps: global batches to do; None: until the data ends.
         known_length: whether there are that many for sure.
+        by_worker: whether tasks read batches of their own, which may end sooner on some.
         going_on: it is the rest of an epoch, whose first batches are in the metrics already.
         done: to be told of the batches that are done, after each execution.
         room: how many may be done before it is to be told; None: any number.
@@ -43,6 +44,7 @@ class Epoch:
     iterator: Any
     steps: int | None
     known_length: bool
+    by_worker: bool
     going_on: bool
     done: Callable[[int], None]
     room: Callable[[], int | None]
@@ -94,7 +96,15 @@ class Epochs:
         try:
             batches = self._batches
             going_on, self._going_on = self._going_on, False
-            yield Epoch(self._iterator, steps, known, going_on, batches.done, batches.room)
+            yield Epoch(
+                self._iterator,
+                steps,
+                known,
+                batches.by_worker,
+                going_on,
+                batches.done,
+                batches.room,
+            )
         finally:
             self._batches.on_epoch_end()
             if in_pass is not None:
@@ -112,16 +122,14 @@ class Epochs:
         self._dataset = feed(replace(batches, parts_of=batches.later(passed)))
         return True
 
-    def begin_later(
-        self, passed: int, feed: Callable[[GlobalBatches], Any], *, going_on: bool
-    ) -> None:
-        """Begin so many global batches later, maybe in the middle of an epoch (`going_on`)."""
-        batches = self._batches
-        assert batches.later is not None
-        assert batches.steps is not None
-        self._position = (batches.begin + passed) % batches.steps
+    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, going_on: bool) -> None:
+        """Begin where the data's own position is, maybe in the middle of an epoch (`going_on`)."""
+        assert self._batches.at_position is not None
+        batches = self._batches.at_position()
+        self._position = batches.begin
+        self._batches = replace(self._batches, begin=batches.begin)
         self._going_on = going_on
-        self._dataset = feed(replace(batches, parts_of=batches.later(passed)))
+        self._dataset = feed(batches)
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
@@ -129,14 +137,30 @@ class Epochs:
             self._position = 0
             self._iterator = None
 
+    def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
+        """Take note of an epoch's end; whether it was done to its end, or to that of the data.
+
+        Args:
+            steps: that were done.
+            stopped: somebody told the training to stop while it ran.
+        """
+        if epoch.steps is None or steps < epoch.steps:
+            if not stopped:
+                self.ended_after(steps)
+            return not stopped
+        if self._batches.steps is not None and self._position == 0:
+            self._batches.ended()
+        return True
+
     def ended_after(self, steps: int) -> None:
         """Say that the data ended after this many steps of an epoch of unknown length."""
-        if steps == 0 and self._seen is None and self._fresh:
+        if steps == 0 and self._seen is None and self._fresh and self._batches.begin == 0:
             raise TrainingError(_EMPTY)
         if self._asked is not None and steps < self._asked:
             self._warn_of_end(steps)
         self._seen = steps
         self._iterator = None
+        self._batches.ended()
 
     def _warn_of_end(self, steps: int) -> None:
         warnings.warn(

@@ -26,7 +26,10 @@ class GlobalBatches:
     has to ask, step by step, whether the data has ended: under several workers each such question
     is a collective. `later` gives the parts from a later global batch on; None where only reading
     leads there. `begin` is the global batch of a pass that the first one begins with; `done` is
-    told how many have been trained on, and `room` says how many may be before that.
+    told how many have been trained on, `ended` that a pass is over, and `room` says how many may be
+    done before that. `at_position` is the same from where the data's own position is; None where
+    it keeps none. `by_worker`: tasks read batches of their own, and agree in each step on what the
+    global batch is.
     """
 
     parts_of: PartsOf
@@ -39,6 +42,9 @@ class GlobalBatches:
     begin: int = 0
     done: Callable[[int], None] = lambda steps: None
     room: Callable[[], int | None] = lambda: None
+    ended: Callable[[], None] = lambda: None
+    at_position: Callable[[], GlobalBatches] | None = None
+    by_worker: bool = False
 
     @property
     def element_spec(self) -> Any:

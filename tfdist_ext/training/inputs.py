@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.data.order import Order, sorted_at_random
-from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
@@ -24,7 +24,7 @@ from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
 from tfdist_ext.training.ordered_batches import OrderedBatches
 from tfdist_ext.training.sharded_batches import batches_of_sharded
 
-__all__ = ["GlobalBatches", "read"]
+__all__ = ["GlobalBatches", "parts_of_dataset", "read"]
 
 _NOT_FOR_KERAS_TO_SHUFFLE = (keras.utils.PyDataset, types.GeneratorType)
 
@@ -63,7 +63,7 @@ def read(
             f"the data is distributed already: {type(x).__name__} arrived. Pass the tf.data.Dataset"
             " of global batches itself; it is cut for the replicas here."
         )
-    if isinstance(x, ShardedDataset):
+    if isinstance(x, OrderedDataset):
         return batches_of_sharded(
             x,
             beside=(y, sample_weight),
@@ -103,7 +103,7 @@ def read(
         return _in_an_order(x, dataset.element_spec, class_weight, seed())
     endless = is_dataset and dataset.cardinality() != tf.data.UNKNOWN_CARDINALITY
     return GlobalBatches(
-        _parts_of_dataset(dataset.repeat() if endless else dataset),
+        parts_of_dataset(dataset.repeat() if endless else dataset),
         adapter.num_batches,
         None,
         endless,
@@ -117,7 +117,7 @@ def _in_an_order(
 ) -> GlobalBatches:
     ordered = OrderedBatches(source, seed, class_weight)
     return GlobalBatches(
-        _parts_of_dataset(ordered.dataset(spec)),
+        parts_of_dataset(ordered.dataset(spec)),
         source.num_batches,
         None,
         False,
@@ -160,7 +160,9 @@ def _parts_of_arrays(
     return lambda begin: functools.partial(parts_of, begin)
 
 
-def _parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
+def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
+    """The parts of a data set of global batches."""
+
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         def parts(*batch: Any) -> Any:
             whole = _plain(batch if len(batch) > 1 else batch[0])

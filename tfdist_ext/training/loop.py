@@ -69,11 +69,18 @@ class Loop:
             n = self._pace.next(1 if one_only else left)
             self._begin(done)
             started = time.perf_counter()
-            result = program.run(data.iterator, n, seconds=seconds, known_length=data.known_length)
+            result = program.run(
+                data.iterator,
+                n,
+                seconds=seconds,
+                known_length=data.known_length,
+                by_worker=data.by_worker,
+            )
             seconds = time.perf_counter() - started
             check_ctrl_c()
             self._pace.took(result.chief_seconds)
             if result.steps == 0:
+                logs = result.logs if data.going_on else logs
                 break
             done += result.steps
             data.done(result.steps)

@@ -131,8 +131,9 @@ class DistributedModel(Saving):
                 callbacks=callbacks,
                 verbose=verbose,
             )
+        positioned = x if self._engine.keeps_position(x) else None
         saved = Resumable(
-            checkpoint_dir, self._model, self._reduction, callbacks, x, checkpoint_every
+            checkpoint_dir, self._model, self._reduction, callbacks, positioned, checkpoint_every
         )
         batches = self._engine.read(
             x,
@@ -192,13 +193,11 @@ class DistributedModel(Saving):
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
                 logs, steps = loop.run(program, data)
-            if data.steps is None or (steps < data.steps and not model.stop_training):
-                train.ended_after(steps)
+            complete = train.is_done(data, steps, stopped=bool(model.stop_training))
             if validation is not None and validates(epoch, validation_freq):
                 val_logs = self._evaluate(validation, hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
-            complete = data.steps is None or steps == data.steps
             self._progress = saved.epoch_is_done(epoch, logs, complete=complete)
             if self._reduction.any_worker(model.stop_training):
                 break
@@ -245,6 +244,12 @@ class DistributedModel(Saving):
         `batch_size` is that of the global batch.
         """
         batches = self._engine.read(x, batch_size=batch_size, steps=steps)
+        if batches.by_worker:
+            raise TrainingError(
+                "predict() gives rows in an order, and from_dataset_fn has none over several"
+                " workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
+                " tf.data.Dataset."
+            )
         epochs = self._epochs(batches, steps)
         self._built_for = batches.element_spec
         build(self._model, self._built_for, self._strategy, kind="predict")
@@ -258,8 +263,7 @@ class DistributedModel(Saving):
         with epochs.next() as data:
             loop = Loop(self._model, self._engine, hooks, "test")
             logs, steps = loop.run(self._engine.program(self._model, "test"), data)
-        if data.steps is None or steps < data.steps:
-            epochs.ended_after(steps)
+        epochs.is_done(data, steps, stopped=False)
         hooks.on_test_end(logs)
         return logs
 

@@ -122,6 +122,17 @@ class Reduction:
         here = [[tf.cast(flag, tf.int32)] for _ in range(self.local_replicas)]
         return self._sum_of_replicas(here)[0] == self.replicas
 
+    def rows_of_all(self, batch: Any) -> Any:
+        """In a step: (rows of all parts, sum of what the parts say of the global batch's size)."""
+
+        def counted(part: Any) -> Any:
+            counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
+        summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
+        return summed[0], summed[1]
+
     def _sum_of_local(self, value: Any) -> Any:
         others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
         return self._sum_of_replicas([[value], *others])[0]

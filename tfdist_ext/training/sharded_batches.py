@@ -1,18 +1,19 @@
-"""A ShardedDataset as the global batches of `fit`, from its position on."""
+"""Ordered data as the global batches of `fit`, from its position on."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
 
-__all__ = ["batches_of_sharded"]
+__all__ = ["batches_of_sharded", "check_says_nothing_else"]
 
 
 def batches_of_sharded(
-    data: ShardedDataset,
+    data: OrderedDataset,
     *,
     beside: tuple[Any, ...],
     batch_size: int | None,
@@ -29,21 +30,7 @@ def batches_of_sharded(
         TrainingError: an argument of `fit` that says again, and otherwise, what the data says; or
             a position between two batches.
     """
-    if any(given is not None for given in beside):
-        raise TrainingError(
-            "a ShardedDataset holds targets and sample weights itself, as from_arrays((x, y)):"
-            " leave out y and sample_weight."
-        )
-    if class_weight is not None:
-        raise TrainingError(
-            "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
-            " from_arrays((x, y, sample_weight)), or return them from parse."
-        )
-    if batch_size not in (None, data.global_batch):
-        raise TrainingError(
-            f"the ShardedDataset has global batches of {data.global_batch} examples, and"
-            f" batch_size={batch_size} arrived: leave it out."
-        )
+    check_says_nothing_else(data, beside, batch_size, class_weight)
     epoch, examples = data.place if going_on else (0, 0)
     if examples % data.global_batch:
         raise TrainingError(
@@ -66,4 +53,35 @@ def batches_of_sharded(
         later=parts_from,
         begin=begin % data.steps,
         done=data.advance if going_on else lambda steps: None,
+        at_position=lambda: batches_of_sharded(
+            data,
+            beside=beside,
+            batch_size=batch_size,
+            class_weight=class_weight,
+            going_on=going_on,
+        ),
     )
+
+
+def check_says_nothing_else(
+    data: ShardedDataset, beside: tuple[Any, ...], batch_size: int | None, class_weight: Any
+) -> None:
+    """
+    Raises:
+        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
+    """
+    if any(given is not None for given in beside):
+        raise TrainingError(
+            "a ShardedDataset holds targets and sample weights itself, as from_arrays((x, y)):"
+            " leave out y and sample_weight."
+        )
+    if class_weight is not None:
+        raise TrainingError(
+            "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
+            " from_arrays((x, y, sample_weight)), or return them from parse."
+        )
+    if batch_size not in (None, data.global_batch):
+        has = f"global batches of {data.global_batch} examples" if data.global_batch else "batches"
+        raise TrainingError(
+            f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
+        )

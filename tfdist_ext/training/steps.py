@@ -68,6 +68,7 @@ class StepProgram:
             compiled = tf.function(autograph=False, reduce_retracing=True)
         self._counted = compiled(self._run_counted)
         self._open_ended = compiled(self._run_open_ended)
+        self._agreed = compiled(self._run_agreed)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._states: States = []
 
@@ -84,7 +85,9 @@ class StepProgram:
         others = [list(rest) for _ in range(self._reduction.local_replicas)]
         self._states = [start, *others[1:]] if self._reduction.is_chief else others
 
-    def run(self, iterator: Any, n: int, *, seconds: float, known_length: bool) -> Execution:
+    def run(
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, by_worker: bool
+    ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
         Args:
@@ -93,8 +96,11 @@ class StepProgram:
             seconds: how long this task's last execution took; the chief's figure comes back on
                 every task, so that all choose the same next `n`.
             known_length: there are `n` more batches for sure.
+            by_worker: each task has batches of its own, which never end; what they say of the size
+                of the global batch is 0 where they are fillers.
         """
         run = self._counted if known_length else self._open_ended
+        run = self._agreed if by_worker else run
         result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
@@ -138,7 +144,30 @@ class StepProgram:
         )
         return self._finish(states, outputs, done, seconds)
 
-    def _run_eagerly(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+    def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+        if self._model.run_eagerly:
+            return self._run_eagerly(iterator, n, seconds, states, by_worker=True)
+
+        def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
+            batch = next(iterator)
+            rows, real = self._reduction.rows_of_all(batch)
+            more = real > 0
+            states, outputs = tf.cond(
+                more,
+                lambda: self._one_step(batch, states, rows),
+                lambda: (states, outputs),
+            )
+            return i + tf.cast(more, tf.int32), more, states, outputs
+
+        start = (tf.constant(0), tf.constant(True), states, self._empty_outputs(iterator, states))
+        done, _, states, outputs = tf.while_loop(
+            lambda i, more, *_: tf.logical_and(i < n, more), body, start
+        )
+        return self._finish(states, outputs, done, seconds)
+
+    def _run_eagerly(
+        self, iterator: Any, n: Any, seconds: Any, states: States, *, by_worker: bool = False
+    ) -> Any:
         done = 0
         outputs: dict[str, Any] = {}
         while done < int(n):
@@ -146,13 +175,18 @@ class StepProgram:
                 batch = next(iterator)
             except StopIteration:
                 break
-            states, outputs = self._one_step(batch, states)
+            rows, real = self._reduction.rows_of_all(batch) if by_worker else (None, 1)
+            if real == 0:
+                break
+            states, outputs = self._one_step(batch, states, rows)
             done += 1
         return self._finish(states, outputs, tf.constant(done), seconds)
 
-    def _one_step(self, batch: Any, states: States) -> tuple[States, dict[str, Any]]:
+    def _one_step(
+        self, batch: Any, states: States, rows: Any = None
+    ) -> tuple[States, dict[str, Any]]:
         """One global batch, in cross-replica context."""
-        new, written, outputs = self._reduction.run(self._replica, batch, states)
+        new, written, outputs = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         for number, value in written.items():
             # The value is equal on all replicas, so any of them will do.
@@ -167,10 +201,15 @@ class StepProgram:
         states = [list(state) for state in by_replica] or states
         return states, {name: _sum(local(value)) for name, value in outputs.items()}
 
-    def _one_replica(self, part: Any, states: States) -> Any:
-        """One replica's part of a global batch, in that replica's context."""
+    def _one_replica(self, part: Any, states: States, rows_of_all: Any = None) -> Any:
+        """One replica's part of a global batch, in that replica's context.
+
+        Args:
+            rows_of_all: of the global batch, where the part itself does not know.
+        """
         mine = self._reduction.of_this_replica(states)
         rows, of, batch = part
+        of = of if rows_of_all is None else rows_of_all
         here = None
         if tf.distribute.has_strategy():
             on = self._reduction

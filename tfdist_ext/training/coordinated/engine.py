@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.shards import Shard
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.inputs import WorkerBatches
 from tfdist_ext.training.coordinated.predicting import CoordinatedPredictor
@@ -17,6 +19,7 @@ from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_server
 from tfdist_ext.training.coordinated.steps import CoordinatedSteps
 from tfdist_ext.training.copies import outside_of_strategies
 from tfdist_ext.training.engine import SynchronousEngine
+from tfdist_ext.training.sharded_batches import check_says_nothing_else
 
 __all__ = ["CoordinatorEngine", "SoleCoordinator"]
 
@@ -26,6 +29,8 @@ class SoleCoordinator:
 
     is_chief = True
     multi_worker = False
+    replicas = local_replicas = 1  # of global batches, which are read here as they are
+    first_replica = 0
 
     def any_worker(self, flag: bool) -> bool:
         return bool(flag)
@@ -58,6 +63,23 @@ class CoordinatorEngine(SynchronousEngine):
         if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
             return WorkerBatches.from_function(self._calls, self._spare, *data, **options)
         return super().read(*data, **options)
+
+    def keeps_position(self, data: Any) -> bool:
+        return super().keeps_position(data) and not self._workers_read(data)
+
+    def _workers_read(self, data: Any) -> bool:
+        # What changes with the epoch would have to be made anew on each of them.
+        return isinstance(data, FunctionDataset) and not data.takes_epoch
+
+    def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> Any:
+        if not self._workers_read(data):
+            return super()._read_by_shard(data, *beside, **options)
+        given = (options.get("batch_size"), options.get("class_weight"))
+        check_says_nothing_else(data, beside, *given)
+        shards = [Shard(worker, self._calls.workers) for worker in range(self._calls.workers)]
+        return WorkerBatches(
+            self._calls, self._spare, lambda worker: data.made(shards[worker], alone=True)
+        )
 
     def feed(self, batches: Any) -> Any:
         if isinstance(batches, WorkerBatches):

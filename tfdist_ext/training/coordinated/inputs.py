@@ -72,6 +72,8 @@ class WorkerBatches:
     begin = 0
     done = staticmethod(lambda steps: None)
     room = staticmethod(lambda: None)
+    ended = staticmethod(lambda: None)
+    by_worker = False
 
     def __init__(
         self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]

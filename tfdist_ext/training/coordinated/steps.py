@@ -75,13 +75,15 @@ class CoordinatedSteps:
         # Float32 would lose counts above 16 million, and the ends of sums long before.
         self._totals = [_wide(value) for value in self._start]
 
-    def run(self, iterator: Any, n: int, *, seconds: float, known_length: bool) -> Execution:
+    def run(
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, by_worker: bool
+    ) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
         Raises:
             TrainingError: a parameter server is gone.
         """
-        del known_length
+        del known_length, by_worker  # workers do not wait for each other
         if isinstance(iterator, WorkerIterators):
             return self._run_where_data_is(iterator, n, seconds)
         first, rate = self._number_and_rate()

@@ -35,7 +35,7 @@ class Resumable:
 
     Args:
         folder: where checkpoints are, or will be.
-        data: what is trained on; a ShardedDataset's position is part of the checkpoints.
+        data: what is trained on, where it keeps a position: that is part of the checkpoints.
         every: also a checkpoint after so many global batches, in the middle of an epoch.
 
     Raises:
@@ -51,7 +51,7 @@ class Resumable:
         model: keras.Model,
         reduction: Reduction,
         callbacks: Any,
-        data: Any = None,
+        data: ShardedDataset | None = None,
         every: int | None = None,
     ):
         self._folder = None if folder is None else local_path(folder)
@@ -60,7 +60,7 @@ class Resumable:
         self._progress = Progress()
         self._index = Index()  # the chief's; empty elsewhere
         self._was_done = False
-        self._data = data if isinstance(data, ShardedDataset) else None
+        self._data = data
         self._every = every
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
@@ -113,11 +113,9 @@ class Resumable:
         self._index.epochs_when_done = None
         self._write_index()
         if self._data is not None and self._progress.data:
-            before = self._data.step
             self._data.restore(json.loads(self._progress.data))
             self._in_epoch = self._progress.batches
-            passed = self._data.step - before
-            data.begin_later(passed, feed, going_on=self._in_epoch > 0)
+            data.begin_at_position(feed, going_on=self._in_epoch > 0)
             return self._progress.epoch
         done = self._progress.epoch - self._progress.first_epoch
         if not data.begin_after(done, feed):
@@ -139,7 +137,8 @@ class Resumable:
             self._since += steps
             self._in_epoch += steps
             # At the end of an epoch there is one anyway, when callbacks have seen it.
-            at_end = of_data.step % of_data.steps == 0 or self._in_epoch == asked
+            behind = of_data.steps_behind
+            at_end = behind in (0, batches.steps) or self._in_epoch == asked
             if every is not None and self._since >= every:
                 self._since = 0
                 if not at_end:

@@ -1,0 +1,133 @@
+"""Data from a function of the shard in fit: what one process makes of it, on every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, assert_same_history, assert_same_weights, mirrored, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.data import Shard
+
+ROWS, BATCH, EPOCHS = 50, 16, 3
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+    return model
+
+
+def rows_of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+    """No random access, and no length: a generator of another order in each epoch."""
+    order = np.random.default_rng(epoch).permutation(ROWS)[shard.index :: shard.count]
+
+    def rows() -> Iterator[Any]:
+        for row in order:
+            yield X[row], Y[row]
+
+    spec = (tf.TensorSpec([5], tf.float32), tf.TensorSpec(Y.shape[1:], Y.dtype))
+    return tf.data.Dataset.from_generator(rows, output_signature=spec)
+
+
+def by_function() -> Any:
+    return tfd.data.from_dataset_fn(rows_of_epoch, global_batch=BATCH)
+
+
+def plain(epoch: int) -> tf.data.Dataset:
+    """What Keras gets; it warns of batches that it cannot count."""
+    batches = rows_of_epoch(Shard(0, 1), epoch).batch(BATCH)
+    return batches.apply(tf.data.experimental.assert_cardinality(4))
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[keras.Model, dict[str, list[float]]]:
+    """Plain Keras on the same batches."""
+    model = build()
+    batches = plain(0)
+    for epoch in range(1, EPOCHS):
+        batches = batches.concatenate(plain(epoch))
+    arguments = {"steps_per_epoch": 4, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    history = model.fit(batches.repeat(), **arguments).history
+    return model, history
+
+
+@pytest.mark.parametrize("replicas", [0, 2, 3])
+def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
+    data = by_function()
+    ours = tfd.distribute(build, mirrored(replicas) if replicas else strategy_of("default"))
+    history = ours.fit(data, epochs=EPOCHS, verbose=0).history
+    assert_same_weights(expected[0], ours)
+    assert_same_history(expected[1], history)
+    assert data.place == (EPOCHS, 0)
+
+
+class KilledError(Exception):
+    pass
+
+
+class KillAfter(keras.callbacks.Callback):
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations == self.steps:
+            raise KilledError
+
+
+@pytest.mark.parametrize("killed_after", [3, 4, 9, 12])
+def test_killed_and_gone_on_by_as_many_tasks(
+    killed_after: int, expected: Any, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {
+        "epochs": EPOCHS,
+        "checkpoint_dir": tmp_path,
+        "checkpoint_every": 1,
+        "verbose": 0,
+    }
+    first = tfd.distribute(build, mirrored(2))
+    with pytest.raises(KilledError):
+        first.fit(by_function(), callbacks=[KillAfter(killed_after)], **arguments)
+    data = by_function()
+    second = tfd.distribute(build, mirrored(3))
+    history = second.fit(data, **arguments).history
+    assert_same_weights(expected[0], second)
+    for name, values in history.items():
+        np.testing.assert_allclose(values, expected[1][name][-len(values) :], rtol=1e-5)
+    assert data.place == (EPOCHS, 0)
+
+
+def test_told_to_stop_it_goes_on_in_the_same_epoch(expected: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = self.model.optimizer.iterations == 6
+
+    data = by_function()
+    ours = tfd.distribute(build, mirrored(2))
+    ours.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Stop()])
+    assert data.place == (1, 2)
+    ours.fit(data, epochs=2, verbose=0)
+    assert data.place == (EPOCHS, 0)
+    assert_same_weights(expected[0], ours)
+
+
+def test_evaluate_and_predict_read_one_epoch() -> None:
+    data = tfd.data.from_dataset_fn(lambda shard: rows_of_epoch(shard, 0).batch(BATCH))
+    ours, alone = tfd.distribute(build, mirrored(3)), build()
+    found = ours.evaluate(data, verbose=0)
+    np.testing.assert_allclose(found, alone.evaluate(plain(0), verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        ours.predict(data, verbose=0), alone.predict(plain(0), verbose=0), rtol=1e-5, atol=1e-6
+    )
+    assert data.place == (0, 0)
+    with pytest.raises(tfd.TrainingError, match="batch_size=8 arrived"):
+        ours.fit(data, batch_size=8)

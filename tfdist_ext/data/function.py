@@ -1,0 +1,260 @@
+"""FunctionDataset: a function says what each task reads, for sources without random access."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.cluster.wording import shown
+from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
+from tfdist_ext.data.shards import Remainder, Shard, bounds
+from tfdist_ext.data.whole_numbers import whole
+from tfdist_ext.errors import DataError
+
+__all__ = ["FunctionDataset", "from_dataset_fn"]
+
+_FIELDS = ("kind", "epoch", "steps", "shards", "element")
+_KIND = "dataset function"
+
+
+class FunctionDataset(ShardedDataset):
+    """What a function of the shard returns; a shard is the part of one task.
+
+    Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
+    may have different numbers of batches, of different sizes. A task whose data has ended waits
+    with nothing to do until that of all has.
+
+    Attributes:
+        takes_epoch: whether the function is called anew for each epoch.
+    """
+
+    def __init__(
+        self, function: Callable[..., tf.data.Dataset], *, global_batch: int | None = None
+    ):
+        """Arguments and errors are those of `from_dataset_fn`."""
+        if not callable(function):
+            raise DataError(
+                "from_dataset_fn wants a function of a Shard that returns a tf.data.Dataset."
+                f" Received: {shown(function)}."
+            )
+        self._function = function
+        self.takes_epoch = _takes_epoch(function)
+        self._batch = None if global_batch is None else whole(global_batch, "global_batch", 1)
+        self._epoch = 0
+        self._steps = 0
+        self._shards: int | None = None  # that the steps are counted in
+        self._kept: tuple[Shard, tf.data.Dataset] | None = None
+
+    @property
+    def element_spec(self) -> Any:
+        return self.whole_epoch(Shard(0, 1) if self._kept is None else self._kept[0]).element_spec
+
+    @property
+    def global_batch(self) -> int | None:
+        return self._batch
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of an epoch where one task reads all of the data; None if only reading tells."""
+        return known_length(self.whole_epoch(Shard(0, 1), self._epoch))
+
+    @property
+    def steps_behind(self) -> int:
+        return self._steps
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and the batches of each task in it that are behind."""
+        return self._epoch, self._steps
+
+    def dataset(self, shard: Any = None, epoch: int | None = None) -> tf.data.Dataset:
+        """What the function returns for this shard: the k-th batch is its part of global batch k.
+
+        Args:
+            shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
+                there is.
+            epoch: by default that of the position, from the position on.
+
+        Raises:
+            DataError: the function returns no data set of batches; a position inside of an epoch
+                that was counted with another number of shards.
+        """
+        shard = Shard(0, 1) if shard is None else Shard.of(shard)
+        epoch = self._epoch if epoch is None else whole(epoch, "epoch")
+        found = self.whole_epoch(shard, epoch)
+        if epoch != self._epoch:
+            return found
+        if self._steps:
+            if self._shards not in (None, shard.count):
+                raise DataError(
+                    f"the position is after {self._steps} batches of each of {self._shards} shards,"
+                    f" and {shard.count} shards were asked for: nobody can tell which examples are"
+                    f" behind. Go on with {self._shards} tasks, or from the end of an epoch."
+                )
+            found = found.skip(self._steps)
+        self._shards = shard.count
+        return found
+
+    def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
+        """All batches of a shard, whatever the position.
+
+        Where the function takes no epoch, one data set serves all of them: iterated again, its own
+        `shuffle` gives another order.
+        """
+        if self._kept is not None and self._kept[0] == shard and not self.takes_epoch:
+            return self._kept[1]
+        found = self.made(shard, epoch)
+        self._kept = (shard, found)
+        return found
+
+    def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
+        """What the function returns now, in batches, with sharding options that are set.
+
+        Args:
+            alone: each batch is a whole global batch, not a part of one.
+        """
+        found = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
+        if not isinstance(found, tf.data.Dataset):
+            raise DataError(
+                f"the function must return a tf.data.Dataset. For {shard} it returned:"
+                f" {shown(found)}."
+            )
+        if self._batch is not None:
+            low, high = bounds(self._batch, shard.index, shard.count)
+            low, high = (0, self._batch) if alone else (low, high)
+            if high == low:
+                raise DataError(
+                    f"a global batch of {self._batch} examples leaves none for {shard}:"
+                    f" use {shard.count} or more."
+                )
+            found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
+            found = found.prefetch(tf.data.AUTOTUNE)
+        elif not _in_batches(found.element_spec):
+            raise DataError(
+                "the function's data set yields single examples, not batches: its element_spec is"
+                f" {found.element_spec}. Let it call .batch(n), n being the examples of the shard's"
+                " part of a global batch, or give global_batch."
+            )
+        return sharded_already(found, shard)
+
+    def distributed(
+        self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
+    ) -> Any:
+        check_reads_here(strategy)
+        if Shard.of(strategy).count > 1:
+            raise DataError(
+                "the workers may have different numbers of batches, and a loop of one's own would"
+                " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
+                " ordered data: from_tfrecords, from_arrays."
+            )
+        if remainder is not Remainder.KEEP:
+            raise DataError(
+                f"a FunctionDataset is cut as it comes: {remainder} is for ordered data."
+            )
+        batches = self.dataset()
+
+        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            local = context.num_replicas_in_sync
+
+            def parts(*batch: Any) -> tf.data.Dataset:
+                whole_batch = batch if len(batch) > 1 else batch[0]
+                size = tf.shape(tf.nest.flatten(whole_batch)[0], out_type=tf.int64)[0]
+
+                def part(replica: tf.Tensor) -> Any:
+                    low, high = bounds(size, replica, local)
+                    return tf.nest.map_structure(lambda rows: rows[low:high], whole_batch)
+
+                return tf.data.Dataset.range(local).map(part)
+
+            return batches.flat_map(parts).prefetch(tf.data.AUTOTUNE)
+
+        return strategy.distribute_datasets_from_function(of_worker)
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON fields: kind, epoch, steps of it behind, shards they were cut in,
+        and the structure of an element."""
+        values = (_KIND, self._epoch, self._steps, self._shards, str(self.element_spec))
+        return dict(zip(_FIELDS, values, strict=True))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, Mapping) or set(state) != set(_FIELDS) or state["kind"] != _KIND:
+            raise DataError(
+                f"the state of a FunctionDataset has {', '.join(_FIELDS)}. Received: {shown(state)}"
+                ": it is not a state, or one of other data."
+            )
+        if state["element"] != str(self.element_spec):
+            raise DataError(
+                f"the data has changed since this position was saved: an element was"
+                f" {state['element']}, and is {self.element_spec} now."
+            )
+        shards = state["shards"]
+        self._epoch = whole(state["epoch"], "the position's epoch")
+        self._steps = whole(state["steps"], "the position's steps")
+        self._shards = None if shards is None else whole(shards, "the position's shards", 1)
+
+    def advance(self, steps: int) -> None:
+        """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
+        self._steps += whole(steps, "the steps gone past")
+
+    def end_epoch(self) -> None:
+        self._epoch, self._steps = self._epoch + 1, 0
+
+
+def from_dataset_fn(
+    function: Callable[..., tf.data.Dataset], *, global_batch: int | None = None
+) -> FunctionDataset:
+    """What a function of the shard returns, for sources that cannot be read by number.
+
+    In `fit` each task that reads is a shard: one of several workers, or the only process there is,
+    whose batches are then cut for its replicas. Under parameter servers the workers read, and each
+    batch is a step of its own; with `epoch`, the coordinator reads. What the shard's examples are
+    is the function's business: that each example is in one shard, and in which order.
+
+    Args:
+        function: called with `Shard(index, count)`, and with `epoch=` where it has an argument of
+            that name. It returns a `tf.data.Dataset` of batches, the shard's part of each global
+            batch, of any number and size. Without `epoch`, its data set is iterated anew for each
+            epoch.
+        global_batch: examples of a step, over all shards; the function's data set has single
+            examples then. Each shard takes its part of this number.
+
+    Raises:
+        DataError: it is no function, it does not take a shard, or the global batch is no number
+            from 1. What it returns is checked when it is called.
+    """
+    return FunctionDataset(function, global_batch=global_batch)
+
+
+def known_length(dataset: tf.data.Dataset) -> int | None:
+    """Batches of a data set; None where it does not know, or has no end."""
+    length = int(dataset.cardinality())
+    return None if length < 0 else length
+
+
+def _takes_epoch(function: Callable[..., Any]) -> bool:
+    """
+    Raises:
+        DataError: it cannot be called with a shard.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables do not tell
+        return False
+    takes_epoch = "epoch" in signature.parameters
+    try:
+        signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
+    except TypeError:
+        raise DataError(
+            "the function is called as function(shard), or function(shard, epoch=number); this one"
+            f" takes {signature}. Write `def data(shard): ... dataset.shard(shard.count,"
+            " shard.index)`."
+        ) from None
+    return takes_epoch
+
+
+def _in_batches(spec: Any) -> bool:
+    shapes = [getattr(part, "shape", None) for part in tf.nest.flatten(spec)]
+    return not any(shape is not None and shape.rank == 0 for shape in shapes)

@@ -1,0 +1,59 @@
+"""Parts of one size: rows of sample weight 0 fill up those that are short.
+
+For steps that want static shapes (XLA, TPUs). Weight 0 keeps losses and metrics exact where they
+are sums of weighted rows over the weights' sum, as Keras's are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.data.shards import Remainder
+from tfdist_ext.errors import DataError
+
+__all__ = ["check_padded", "padded"]
+
+
+def check_padded(remainder: Remainder, spec: Any) -> None:
+    """
+    Raises:
+        DataError: no Remainder, or PAD where there is no place for sample weights.
+    """
+    if not isinstance(remainder, Remainder):
+        raise DataError(
+            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD."
+            f" Received: {remainder!r}."
+        )
+    if remainder is Remainder.PAD and not (isinstance(spec, tuple) and len(spec) in (2, 3)):
+        raise DataError(
+            "Remainder.PAD marks rows by sample weights, so examples must be (x, y) or"
+            f" (x, y, sample_weight). They are: {spec}."
+        )
+
+
+def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
+    """(x, y, sample_weight) of exactly `width` rows, from (x, y) or (x, y, sample_weight).
+
+    The rows that are added are the last real one again, as steps can compute with that; of a part
+    without any they are zeros.
+    """
+    there = tf.shape(tf.nest.flatten(part)[0])[0]
+    numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
+
+    def filled(rows: tf.Tensor) -> tf.Tensor:
+        one = tf.zeros([1, *tf.unstack(tf.shape(rows)[1:])], rows.dtype)
+        found = tf.gather(tf.concat([rows, one], axis=0), numbers)
+        return tf.ensure_shape(found, [width, *rows.shape[1:]])
+
+    real = tf.range(width) < there
+    x, y, *weights = tf.nest.map_structure(filled, part)
+    if not weights:
+        return x, y, tf.cast(real, tf.float32)
+
+    def marked(weight: tf.Tensor) -> tf.Tensor:
+        shape = [width] + [1] * (weight.shape.rank - 1)
+        return weight * tf.reshape(tf.cast(real, weight.dtype), shape)
+
+    return x, y, tf.nest.map_structure(marked, weights[0])
