@@ -73,6 +73,6 @@ def of_all_tasks(epoch):
     """The global batches that come of it."""
     tasks = [batches_of_task(task, epoch) for task in range(2)]
     return [
-        tuple(np.concatenate(parts) for parts in zip(*[t[k] for t in tasks if k < len(t)]))
+        tuple(np.concatenate([t[k][i] for t in tasks if k < len(t)]) for i in (0, 1))
         for k in range(5)
     ]

@@ -12,7 +12,6 @@ import sys
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
-import keras
 import sharded_case as case
 
 import tfdist_ext as tfd

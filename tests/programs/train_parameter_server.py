@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -78,6 +79,29 @@ def data_forms():
         assert (count, index) in ((2, 0), (2, 1))
         return tf.data.Dataset.from_tensor_slices((x, y)).shard(count, index).batch(10)
 
+    examples = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def of_shard(shard):
+        return tf.data.Dataset.from_tensor_slices((x, y)).shard(shard.count, shard.index)
+
+    by_worker = tfd.data.from_dataset_fn(of_shard, global_batch=10)
+    outside = tfd.data.from_dataset_fn(lambda shard: examples.filter(lambda *_: True).batch(10))
+    python = tfd.data.from_dataset_fn(
+        lambda shard: tf.data.Dataset.from_generator(
+            lambda: iter(zip(x, y, strict=True)), output_signature=examples.element_spec
+        ),
+        global_batch=10,
+    )
+    here = tfd.data.from_dataset_fn(lambda shard, epoch: examples, global_batch=10)
+    result["read by workers"] = fit(by_worker, epochs=2, validation_data=by_worker)
+    result["read by the coordinator"] = fit(here)
+    result["place"] = here.place
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result["made outside"] = fit(outside)
+        result["calls Python"] = fit(python)
+    result["why here"] = [str(w.message) for w in caught if "cannot read" in str(w.message)]
+
     result["function"] = fit(shard, epochs=2, validation_data=shard)
     result["endless function"] = fit(lambda c: shard(c).repeat(), steps_per_epoch=25, epochs=2)
     result["evaluate"] = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)["labels"]
@@ -96,6 +120,37 @@ def data_forms():
     scheduled.fit(x, y, batch_size=1, verbose=0)
     result["applied before the rate is 0"] = applied(scheduled)
     result["scheduled steps"] = steps(scheduled)
+
+
+def sharded():
+    """A training on ordered data, broken off in the second epoch and gone on with."""
+    x, y = numbers(1003)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if steps(self.model_) == 130:
+                raise ZeroDivisionError
+
+    def train(callbacks=()):
+        data = tfd.data.from_arrays((x, y), global_batch=10, seed=3)
+        model = tfd.distribute(counting(), strategy)
+        for callback in callbacks:
+            callback.model_ = model
+        arguments = {"checkpoint_dir": folder, "checkpoint_every": 20, "verbose": 0}
+        history = model.fit(data, epochs=2, callbacks=list(callbacks), **arguments)
+        return model, data, history.history
+
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(ZeroDivisionError):
+            train([Breaks()])
+        model, data, history = train()
+        result["sharded"] = {
+            "steps": steps(model),
+            "applied": applied(model),
+            "labels": history["labels"],
+            "place": data.place,
+            "evaluate": model.evaluate(data, verbose=0, return_dict=True)["labels"],
+        }
 
 
 def callbacks():
@@ -202,7 +257,7 @@ def loss_of_workers_with_data():
 
 
 if sys.argv[1] == "data":
-    for part in (data_forms, callbacks, interrupt, bad_ids):
+    for part in (data_forms, sharded, callbacks, interrupt, bad_ids):
         part()
 else:
     loss_of_a_worker()

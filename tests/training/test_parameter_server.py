@@ -50,6 +50,32 @@ def test_a_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
     assert "predict function" not in result, "rows that workers read have no order"
 
 
+def test_a_dataset_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
+    by_worker = result["read by workers"]
+    assert (by_worker["steps"], by_worker["applied"]) == (2 * (51 + 51), 2 * (51 + 51))
+    assert by_worker["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    assert by_worker["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+
+
+def test_what_workers_cannot_read_the_coordinator_hands_out(result: dict[str, Any]) -> None:
+    for kind in ("read by the coordinator", "made outside", "calls Python"):
+        here = result[kind]
+        assert (here["steps"], here["applied"]) == (101, 101)
+        assert here["labels"] == pytest.approx([LABELS], rel=1e-6)
+    assert result["place"] == [1, 0]
+    outside, python = result["why here"]
+    assert "made outside of the function" in outside
+    assert "calls Python" in python
+
+
+def test_ordered_data_is_gone_on_with_in_the_middle_of_an_epoch(result: dict[str, Any]) -> None:
+    found = result["sharded"]
+    assert (found["steps"], found["applied"]) == (202, 202)
+    assert found["labels"] == pytest.approx([LABELS], rel=1e-6)  # of the epoch that was broken off
+    assert found["evaluate"] == pytest.approx(LABELS, rel=1e-6)
+    assert found["place"] == [2, 0]
+
+
 def test_evaluate_and_predict(result: dict[str, Any]) -> None:
     assert result["evaluate"] == pytest.approx(LABELS, rel=1e-6)
     assert result["predict in order"]

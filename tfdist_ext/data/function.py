@@ -210,8 +210,9 @@ def from_dataset_fn(
 
     In `fit` each task that reads is a shard: one of several workers, or the only process there is,
     whose batches are then cut for its replicas. Under parameter servers the workers read, and each
-    batch is a step of its own; with `epoch`, the coordinator reads. What the shard's examples are
-    is the function's business: that each example is in one shard, and in which order.
+    batch is a step of its own; where they cannot (the function has `epoch`, calls Python, or uses a
+    data set made outside of it), the coordinator reads. What the shard's examples are is the
+    function's business: that each example is in one shard, and in which order.
 
     Args:
         function: called with `Shard(index, count)`, and with `epoch=` where it has an argument of

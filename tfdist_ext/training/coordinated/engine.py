@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.carried import what_keeps_here
 from tfdist_ext.training.coordinated.inputs import WorkerBatches
 from tfdist_ext.training.coordinated.predicting import CoordinatedPredictor
 from tfdist_ext.training.coordinated.records import SpareRecords
@@ -56,6 +58,9 @@ class CoordinatorEngine(SynchronousEngine):
         self._programs = {}
         self._calls = Calls(strategy)
         self._spare = SpareRecords()
+        self._why_here: weakref.WeakKeyDictionary[FunctionDataset, str] = (
+            weakref.WeakKeyDictionary()
+        )
         self._predictions: CoordinatedPredictor | None = None
 
     def read(self, *data: Any, **options: Any) -> Any:
@@ -65,14 +70,23 @@ class CoordinatorEngine(SynchronousEngine):
         return super().read(*data, **options)
 
     def keeps_position(self, data: Any) -> bool:
-        return super().keeps_position(data) and not self._workers_read(data)
+        workers_read = isinstance(data, FunctionDataset) and not self._kept_here(data)
+        return super().keeps_position(data) and not workers_read
 
-    def _workers_read(self, data: Any) -> bool:
-        # What changes with the epoch would have to be made anew on each of them.
-        return isinstance(data, FunctionDataset) and not data.takes_epoch
+    def _kept_here(self, data: FunctionDataset) -> str:
+        """Why this process reads the data and hands it out; "" where the workers read."""
+        if data not in self._why_here:
+            self._why_here[data] = what_keeps_here(data, Shard(0, self._calls.workers))
+        return self._why_here[data]
 
     def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> Any:
-        if not self._workers_read(data):
+        if why := self._kept_here(data):
+            if not data.takes_epoch:
+                warnings.warn(
+                    f"the workers cannot read this data for themselves: {why}. This process reads"
+                    " all of it, and hands out the batches.",
+                    stacklevel=4,
+                )
             return super()._read_by_shard(data, *beside, **options)
         given = (options.get("batch_size"), options.get("class_weight"))
         check_says_nothing_else(data, beside, *given)
