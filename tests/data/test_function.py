@@ -1,0 +1,129 @@
+"""from_dataset_fn: what each shard reads is the function's business, and the position in it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.data import DataError, Remainder, Shard, ShardedDataset, from_dataset_fn
+
+
+def of_shard(shard: Shard) -> tf.data.Dataset:
+    return tf.data.Dataset.range(20).shard(shard.count, shard.index)
+
+
+def rows(dataset: Any) -> list[list[int]]:
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+def test_the_parts_of_a_step_are_its_global_batch() -> None:
+    data = from_dataset_fn(of_shard, global_batch=7)
+    assert isinstance(data, ShardedDataset)
+    parts = [rows(data.dataset(Shard(i, 3))) for i in range(3)]
+    assert [[len(batch) for batch in part] for part in parts] == [
+        [2, 2, 2, 1],  # 7 examples are 2, 2 and 3 of each step
+        [2, 2, 2, 1],
+        [3, 3],
+    ]
+    assert sorted(np.concatenate([row for part in parts for row in part])) == list(range(20))
+    assert rows(data.dataset()) == [[*range(7)], [*range(7, 14)], [*range(14, 20)]]
+    assert (data.steps, len(data), data.global_batch) == (3, 3, 7)
+
+
+def test_no_shard_is_sharded_again() -> None:
+    policy = tf.data.experimental.AutoShardPolicy
+    for shard, expected in ((Shard(1, 2), policy.OFF), (Shard(0, 1), policy.DATA)):
+        dataset = from_dataset_fn(of_shard, global_batch=4).dataset(shard)
+        assert dataset.options().experimental_distribute.auto_shard_policy == expected
+
+
+def test_the_epoch_goes_to_functions_that_take_it() -> None:
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        order = np.random.default_rng(epoch).permutation(20)[shard.index :: shard.count]
+        return tf.data.Dataset.from_tensor_slices(order).batch(5)
+
+    data = from_dataset_fn(of_epoch)
+    orders = [rows(data.dataset(epoch=epoch)) for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    data.end_epoch()
+    assert rows(data.dataset()) == orders[1]
+
+
+def test_a_data_set_without_epochs_is_iterated_anew() -> None:
+    data = from_dataset_fn(lambda shard: of_shard(shard).shuffle(20, seed=3).batch(20))
+    assert rows(data.dataset(epoch=0)) != rows(data.dataset(epoch=1))
+
+
+def test_a_state_goes_on_behind_what_is_done() -> None:
+    data = from_dataset_fn(of_shard, global_batch=4)
+    assert len(rows(data.dataset(Shard(0, 2)))) == 5
+    data.advance(3)
+    state = json.loads(json.dumps(data.state()))
+    assert (state["epoch"], state["steps"], state["shards"]) == (0, 3, 2)
+    again = from_dataset_fn(of_shard, global_batch=4)
+    again.restore(state)
+    assert rows(again.dataset(Shard(1, 2))) == [[13, 15], [17, 19]]
+    assert rows(again.dataset(Shard(1, 2), epoch=1))[0] == [1, 3]
+    with pytest.raises(DataError, match="each of 2 shards, and 3 shards were asked for"):
+        again.dataset(Shard(0, 3))
+    again.end_epoch()
+    assert again.place == (1, 0)
+    assert len(rows(again.dataset(Shard(0, 4)))) == 5  # any number at the start of an epoch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"element": "TensorSpec(shape=(None, 2))"}, "data has changed"),
+        ({"steps": -1}, "position's steps must be a whole number"),
+        ({"shards": 0}, "position's shards must be a whole number"),
+        ({"kind": "files"}, "not a state, or one of other data"),
+        ({"place": 1}, "not a state, or one of other data"),
+    ],
+)
+def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:
+    data = from_dataset_fn(of_shard, global_batch=4)
+    with pytest.raises(DataError, match=message):
+        data.restore({**data.state(), **change})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (tf.data.Dataset.range(3), "wants a function of a Shard"),
+        (lambda: None, r"called as function\(shard\)"),
+        (lambda shard, count: None, r"called as function\(shard\)"),
+    ],
+)
+def test_what_is_no_function_of_a_shard(function: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_dataset_fn(function)
+
+
+def test_what_the_function_returns_is_checked() -> None:
+    with pytest.raises(DataError, match=r"must return a tf.data.Dataset. For shard 0 of 1"):
+        from_dataset_fn(lambda shard: [1, 2]).dataset()
+    with pytest.raises(DataError, match=r"single examples, not batches.*or give global_batch"):
+        from_dataset_fn(of_shard).dataset()
+    with pytest.raises(DataError, match="leaves none for shard 0 of 3"):
+        from_dataset_fn(of_shard, global_batch=2).dataset(Shard(0, 3))
+    with pytest.raises(DataError, match="global_batch must be a whole number from 1"):
+        from_dataset_fn(of_shard, global_batch=0)
+
+
+def test_a_loop_over_replicas_cuts_the_batches(four_cpus: None) -> None:
+    data = from_dataset_fn(of_shard, global_batch=7)
+    strategy = tfd.create_strategy("mirrored", devices=3)
+    found = [
+        [part.numpy().tolist() for part in strategy.experimental_local_results(batch)]
+        for batch in data.batches(strategy, progress=False)
+    ]
+    assert found[0] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert data.place == (1, 0)
+    with pytest.raises(DataError, match="cut as it comes"):
+        next(iter(data.batches(strategy, remainder=Remainder.PAD)))

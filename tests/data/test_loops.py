@@ -1,0 +1,152 @@
+"""Loops of one's own: `for batch in data`, over replicas, with padding; and how far they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.data import (
+    DataError,
+    Remainder,
+    Shard,
+    from_arrays,
+    from_dataset_fn,
+    shard_range,
+)
+
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
+ROWS = 23
+X = np.arange(1, ROWS + 1, dtype="float32")
+
+
+def ordered(**settings: Any) -> Any:
+    return from_arrays((X, X * 2), **{"global_batch": 10, "seed": 1, **settings})
+
+
+def mirrored(replicas: int) -> tf.distribute.Strategy:
+    return tfd.create_strategy("mirrored", devices=[f"CPU:{i}" for i in range(replicas)])
+
+
+def test_the_bar_has_the_right_total_and_the_position_goes_along(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ordered()
+    seen = []
+    for step, (x, _) in enumerate(data):
+        seen += x.numpy().tolist()
+        assert data.place == ((0, 10 * (step + 1)) if step < 2 else (1, 0))
+    assert sorted(seen) == X.tolist()
+    shown = capsys.readouterr().out
+    assert "1/3" in shown
+    assert "3/3" in shown
+    for _ in data.batches(progress=False):
+        break
+    assert data.place == (1, 10)
+    assert len(list(data)) == 2  # the rest of that epoch
+    shown = capsys.readouterr().out
+    assert "2/3" in shown
+    assert "3/3" in shown
+    assert data.place == (2, 0)
+
+
+def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
+    data = from_dataset_fn(
+        lambda shard: tf.data.Dataset.range(9).filter(lambda n: n > 1), global_batch=2
+    )
+    assert len(list(data)) == 4
+    assert data.place == (1, 0)
+    assert "4/Unknown" in capsys.readouterr().out
+    with pytest.raises(TypeError, match="known only when they are read"):
+        len(data)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_training_loops_of_ones_own(replicas: int) -> None:
+    """Weighted by rows, the steps of replicas are those of one device; after a break, too."""
+
+    def train(strategy: Any, data: Any, weight: Any, most: int) -> None:
+        @tf.function
+        def step(batch: Any) -> None:
+            def of_replica(batch: Any) -> None:
+                x, y, w = batch
+                gradient = tf.reduce_sum(w * 2 * (weight * x - y) * x)
+                context = tf.distribute.get_replica_context()
+                total = context.all_reduce(tf.distribute.ReduceOp.SUM, [gradient, tf.reduce_sum(w)])
+                weight.assign_sub(1e-3 * total[0] / total[1])
+
+            strategy.run(of_replica, args=(batch,))
+
+        batches = data.batches(strategy, remainder=Remainder.PAD, progress=False)
+        for _, batch in zip(range(most), batches, strict=False):
+            step(batch)
+
+    expected = 0.0
+    for x, y in ordered().dataset():
+        x, y = x.numpy(), y.numpy()
+        expected -= 1e-3 * np.mean(2 * (expected * x - y) * x)
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+    data = ordered()
+    train(strategy, data, weight, most=1)
+    again = ordered()
+    again.restore(data.state())
+    train(strategy, again, weight, most=9)
+    assert weight.numpy() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
+    data = ordered()
+    width = -(-10 // count)
+    seen: list[float] = []
+    for index in range(count):
+        spec = data.dataset(Shard(index, count), remainder=Remainder.PAD).element_spec
+        assert [part.shape.as_list() for part in spec] == [[width]] * 3
+        for x, y, weight in data.dataset(Shard(index, count), 0, remainder=Remainder.PAD):
+            np.testing.assert_array_equal(y, 2 * x)
+            assert set(weight.numpy()) <= {0.0, 1.0}
+            seen += x.numpy()[weight.numpy() == 1].tolist()
+    assert sorted(seen) == X.tolist()
+    for step, size in enumerate((10, 10, 3)):
+        parts = [
+            list(data.dataset(Shard(i, count), 0, remainder=Remainder.DROP))[step][0].shape[0]
+            for i in range(count)
+        ]
+        ranges = [shard_range(size, Shard(i, count), Remainder.DROP).size for i in range(count)]
+        assert parts == ranges
+
+
+def test_padding_keeps_weights_and_structures() -> None:
+    weights = np.linspace(1, 2, ROWS).astype("float32")
+    pairs = np.tile(weights[:, None], 2)
+    data = from_arrays(({"a": X, "b": np.eye(ROWS)}, X, pairs), global_batch=10)
+    last = list(data.dataset(Shard(1, 4), remainder=Remainder.PAD))[-1]  # 1 of 3 rows
+    inputs, targets, weight = last
+    assert inputs["b"].shape == (3, ROWS)
+    np.testing.assert_array_equal(targets, [X[20]] * 3)
+    np.testing.assert_allclose(weight, [[weights[20]] * 2, [0, 0], [0, 0]])
+    first = list(data.dataset(Shard(0, 4), remainder=Remainder.PAD))[-1]  # none
+    np.testing.assert_array_equal(first[2], np.zeros([3, 2]))
+
+
+def test_what_cannot_be_padded_or_distributed() -> None:
+    with pytest.raises(DataError, match=r"must be \(x, y\) or"):
+        from_arrays(X, global_batch=10).dataset(remainder=Remainder.PAD)
+    with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
+        ordered().dataset(remainder="pad")
+    with pytest.raises(DataError, match=r"a tf\.distribute\.Strategy is wanted"):
+        ordered().distributed("mirrored")
+
+
+def test_shards_of_whatever_has_one() -> None:
+    context = tf.distribute.InputContext(num_input_pipelines=3, input_pipeline_id=2)
+    data = ordered()
+    for found, wanted in zip(data.dataset(context), data.dataset(Shard(2, 3)), strict=True):
+        np.testing.assert_array_equal(found[0], wanted[0])
+    assert len(list(data.dataset(mirrored(2)))) == 3
