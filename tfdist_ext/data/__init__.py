@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tfdist_ext.data.order import Order
     from tfdist_ext.data.position import Position
     from tfdist_ext.data.records import Records
+    from tfdist_ext.data.service import through_service
     from tfdist_ext.data.sharded import (
         ShardedDataset,
         from_arrays,
@@ -47,6 +48,7 @@ _HOME = {
     "ShardRange": "tfdist_ext.data.shards",
     "shard_files": "tfdist_ext.data.files",
     "shard_range": "tfdist_ext.data.shards",
+    "through_service": "tfdist_ext.data.service",
 }
 
 __all__ = [  # the same names as in _HOME; a test compares them
@@ -64,6 +66,7 @@ __all__ = [  # the same names as in _HOME; a test compares them
     "from_tfrecords",
     "shard_files",
     "shard_range",
+    "through_service",
 ]
 
 
