@@ -141,6 +141,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     tasks.add_argument("--ps", type=int, default=0, metavar="N", help="parameter servers")
     tasks.add_argument("--evaluator", action="store_true", help="an evaluator")
+    tasks.add_argument(
+        "--data-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers of a tf.data service, and its dispatcher",
+    )
     run = parser.add_argument_group("run")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
     run.add_argument(
@@ -173,6 +180,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         "chief": options.chief,
         "ps": options.ps,
         "evaluator": options.evaluator,
+        "data_workers": options.data_workers,
     }
     with reserve_ports(addresses_needed(**tasks)) as ports:
         plan = plan_local(command, **tasks, ports=ports, log_dir=options.log_dir, env=env)

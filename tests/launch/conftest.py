@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,13 @@ class Ran:
 def run_tasks(mark: Mark) -> Callable[..., Ran]:
     """Run shell scripts as tasks: `run_tasks({"worker:0": "exit 3"}, grace=1)`."""
 
-    def run(scripts: dict[str, str], *, coordinator: str | None = None, **options: Any) -> Ran:
+    def run(
+        scripts: dict[str, str],
+        *,
+        coordinator: str | None = None,
+        services: Sequence[str] = (),
+        **options: Any,
+    ) -> Ran:
         log_dir = options.pop("log_dir", None)
         plan = LaunchPlan(
             tasks=tuple(
@@ -101,6 +107,7 @@ def run_tasks(mark: Mark) -> Callable[..., Ran]:
                 for name, script in scripts.items()
             ),
             coordinator=coordinator,
+            services=frozenset(services),
         )
         out, err = io.StringIO(), io.StringIO()
         start = time.monotonic()

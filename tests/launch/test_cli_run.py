@@ -237,6 +237,19 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+def test_dry_run_shows_the_data_service(capsys):
+    status, out, err = run_main(capsys, "run", "--data-workers", "2", "--dry-run", "--", "sh")
+    assert (status, err) == (0, "")
+    task, dispatcher, *workers = map(shlex.split, out.splitlines())
+    address = dispatcher[-1]
+    assert f"TFDIST_DATA_SERVICE=grpc://{address}" in task
+    assert [words[-2:] for words in (dispatcher, *workers)] == [
+        ["--address", words[-1]] for words in (dispatcher, *workers)
+    ]
+    assert len({words[-1] for words in (dispatcher, *workers)}) == 3
+    assert all(["--dispatcher", address] == words[-4:-2] for words in workers)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -251,6 +264,7 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run", "--grace", "nan", "--", "true"], "seconds are a number from 0, not 'nan'"),
         (["run", "--workers", "0", "--", "true"], "no task would train"),
         (["run", "--ps", "1", "--no-chief", "--", "true"], "without a chief"),
+        (["run", "--data-workers", "-1", "--", "true"], "--data-workers is a number of tasks"),
         (["run", "--", "no-such-program-here"], "no program 'no-such-program-here'"),
         (["fly"], "invalid choice: 'fly'"),
     ],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tfdist_ext.data.ordered import from_arrays, from_source, from_tfrecords
     from tfdist_ext.data.position import Position
     from tfdist_ext.data.records import Records
+    from tfdist_ext.data.service import through_service
     from tfdist_ext.data.sharded import ShardedDataset
     from tfdist_ext.data.shards import Remainder, Shard, ShardRange, shard_range
     from tfdist_ext.errors import DataError
@@ -45,6 +46,7 @@ _HOME = {
     "ShardRange": "tfdist_ext.data.shards",
     "shard_files": "tfdist_ext.data.files",
     "shard_range": "tfdist_ext.data.shards",
+    "through_service": "tfdist_ext.data.service",
 }
 
 __all__ = [  # the same names as in _HOME; a test compares them
@@ -63,6 +65,7 @@ __all__ = [  # the same names as in _HOME; a test compares them
     "from_tfrecords",
     "shard_files",
     "shard_range",
+    "through_service",
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.wording import shown
+from tfdist_ext.data.service import through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.whole_numbers import whole
@@ -29,10 +30,16 @@ class FunctionDataset(ShardedDataset):
 
     Attributes:
         takes_epoch: whether the function is called anew for each epoch.
+        service: the tf.data service that its batches come through; None: no service.
     """
 
     def __init__(
-        self, function: Callable[..., tf.data.Dataset], *, global_batch: int | None = None
+        self,
+        function: Callable[..., tf.data.Dataset],
+        *,
+        global_batch: int | None = None,
+        service: str | bool | None = None,
+        job_name: str | None = None,
     ):
         """Arguments and errors are those of `from_dataset_fn`."""
         if not callable(function):
@@ -43,6 +50,8 @@ class FunctionDataset(ShardedDataset):
         self._function = function
         self.takes_epoch = _takes_epoch(function)
         self._batch = None if global_batch is None else whole(global_batch, "global_batch", 1)
+        self.service = None if service is False else service
+        self._job_name = job_name
         self._epoch = 0
         self._steps = 0
         self._shards: int | None = None  # that the steps are counted in
@@ -64,6 +73,10 @@ class FunctionDataset(ShardedDataset):
     @property
     def steps_behind(self) -> int:
         return self._steps
+
+    @property
+    def resumes_inside_epochs(self) -> bool:
+        return self.service is None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -116,10 +129,12 @@ class FunctionDataset(ShardedDataset):
         Args:
             alone: each batch is a whole global batch, not a part of one.
         """
-        found = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
+        # What comes through a service is shared out there, and made alike by all tasks.
+        asked = shard if self.service is None else Shard(0, 1)
+        found = self._function(asked, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(found, tf.data.Dataset):
             raise DataError(
-                f"the function must return a tf.data.Dataset. For {shard} it returned:"
+                f"the function must return a tf.data.Dataset. For {asked} it returned:"
                 f" {shown(found)}."
             )
         if self._batch is not None:
@@ -130,7 +145,8 @@ class FunctionDataset(ShardedDataset):
                     f"a global batch of {self._batch} examples leaves none for {shard}:"
                     f" use {shard.count} or more."
                 )
-            found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
+            rows = high - low if self.service is None else -(-self._batch // shard.count)
+            found = found.batch(rows, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
         elif not _in_batches(found.element_spec):
             raise DataError(
@@ -138,7 +154,10 @@ class FunctionDataset(ShardedDataset):
                 f" {found.element_spec}. Let it call .batch(n), n being the examples of the shard's"
                 " part of a global batch, or give global_batch."
             )
-        return sharded_already(found, shard)
+        if self.service is None:
+            return sharded_already(found, shard)
+        address = None if self.service is True else self.service
+        return through_service(found, service=address, job_name=self._job_name)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -197,14 +216,19 @@ class FunctionDataset(ShardedDataset):
 
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
-        self._steps += whole(steps, "the steps gone past")
+        steps = whole(steps, "the steps gone past")
+        self._steps += steps if self.resumes_inside_epochs else 0
 
     def end_epoch(self) -> None:
         self._epoch, self._steps = self._epoch + 1, 0
 
 
 def from_dataset_fn(
-    function: Callable[..., tf.data.Dataset], *, global_batch: int | None = None
+    function: Callable[..., tf.data.Dataset],
+    *,
+    global_batch: int | None = None,
+    service: str | bool | None = None,
+    job_name: str | None = None,
 ) -> FunctionDataset:
     """What a function of the shard returns, for sources that cannot be read by number.
 
@@ -221,12 +245,18 @@ def from_dataset_fn(
             epoch.
         global_batch: examples of a step, over all shards; the function's data set has single
             examples then. Each shard takes its part of this number.
+        service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
+            or True for that of `tfdist run --data-workers N`. The function is called for all of the
+            data, and each batch goes to one of the tasks, whoever asks first (`through_service`
+            says what is guaranteed). There is no order, so a training can go on from the end of an
+            epoch only; under parameter servers the coordinator reads.
+        job_name: as in `through_service`.
 
     Raises:
         DataError: it is no function, it does not take a shard, or the global batch is no number
             from 1. What it returns is checked when it is called.
     """
-    return FunctionDataset(function, global_batch=global_batch)
+    return FunctionDataset(function, global_batch=global_batch, service=service, job_name=job_name)
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:

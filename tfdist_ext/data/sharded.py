@@ -48,6 +48,11 @@ class ShardedDataset(abc.ABC):
     def steps_behind(self) -> int:
         """Global batches of the position's epoch that are done."""
 
+    @property
+    def resumes_inside_epochs(self) -> bool:
+        """Whether a position may be anywhere; else it is at the beginning of an epoch."""
+        return True
+
     @abc.abstractmethod
     def dataset(self, shard: Any = None, epoch: int | None = None) -> tf.data.Dataset:
         """This shard's part of each global batch of an epoch.

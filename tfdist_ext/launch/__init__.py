@@ -8,11 +8,19 @@ A plan is made by a pure function and says everything: one command, one TF_CONFI
 a task. Running it is another matter, and lives in another module. Nothing here imports TensorFlow.
 """
 
-from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, addresses_needed, plan_local, shell_line
+from tfdist_ext.launch.plan import (
+    DATA_SERVICE,
+    LaunchPlan,
+    TaskPlan,
+    addresses_needed,
+    plan_local,
+    shell_line,
+)
 from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.run import RunResult, run_plan
 
 __all__ = [
+    "DATA_SERVICE",
     "LaunchPlan",
     "RunResult",
     "TaskPlan",

@@ -13,7 +13,16 @@ from pathlib import Path
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
 
-__all__ = ["LaunchPlan", "TaskPlan", "addresses_needed", "plan_local", "shell_line"]
+__all__ = [
+    "DATA_SERVICE",
+    "LaunchPlan",
+    "TaskPlan",
+    "addresses_needed",
+    "plan_local",
+    "shell_line",
+]
+
+DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://host:port"
 
 
 @dataclass(frozen=True)
@@ -36,17 +45,27 @@ class LaunchPlan:
     `coordinator` names the task whose success is the success of the run. It is None where every
     task has to end with 0. With parameter servers it is the chief: the servers and the workers
     serve it, and TensorFlow's own never end by themselves.
+
+    `services` names tasks that work for all others and never end by themselves: the run is over
+    when the others have ended, and a service that ends before has failed.
     """
 
     tasks: tuple[TaskPlan, ...]
     coordinator: str | None = None
+    services: frozenset[str] = frozenset()
 
 
 def addresses_needed(
-    *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
+    *,
+    workers: int,
+    chief: bool | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    data_workers: int = 0,
 ) -> int:
-    """How many ports `plan_local` wants: one a task."""
-    return max(workers, 0) + max(ps, 0) + int(_with_chief(chief, ps)) + int(evaluator)
+    """How many ports `plan_local` wants: one a task, the dispatcher of data workers included."""
+    tasks = max(workers, 0) + max(ps, 0) + int(_with_chief(chief, ps)) + int(evaluator)
+    return tasks + (data_workers + 1 if data_workers > 0 else 0)
 
 
 def plan_local(
@@ -56,6 +75,7 @@ def plan_local(
     chief: bool | None = None,
     ps: int = 0,
     evaluator: bool = False,
+    data_workers: int = 0,
     ports: Sequence[int],
     log_dir: str | os.PathLike[str] | None = None,
     host: str = "127.0.0.1",
@@ -70,6 +90,8 @@ def plan_local(
         chief: whether there is a chief. None: exactly when there are parameter servers, which
             need one as their coordinator.
         evaluator: whether there is an evaluator beside the cluster.
+        data_workers: how many workers of a tf.data service, whose dispatcher comes with them. The
+            tasks of the cluster find its address in TFDIST_DATA_SERVICE.
         ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
         env: the environment the tasks will have; its PATH is where the program is looked for.
@@ -80,9 +102,11 @@ def plan_local(
             few ports.
     """
     has_chief = _with_chief(chief, ps)
-    _check_tasks(workers, has_chief, ps)
+    _check_tasks(workers, has_chief, ps, data_workers)
     argv = _found(command, env, which)
-    needed = addresses_needed(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
+    needed = addresses_needed(
+        workers=workers, chief=chief, ps=ps, evaluator=evaluator, data_workers=data_workers
+    )
     if len(ports) < needed:
         raise LaunchError(
             f"{needed} tasks need {needed} ports, and {len(ports)} arrived: {list(ports)}; "
@@ -98,22 +122,28 @@ def plan_local(
     # The evaluator is in nobody's cluster but its own: TensorFlow's MultiWorkerMirroredStrategy
     # silently trains on a single worker when the cluster names one.
     cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
+    at = [f"{host}:{next(free)}" for _ in range(data_workers + 1)] if data_workers else []
+    service = _data_service(at, log_dir, env)
+    found_at = {DATA_SERVICE: f"grpc://{at[0]}"} if at else {}
+    tasks = tuple(
+        TaskPlan(
+            name=f"{job}:{index}",
+            argv=argv,
+            env={
+                "TF_CONFIG": ClusterConfig(
+                    everyone if job == "evaluator" else cluster, task=Task(job, index)
+                ).to_tf_config(),
+                **found_at,
+            },
+            log_file=_log_file(log_dir, job, index),
+        )
+        for job, addresses in everyone.items()
+        for index in range(len(addresses))
+    )
     return LaunchPlan(
-        tasks=tuple(
-            TaskPlan(
-                name=f"{job}:{index}",
-                argv=argv,
-                env={
-                    "TF_CONFIG": ClusterConfig(
-                        everyone if job == "evaluator" else cluster, task=Task(job, index)
-                    ).to_tf_config()
-                },
-                log_file=None if log_dir is None else Path(log_dir) / f"{job}-{index}.log",
-            )
-            for job, addresses in everyone.items()
-            for index in range(len(addresses))
-        ),
+        tasks=tasks + service,
         coordinator="chief:0" if ps else None,
+        services=frozenset(task.name for task in service),
     )
 
 
@@ -123,12 +153,40 @@ def shell_line(task: TaskPlan) -> str:
     return " ".join([*settings, shlex.join(task.argv)])
 
 
+def _data_service(
+    addresses: Sequence[str], log_dir: str | os.PathLike[str] | None, env: Mapping[str, str]
+) -> tuple[TaskPlan, ...]:
+    """The processes of a tf.data service: at the first address its dispatcher, then workers."""
+    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
+    # They compute on the CPU alone: GPUs are the training's.
+    quiet = {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "TF_CPP_MIN_LOG_LEVEL": env.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+    }
+
+    def task(job: str, index: int, address: str, *words: str) -> TaskPlan:
+        argv = (*process, *words, "--address", address)
+        return TaskPlan(f"{job}:{index}", argv, quiet, _log_file(log_dir, job, index))
+
+    return tuple(
+        task("data_worker", number - 1, address, "worker", "--dispatcher", addresses[0])
+        if number
+        else task("data_dispatcher", 0, address, "dispatcher")
+        for number, address in enumerate(addresses)
+    )
+
+
+def _log_file(log_dir: str | os.PathLike[str] | None, job: str, index: int) -> Path | None:
+    return None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
+
+
 def _with_chief(chief: bool | None, ps: int) -> bool:
     return ps > 0 if chief is None else chief
 
 
-def _check_tasks(workers: int, chief: bool, ps: int) -> None:
-    for option, count in (("--workers", workers), ("--ps", ps)):
+def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
+    counts = {"--workers": workers, "--ps": ps, "--data-workers": data_workers}
+    for option, count in counts.items():
         if count < 0:
             raise LaunchError(f"{option} is a number of tasks, and {count} arrived; give 0 or more")
     if ps and not workers:

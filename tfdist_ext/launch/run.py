@@ -59,6 +59,7 @@ def run_plan(
     SIGKILL after `grace`. The same happens on SIGINT, SIGTERM and SIGHUP, when this is called in
     the main thread, and when `timeout` is over; a second signal kills at once. Where the plan has
     a coordinator, its success ends the run: the others have `linger` to end by themselves.
+    Services are ended when nothing else runs; one that ends before has failed, whatever its code.
 
     Args:
         env: what the tasks' environment starts from; None: this process's.
@@ -220,16 +221,22 @@ class _Run:
         # A task is over when its first process is; what that leaves behind has no master.
         task.signal_group(signal.SIGTERM)
         self._pump.task_ended(task.name)
-        if self._phase is not _Phase.RUNNING:
-            return
-        if returncode:
-            self._failed = task
-            self._failed_after = time.monotonic() - self._start
-            self._status = shell_status(returncode)
-            self._begin_ending()
-        elif task.name == self._plan.coordinator:
-            self._phase = _Phase.LINGERING
-            self._deadline = time.monotonic() + self._linger
+        if self._phase is _Phase.RUNNING:
+            if returncode or self._serves(task):
+                self._failed = task
+                self._failed_after = time.monotonic() - self._start
+                self._status = shell_status(returncode) or 1
+                self._begin_ending()
+            elif task.name == self._plan.coordinator:
+                self._phase = _Phase.LINGERING
+                self._deadline = time.monotonic() + self._linger
+        if self._phase in (_Phase.RUNNING, _Phase.LINGERING):
+            running = self._processes.running()
+            if running and all(map(self._serves, running)):  # for nobody: they never end
+                self._begin_ending()
+
+    def _serves(self, task: TaskProcess) -> bool:
+        return task.name in self._plan.services
 
     def _begin_ending(self) -> None:
         self._phase = _Phase.ENDING
@@ -282,6 +289,10 @@ class _Run:
             self._report.write(
                 timeout_report(
                     self._timeout,
-                    {task.name: self._pump.last_lines(task.name) for task in self._others},
+                    {
+                        task.name: self._pump.last_lines(task.name)
+                        for task in self._others
+                        if not self._serves(task)
+                    },
                 )
             )

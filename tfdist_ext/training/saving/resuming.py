@@ -158,7 +158,8 @@ class Resumable:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
             self._in_epoch = 0
         else:  # told to stop in the middle
-            self._progress = replace(self._progress, epoch=epoch, batches=self._in_epoch)
+            done = self._in_epoch if self._data.resumes_inside_epochs else 0
+            self._progress = replace(self._progress, epoch=epoch, batches=done)
         if self._folder is None:
             return self._progress
         if not _is_finite(logs):
@@ -198,7 +199,7 @@ class Resumable:
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise TrainingError(f"checkpoint_every is 1 or more batches; {every!r} arrived.")
-        if self._folder is None or self._data is None:
+        if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position: a"
                 " ShardedDataset, as of tfd.data.from_arrays((x, y), global_batch=64, seed=0)."

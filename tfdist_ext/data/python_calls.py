@@ -1,0 +1,21 @@
+"""What of a data set runs in this process alone: Python functions, which no graph carries along."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+__all__ = ["python_calls"]
+
+_OPERATIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+
+
+def python_calls(dataset: tf.data.Dataset) -> list[str]:
+    """The operations that call Python: of from_generator, numpy_function, py_function."""
+    graph = tf.compat.v1.GraphDef.FromString(
+        tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # ignore: random numbers are no reason to warn
+        ).numpy()
+    )
+    nodes = [*graph.node, *(n for function in graph.library.function for n in function.node_def)]
+    return sorted({node.op for node in nodes} & _OPERATIONS)
