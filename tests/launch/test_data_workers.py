@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import pytest
 pytestmark = pytest.mark.timeout(90)
 
 SLEEP = "sleep 60"
-PROGRAM = str(Path(__file__).parents[1] / "programs" / "read_through_service.py")
 
 
 # With shells
@@ -70,27 +66,6 @@ def test_no_service_is_blamed_when_time_is_up(run_tasks):
 
 
 # With TensorFlow
-
-
-def test_two_tasks_together_read_each_example_once_a_pass(tfdist, mark, tmp_path):
-    launcher = tfdist(
-        *("run", "--workers", "2", "--data-workers", "2", "--grace", "60"),
-        *("--", sys.executable, PROGRAM, str(tmp_path)),
-        PYTHONWARNINGS="",
-    )
-    out, err = launcher.communicate(timeout=80)
-    assert (launcher.returncode, err) == (0, ""), out
-    assert mark.pids() == []
-    first, second = (
-        json.loads(found) for found in re.findall(r"^\[worker:\d\] +RESULT (.*)$", out, re.M)
-    )
-    for of_pass in range(2):
-        assert sorted(first[of_pass] + second[of_pass]) == list(range(200))
-    assert first[0], "the other one was alone"
-    assert second[0], "the other one was alone"
-    said = re.findall(r"^\[data_\w+:\d\] +(.*)$", out, re.M)
-    assert len(said) == 3, out  # one line each
-    assert all("ready at 127.0.0.1:" in line for line in said)
 
 
 def test_a_data_worker_that_is_killed_ends_the_run(tfdist, mark):

@@ -36,7 +36,7 @@ def one(pattern: str) -> Any:
     return curve.losses, model.keras_model.get_weights()
 
 
-def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
+def train(pattern: str, workers: int, folder: Path, kill_at: int = 0, data_workers: int = 0) -> Any:
     """What each of the workers has to say; None where one was killed."""
     command = [sys.executable, str(PROGRAMS / "sharded_workers.py")]
     command += [pattern, str(folder / "checkpoints"), str(kill_at)]
@@ -44,9 +44,10 @@ def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     with (
         open(os.devnull, "w") as nowhere,
-        reserve_ports(addresses_needed(workers=workers)) as ports,
+        reserve_ports(addresses_needed(workers=workers, data_workers=data_workers)) as ports,
     ):
-        plan = plan_local(command, workers=workers, ports=ports, log_dir=str(logs), env=env)
+        tasks: dict[str, Any] = {"workers": workers, "data_workers": data_workers}
+        plan = plan_local(command, **tasks, ports=ports, log_dir=str(logs), env=env)
         ended = run_plan(plan, env=env, stream=nowhere, timeout=150, grace=1)
     texts = [(logs / f"worker-{i}.log").read_text() for i in range(workers)]
     assert (ended.exit_status == 0) == (kill_at == 0), texts[0][-3000:]
@@ -64,7 +65,7 @@ def results(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
     with ThreadPoolExecutor(2) as pool:
         running: dict[str, Any] = {
-            "2": pool.submit(train, pattern, 2, tmp_path_factory.mktemp("workers")),
+            "2": pool.submit(train, pattern, 2, tmp_path_factory.mktemp("workers"), data_workers=2),
             "broken off": pool.submit(broken_off),
         }
         return {name: future.result() for name, future in running.items()}
@@ -128,3 +129,14 @@ def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
     results: dict[str, Any],
 ) -> None:
     assert {task["endless_steps"] for task in results["2"]} == {14}
+
+
+def test_each_example_of_a_data_service_counts_once(results: dict[str, Any]) -> None:
+    numbers = np.arange(case.NUMBERED, dtype="float64")
+    for task in results["2"]:
+        history = task["service"]["history"]
+        for name, values in (("labels", numbers), ("squares", numbers**2)):
+            expected = [values.mean()] * 2
+            np.testing.assert_allclose(history[name], expected, rtol=1e-6)
+            np.testing.assert_allclose(history[f"val_{name}"], expected, rtol=1e-6)
+        assert task["service"]["place"] == [2, 0]
