@@ -105,6 +105,19 @@ def test_scalars_go_beside_those_of_the_tensorboard_callback(
     assert capsys.readouterr().err == ""
 
 
+def test_checkpoints_in_the_middle_of_an_epoch_are_evaluated_too(
+    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    middle = "epoch-00001-batch-00000004.h5"
+    Index({middle: Progress(1, 14, batches=4)}, 1).write(tmp_path)
+    (tmp_path / middle).write_text("0.25")
+    assert _follow(Model(tmp_path), chief, epochs=1) == 0
+    assert "evaluator:0: epoch 2, after 4 batches: loss: 0.2500\n" in capsys.readouterr().err
+    (file,) = (tmp_path / "evaluator").iterdir()
+    assert b"evaluation_loss_vs_iterations" in file.read_bytes()
+    assert b"epoch_loss" not in file.read_bytes()
+
+
 def test_the_end_of_a_shorter_training_before_is_not_the_end(
     tmp_path: Path, chief: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,10 @@ def evaluate_checkpoints(
 ) -> NoReturn:
     """Evaluate the checkpoints that the training writes, until it is done.
 
-    The scalars are `epoch_<metric>` by epoch, as those of Keras's TensorBoard callback, in the
-    folder `evaluator`: of the given TensorBoard callback's `log_dir`, else of `checkpoint_dir`.
+    The scalars are `epoch_<metric>` by epoch and `evaluation_<metric>_vs_iterations` by step, as
+    those of Keras's TensorBoard callback, in the folder `evaluator`: of the given TensorBoard
+    callback's `log_dir`, else of `checkpoint_dir`. A checkpoint in the middle of an epoch has the
+    latter only.
     A checkpoint that was removed before its turn came is passed over.
 
     Args:
@@ -89,7 +91,7 @@ def evaluate_checkpoints(
         writer.flush()
         if verbose:
             values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
-            say(f"{me}: epoch {progress.epoch}: {values}")
+            say(f"{me}: {_when(progress)}: {values}")
     writer.close()
     raise RoleEnded(0)
 
@@ -139,8 +141,15 @@ def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:
     # Not tf.summary.scalar, which asks for the package tensorboard.
     kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
     scalar = tf.compat.v1.SummaryMetadata(plugin_data=kind)
-    for name, value in logs.items():
-        # Keras counts epochs from 0.
-        tf.summary.write(
-            f"epoch_{name}", tf.constant(value, tf.float32), progress.epoch - 1, metadata=scalar
-        )
+    for name, number in logs.items():
+        value = tf.constant(number, tf.float32)
+        tf.summary.write(f"evaluation_{name}_vs_iterations", value, progress.step, metadata=scalar)
+        if not progress.batches:  # Keras counts epochs from 0
+            tf.summary.write(f"epoch_{name}", value, progress.epoch - 1, metadata=scalar)
+
+
+def _when(progress: Progress) -> str:
+    """The epoch that is done, counted from 1, or how far the one that is not done has come."""
+    if not progress.batches:
+        return f"epoch {progress.epoch}"
+    return f"epoch {progress.epoch + 1}, after {progress.batches} batches"
