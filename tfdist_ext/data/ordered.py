@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.lookup import Lookup
 from tfdist_ext.data.order import Order
 from tfdist_ext.data.padding import check_padded, padded
 from tfdist_ext.data.position import Position
@@ -237,8 +238,21 @@ class OrderedDataset(ShardedDataset):
         return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
 
 
-def from_source(source: Source, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
-    """Examples of whatever has a length and gives them by number (`data.sources.Source`)."""
+def from_source(source: Any, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
+    """Examples of whatever has a length and gives them by number.
+
+    Args:
+        source: `len(source)` and `source[numbers]`, which gives a batch of arrays for int64 numbers
+            of shape [n] (`tfdist_ext.data.lookup.Lookup`); or a `tfdist_ext.data.sources.Source`,
+            whose `take` works in graphs.
+        global_batch: examples of one step, over all workers.
+        seed: of the order; None keeps that of the numbers.
+
+    Raises:
+        DataError: it is no source, has no examples, or fewer than a batch.
+    """
+    if not hasattr(source, "take") or not hasattr(source, "element_spec"):
+        source = Lookup(source)
     return OrderedDataset(source, global_batch=global_batch, seed=seed)
 
 
