@@ -207,6 +207,7 @@ def from_tfrecords(
     global_batch: int,
     seed: int | None = None,
     on_error: str = "raise",
+    batched: bool = False,
 ) -> ShardedDataset:
     """Records of TFRecord files, each read by its place in the file.
 
@@ -219,6 +220,9 @@ def from_tfrecords(
         global_batch: examples of one step, over all workers.
         seed: of the order; None keeps that of the files.
         on_error: "skip" goes on without damaged records, which are counted and named in warnings.
+        batched: `parse` takes many records at a time, a string tensor of shape [n], and returns
+            tensors of shape [n, ...], as `tf.io.parse_example` does: about twice as fast where
+            records are small. n is any number, those of a part of a batch.
 
     Raises:
         DataError: no such files, a damaged one (file, record and byte are named), a batch larger
@@ -228,6 +232,5 @@ def from_tfrecords(
     found = sorted({path for pattern in patterns for path in tf.io.gfile.glob(pattern)})
     if missing := [pattern for pattern in patterns if not tf.io.gfile.glob(pattern)]:
         raise DataError(f"no file matches {', '.join(map(repr, missing))}.")
-    return ShardedDataset(
-        RecordFiles(found, parse, on_error=on_error), global_batch=global_batch, seed=seed
-    )
+    source = RecordFiles(found, parse, on_error=on_error, batched=batched)
+    return ShardedDataset(source, global_batch=global_batch, seed=seed)
