@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def as_many_cpus_as_elsewhere(four_cpus: None) -> None:
+    """Whichever of these modules a process runs first, others may want several CPUs."""
+
+
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The cache folder is not that of whoever runs the tests."""

@@ -18,8 +18,6 @@ from tfdist_ext.data import (
     shard_range,
 )
 
-pytestmark = pytest.mark.usefixtures("four_cpus")
-
 ROWS = 23
 X = np.arange(1, ROWS + 1, dtype="float32")
 

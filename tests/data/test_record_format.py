@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist_ext.data import record_format
-from tfdist_ext.data.record_format import OVERHEAD, is_header, payload_of, walk
+from tfdist_ext.data.record_format import OVERHEAD, is_header, is_record, payloads_of, walk
 
 
 def masked(crc: int) -> int:
@@ -70,8 +69,7 @@ def test_offsets_and_payloads(payloads: list[bytes]) -> None:
     assert damage is None
     assert np.diff(offsets).tolist() == [len(payload) + OVERHEAD for payload in payloads]
     assert (offsets[0], offsets[-1], offsets.dtype) == (0, len(data), np.int64)
-    cut = [data[a:b] for a, b in pairwise(offsets)]
-    assert [payload_of(part) for part in cut] == payloads
+    assert payloads_of(data, np.diff(offsets)) == payloads
 
 
 @pytest.mark.parametrize("wide", [12, 13, 40, 1000])
@@ -124,7 +122,9 @@ def test_any_flipped_bit_of_a_length_field_is_found(number: int, bit: int) -> No
 def test_any_flipped_bit_of_a_record_is_found(bit: int) -> None:
     data = bytearray(record(b"p" * 20))
     data[bit // 8] ^= 1 << bit % 8
-    found = payload_of(bytes(data))
+    found, *_ = payloads_of(bytes(data), np.array([36]))
+    parts = bytes(data[:12]), bytes(data[12:-4]), bytes(data[-4:])
+    assert is_record(*parts) == (found is not None)
     if 64 <= bit < 96:  # the checksum of the length: a walk looks at it, a read does not
         assert found == b"p" * 20
     else:

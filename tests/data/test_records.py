@@ -121,6 +121,27 @@ def test_what_is_read_together_does_not_matter(monkeypatch: Any, files: list[str
         assert Records(files).read(np.arange(100)) == [payload(n) for n in range(100)]
 
 
+@pytest.mark.parametrize("folder", ["local"], indirect=True)
+def test_large_records_among_small_ones(
+    monkeypatch: Any, files: list[str], write_records: Write
+) -> None:
+    """Large ones that are alone are read in parts; of all, only their bytes are read."""
+    monkeypatch.setattr(records_module, "_LARGE", 5 * 4 + OVERHEAD)
+    records = Records(files)
+    order = np.random.default_rng(0).permutation(100)
+    for wanted in (order, np.arange(100), np.repeat(order, 2), [4], [5, 2, 4, 11]):
+        before = records.bytes_read
+        assert records.read(wanted) == [payload(n) for n in wanted]
+        total = sum(len(payload(n)) + OVERHEAD for n in wanted)
+        assert records.bytes_read - before == total
+    for place in (3, 14, -1):  # the length, the payload, the checksum
+        write_records(files[0], [payload(n) for n in range(30)])
+        records = Records(files)  # the length is right while the index is made
+        flip(files[0], record_start(files[0], 12 + (place < 0)) + place)
+        with pytest.raises(DataError, match=r"0\.tfrecord: record 12 at byte \d+ is damaged"):
+            records.read([12, 40])
+
+
 def test_neighbours_are_read_together(monkeypatch: Any, files: list[str]) -> None:
     records, looks = Records(files), []
 
@@ -189,8 +210,22 @@ def test_data_that_changes_while_it_is_read(tmp_path: Path, write_records: Write
     path = write_records(tmp_path / "a", [b"abcd", b"ef", b"g"])
     records = Records([path])
     os.truncate(path, os.path.getsize(path) - 2)
-    with pytest.raises(DataError, match=r"/a: record 2 at byte 38: .* become shorter"):
+    for wanted in ([0, 1, 2], [0, 2], [2]):
+        with pytest.raises(DataError, match=r"/a: record 2 at byte 38: .* become shorter"):
+            records.read(wanted)
+    os.truncate(path, 21)
+    with pytest.raises(DataError, match=r"/a: record 1 at byte 20: .* become shorter"):
         records.read([0, 1, 2])
+
+
+def test_a_large_record_that_became_shorter(tmp_path: Path, write_records: Write) -> None:
+    path = write_records(tmp_path / "a", [b"a", b"b" * 10**5, b"c"])
+    records = Records([path])
+    for size in (10**5, 17 + 5, 17):
+        os.truncate(path, size)
+        with pytest.raises(DataError, match=r"/a: record 1 at byte 17: .* become shorter"):
+            records.read([1])
+    assert records.read([0]) == [b"a"]
 
 
 def test_a_folder_that_cannot_be_written(

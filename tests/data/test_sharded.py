@@ -125,6 +125,63 @@ def test_parts_for_replicas_go_through_epochs() -> None:
         assert all(len(rows) >= 1 for _, _, rows in parts)
 
 
+def parse_many(records: tf.Tensor) -> dict[str, tf.Tensor]:
+    row = tf.cast(tf.io.decode_raw(tf.strings.substr(records, -1, 1), tf.uint8)[:, 0], tf.int64)
+    if tf.size(records) > 10**6:  # autograph
+        row = -row
+    start = tf.strings.length(records) - 13
+    bytes_of_x = tf.strings.substr(records, start, tf.fill(tf.shape(start), 12))
+    return {"x": tf.ensure_shape(tf.io.decode_raw(bytes_of_x, tf.float32), [None, 3]), "y": row}
+
+
+def test_a_batch_of_records_is_parsed_at_once(files: str) -> None:
+    one = from_tfrecords(files, parse, global_batch=10, seed=3)
+    many = from_tfrecords(files, parse_many, global_batch=10, seed=3, batched=True)
+    assert many.element_spec == {
+        "x": tf.TensorSpec([None, 3], tf.float32),
+        "y": tf.TensorSpec([None], tf.int64),
+    }
+    sizes = []
+    for i in range(7):  # the last batch has 3 rows: some parts have none
+        parts = zip(one.dataset(Shard(i, 7)), many.dataset(Shard(i, 7)), strict=True)
+        for (x, y), found in parts:
+            np.testing.assert_array_equal(found["x"], x)
+            np.testing.assert_array_equal(found["y"], y)
+            sizes.append(len(y))
+    assert (sum(sizes), min(sizes)) == (ROWS, 0)
+    parts = zip(one.parts(0, 4, 4, begin=5).take(3), many.parts(0, 4, 4, begin=5), strict=False)
+    for of_one, of_many in parts:
+        for (mine, size, (_, y)), (mine_many, size_many, found) in zip(
+            of_one, of_many, strict=True
+        ):
+            assert (int(mine), int(size)) == (int(mine_many), int(size_many))
+            np.testing.assert_array_equal(found["y"], y)
+    many.restore(one.state())  # the same data in the same order
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda records: tf.size(records), id="scalar"),
+        pytest.param(lambda records: tf.zeros([2, 3]), id="two"),
+        pytest.param(lambda records: {"a": tf.strings.split(records)}, id="ragged"),
+        pytest.param(lambda records: 3.0, id="number"),
+    ],
+)
+def test_parse_of_many_records_gives_a_row_for_each(files: str, wrong: Any) -> None:
+    with pytest.raises(DataError, match=r"a row for each record, of shape \[n, \.\.\.\]"):
+        from_tfrecords(files, wrong, global_batch=4, batched=True)
+
+
+def test_parse_of_many_records_that_filters(files: str) -> None:
+    def some(records: tf.Tensor) -> tf.Tensor:
+        return tf.boolean_mask(records, tf.strings.length(records) < 0)
+
+    data = from_tfrecords(files, some, global_batch=4, batched=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer rows than there are"):
+        list(data.dataset())
+
+
 def test_a_source_of_ones_own() -> None:
     class Squares:
         element_spec = tf.TensorSpec([None], tf.int64)
@@ -155,12 +212,24 @@ def test_damaged_records(tmp_path: Path) -> None:
     def first(record: tf.Tensor) -> tf.Tensor:
         return tf.io.decode_raw(record, tf.uint8)[0]
 
-    with pytest.raises(tf.errors.OpError, match=f"record 4 at byte {size * 4} is damaged"):
-        list(from_tfrecords(str(path), first, global_batch=3).dataset())
+    broken = from_tfrecords(str(path), first, global_batch=3)
+    for batches in (broken.dataset(), broken.dataset().as_numpy_iterator(), broken.batches()):
+        with pytest.raises(DataError) as caught:
+            list(batches)
+        assert str(caught.value).startswith(f"{path}: record 4 at byte {size * 4} is damaged: ")
+        assert str(caught.value).endswith("to go on without.")
     data = from_tfrecords(str(path), first, global_batch=3, on_error="skip")
     with pytest.warns(UserWarning, match="skipped so far: 1"):
         found = [y.numpy().tolist() for y in data.dataset()]
     assert found == [[0, 1, 2], [3, 5], [6, 7, 8]]
+
+    def firsts(records: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.io.decode_raw(records, tf.uint8), [None, 4])[:, 0]
+
+    data = from_tfrecords(str(path), firsts, global_batch=1, on_error="skip", batched=True)
+    with pytest.warns(UserWarning, match="skipped so far: 1"):
+        found = [y.numpy().tolist() for y in data.dataset()]
+    assert found == [[0], [1], [2], [3], [], [5], [6], [7], [8]]
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,44 @@ def test_checkpoints_in_an_epoch_need_a_position(
 ) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
         tfd.distribute(build, mirrored(2)).fit(data(), verbose=0, **arguments)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> str:
+    """Records of 12 rows, of which those numbered 2 and 3 are damaged: the whole second step."""
+    path = tmp_path / "rows.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for row in range(12):
+            writer.write(np.append(X[row], Y[row]).astype("float32").tobytes())
+    content = bytearray(path.read_bytes())
+    size = len(content) // 12
+    for row in (2, 3):
+        content[size * row + 20] ^= 1
+    path.write_bytes(content)
+    return str(path)
+
+
+def of_record(record: tf.Tensor) -> Any:
+    numbers = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [6])
+    return numbers[:5], numbers[5:]
+
+
+def test_damaged_records_end_a_training_by_name(damaged: str) -> None:
+    data = tfd.data.from_tfrecords(damaged, of_record, global_batch=2)
+    ours = tfd.distribute(build, mirrored(2))
+    for call in (ours.fit, ours.evaluate, ours.predict):
+        with pytest.raises(tfd.DataError, match=r"rows\.tfrecord: record [23] at byte \d+ is dam"):
+            call(data, verbose=0)
+
+
+def test_damaged_records_are_left_out(damaged: str) -> None:
+    """As plain Keras does without them: a replica, and a whole step, that are left with none."""
+    data = tfd.data.from_tfrecords(damaged, of_record, global_batch=4, on_error="skip")
+    ours = tfd.distribute(build, mirrored(2))
+    with pytest.warns(UserWarning, match="is damaged"):
+        ours.fit(data, epochs=1, verbose=0, shuffle=False)
+    rows = [0, 1, *range(4, 12)]
+    plain = build()
+    for batch in (rows[:2], rows[2:6], rows[6:]):
+        plain.train_on_batch(X[batch], Y[batch])
+    assert_same_weights(plain, ours)

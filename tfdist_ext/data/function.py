@@ -15,7 +15,7 @@ from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
 
-__all__ = ["FunctionDataset", "from_dataset_fn"]
+__all__ = ["FunctionDataset"]
 
 _FIELDS = ("kind", "epoch", "steps", "shards", "element")
 _KIND = "dataset function"
@@ -41,7 +41,7 @@ class FunctionDataset(ShardedDataset):
         service: str | bool | None = None,
         job_name: str | None = None,
     ):
-        """Arguments and errors are those of `from_dataset_fn`."""
+        """Arguments and errors are those of `from_dataset_fn`, in `makers.py`."""
         if not callable(function):
             raise DataError(
                 "from_dataset_fn wants a function of a Shard that returns a tf.data.Dataset."
@@ -221,42 +221,6 @@ class FunctionDataset(ShardedDataset):
 
     def end_epoch(self) -> None:
         self._epoch, self._steps = self._epoch + 1, 0
-
-
-def from_dataset_fn(
-    function: Callable[..., tf.data.Dataset],
-    *,
-    global_batch: int | None = None,
-    service: str | bool | None = None,
-    job_name: str | None = None,
-) -> FunctionDataset:
-    """What a function of the shard returns, for sources that cannot be read by number.
-
-    In `fit` each task that reads is a shard: one of several workers, or the only process there is,
-    whose batches are then cut for its replicas. Under parameter servers the workers read, and each
-    batch is a step of its own; where they cannot (the function has `epoch`, calls Python, or uses a
-    data set made outside of it), the coordinator reads. What the shard's examples are is the
-    function's business: that each example is in one shard, and in which order.
-
-    Args:
-        function: called with `Shard(index, count)`, and with `epoch=` where it has an argument of
-            that name. It returns a `tf.data.Dataset` of batches, the shard's part of each global
-            batch, of any number and size. Without `epoch`, its data set is iterated anew for each
-            epoch.
-        global_batch: examples of a step, over all shards; the function's data set has single
-            examples then. Each shard takes its part of this number.
-        service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
-            or True for that of `tfdist run --data-workers N`. The function is called for all of the
-            data, and each batch goes to one of the tasks, whoever asks first (`through_service`
-            says what is guaranteed). There is no order, so a training can go on from the end of an
-            epoch only; under parameter servers the coordinator reads.
-        job_name: as in `through_service`.
-
-    Raises:
-        DataError: it is no function, it does not take a shard, or the global batch is no number
-            from 1. What it returns is checked when it is called.
-    """
-    return FunctionDataset(function, global_batch=global_batch, service=service, job_name=job_name)
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:

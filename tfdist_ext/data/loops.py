@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.data.shards import Remainder
 
 if TYPE_CHECKING:
@@ -40,7 +41,13 @@ class Batches:
         else:
             batches = data.distributed(strategy, self._remainder)
         bar = self._bar()
-        for batch in batches:
+        iterator = iter(batches)
+        while True:
+            try:
+                with data_errors_as_raised():
+                    batch = next(iterator)
+            except StopIteration:
+                break
             data.advance(1)
             yield batch
             bar(1)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.lookup import Lookup
+from tfdist_ext.data._tf_private import with_data_errors
 from tfdist_ext.data.order import Order
-from tfdist_ext.data.padding import check_padded, padded
+from tfdist_ext.data.padding import check_padded, one_at_least, padded
 from tfdist_ext.data.position import Position
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
-from tfdist_ext.data.sources import Arrays, RecordFiles, Source
+from tfdist_ext.data.sources import Source
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
 
-__all__ = ["OrderedDataset", "from_arrays", "from_source", "from_tfrecords"]
+__all__ = ["OrderedDataset"]
 
 
 class OrderedDataset(ShardedDataset):
@@ -60,6 +59,11 @@ class OrderedDataset(ShardedDataset):
     def global_batch(self) -> int:
         """Examples of a step, over all tasks."""
         return self.order.global_batch
+
+    @property
+    def loses_examples(self) -> bool:
+        """Whether the source may leave out what is asked for, as damaged records are left out."""
+        return bool(getattr(self.source, "loses_examples", False))
 
     @property
     def examples(self) -> int:
@@ -106,7 +110,7 @@ class OrderedDataset(ShardedDataset):
 
         steps = tf.data.Dataset.range(order.steps)
         parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        return sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard)
+        return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -201,7 +205,9 @@ class OrderedDataset(ShardedDataset):
     def end_epoch(self) -> None:
         self._epoch, self._examples = self._epoch + 1, 0
 
-    def parts(self, first: int, local: int, replicas: int, begin: int = 0) -> tf.data.Dataset:
+    def parts(
+        self, first: int, local: int, replicas: int, begin: int = 0, *, counted: bool = True
+    ) -> tf.data.Dataset:
         """Parts of global batches, epoch after epoch without an end, for the replicas of a task.
 
         Each element is a tuple with a part for each local replica: (examples of the part, examples
@@ -213,6 +219,8 @@ class OrderedDataset(ShardedDataset):
             local: replicas of this task.
             replicas: of all tasks.
             begin: the global batch to begin with, counted on from epoch 0 over whole epochs.
+            counted: else each part says 1, and not the examples of the global batch: nobody knows
+                how many the others have.
         """
 
         def parts(number: tf.Tensor) -> Any:
@@ -226,7 +234,8 @@ class OrderedDataset(ShardedDataset):
                 taken = self.source.take(self.order.rows(step, low, asked, key=key))
                 # Fewer, where damaged records are left out.
                 there = tf.shape(tf.nest.flatten(taken)[0], out_type=tf.int64)[0]
-                return tf.minimum(high - low, there), size, taken
+                of = size if counted else tf.ones_like(size)
+                return tf.minimum(high - low, there), of, one_at_least(taken, there)
 
             return tuple(part(first + i) for i in range(local))
 
@@ -236,70 +245,3 @@ class OrderedDataset(ShardedDataset):
 
     def _position(self) -> Position:
         return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
-
-
-def from_source(source: Any, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
-    """Examples of whatever has a length and gives them by number.
-
-    Args:
-        source: `len(source)` and `source[numbers]`, which gives a batch of arrays for int64 numbers
-            of shape [n] (`tfdist_ext.data.lookup.Lookup`); or a `tfdist_ext.data.sources.Source`,
-            whose `take` works in graphs.
-        global_batch: examples of one step, over all workers.
-        seed: of the order; None keeps that of the numbers.
-
-    Raises:
-        DataError: it is no source, has no examples, or fewer than a batch.
-    """
-    if not hasattr(source, "take") or not hasattr(source, "element_spec"):
-        source = Lookup(source)
-    return OrderedDataset(source, global_batch=global_batch, seed=seed)
-
-
-def from_arrays(arrays: Any, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
-    """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
-
-    Memory-mapped arrays stay on disk.
-
-    Args:
-        arrays: the same number of rows each.
-        global_batch: examples of one step, over all workers.
-        seed: of the order; None keeps that of the rows.
-
-    Raises:
-        DataError: arrays of different lengths, no rows, a batch larger than the data.
-    """
-    return OrderedDataset(Arrays(arrays), global_batch=global_batch, seed=seed)
-
-
-def from_tfrecords(
-    files: str | Sequence[str],
-    parse: Callable[[tf.Tensor], Any],
-    *,
-    global_batch: int,
-    seed: int | None = None,
-    on_error: str = "raise",
-) -> OrderedDataset:
-    """Records of TFRecord files, each read by its place in the file.
-
-    An index of the places is built once, in one pass over the records' length fields, and kept
-    beside the data.
-
-    Args:
-        files: patterns or paths, one or several; sorted, so that all tasks number alike.
-        parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
-        global_batch: examples of one step, over all workers.
-        seed: of the order; None keeps that of the files.
-        on_error: "skip" goes on without damaged records, which are counted and named in warnings.
-
-    Raises:
-        DataError: no such files, a damaged one (file, record and byte are named), a batch larger
-            than the data.
-    """
-    patterns = [files] if isinstance(files, str) else list(files)
-    found = sorted({path for pattern in patterns for path in tf.io.gfile.glob(pattern)})
-    if missing := [pattern for pattern in patterns if not tf.io.gfile.glob(pattern)]:
-        raise DataError(f"no file matches {', '.join(map(repr, missing))}.")
-    return OrderedDataset(
-        RecordFiles(found, parse, on_error=on_error), global_batch=global_batch, seed=seed
-    )

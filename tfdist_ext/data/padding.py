@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist_ext.data.shards import Remainder
 from tfdist_ext.errors import DataError
 
-__all__ = ["check_padded", "padded"]
+__all__ = ["check_padded", "one_at_least", "padded"]
 
 
 def check_padded(remainder: Remainder, spec: Any) -> None:
@@ -43,8 +43,7 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
 
     def filled(rows: tf.Tensor) -> tf.Tensor:
-        one = tf.zeros([1, *tf.unstack(tf.shape(rows)[1:])], rows.dtype)
-        found = tf.gather(tf.concat([rows, one], axis=0), numbers)
+        found = tf.gather(tf.concat([rows, _one_of_zeros(rows)], axis=0), numbers)
         return tf.ensure_shape(found, [width, *rows.shape[1:]])
 
     real = tf.range(width) < there
@@ -57,3 +56,12 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
         return weight * tf.reshape(tf.cast(real, weight.dtype), shape)
 
     return x, y, tf.nest.map_structure(marked, weights[0])
+
+
+def one_at_least(part: Any, rows: tf.Tensor) -> Any:
+    """The part, or one row of zeros where it has none: of what was asked for, all was damaged."""
+    return tf.cond(rows > 0, lambda: part, lambda: tf.nest.map_structure(_one_of_zeros, part))
+
+
+def _one_of_zeros(rows: tf.Tensor) -> tf.Tensor:
+    return tf.zeros([1, *tf.unstack(tf.shape(rows)[1:])], rows.dtype)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 
-__all__ = ["HEADER", "OVERHEAD", "Damage", "is_header", "payload_of", "walk"]
+__all__ = ["HEADER", "OVERHEAD", "TAIL", "Damage", "is_header", "is_record", "payloads_of", "walk"]
 
 HEADER = 12  # bytes before the payload
+TAIL = 4  # bytes after the payload
 OVERHEAD = 16  # bytes of a record that are not its payload
 
 _LENGTH = Struct("<Q")
@@ -69,7 +70,12 @@ def _checksums_of(lengths: np.ndarray) -> np.ndarray:
     crc = np.full(len(lengths), _ZEROS)
     for i in range(8):
         crc ^= _CHANGES[i][digits[:, i]]
-    return ((crc >> 15) | (crc << 17)) + np.uint32(_MASK)
+    return _masked(crc)
+
+
+def _masked(crc: Any) -> Any:
+    with np.errstate(over="ignore"):  # a single number, unlike an array, warns of it
+        return ((crc >> 15) | (crc << 17)) + np.uint32(_MASK)
 
 
 def is_header(data: bytes) -> bool:
@@ -80,15 +86,34 @@ def is_header(data: bytes) -> bool:
     return bool(_checksums_of(field["length"])[0] == field["checksum"][0])
 
 
-def payload_of(record: bytes) -> bytes | None:
-    """The payload of a whole record, or None where its length or checksum is wrong."""
-    size = len(record) - OVERHEAD
-    if size < 0 or _LENGTH.unpack_from(record)[0] != size:
-        return None
-    payload = record[HEADER:-4]
-    crc = google_crc32c.value(payload)
-    masked = (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
-    return payload if masked == _CHECKSUM.unpack_from(record, HEADER + size)[0] else None
+def is_record(header: bytes, payload: bytes, tail: bytes) -> bool:
+    """Whether these parts are a record: its length and its checksum are right."""
+    crc = np.uint32(google_crc32c.value(payload))
+    right = _LENGTH.unpack_from(header)[0] == len(payload)
+    return bool(right and _masked(crc) == _CHECKSUM.unpack(tail)[0])
+
+
+def payloads_of(data: bytes, sizes: np.ndarray) -> list[bytes | None]:
+    """The payloads of records that follow one another; None where length or checksum is wrong.
+
+    Args:
+        data: the bytes of whole records.
+        sizes: bytes of each of them.
+    """
+    if len(sizes) == 0:
+        return []
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    cuts = zip((starts + HEADER).tolist(), (ends - TAIL).tolist(), strict=True)
+    payloads: list[bytes | None] = [data[start:end] for start, end in cuts]
+    checksums = np.fromiter(map(google_crc32c.value, payloads), np.uint32, len(payloads))
+    # Fields at any offset: arrays whose elements overlap.
+    lengths = np.ndarray(len(data) - 7, "<u8", data, strides=1)[starts]
+    written = np.ndarray(len(data) - 3, "<u4", data, strides=1)[ends - TAIL]
+    wrong = (lengths != sizes - OVERHEAD) | (_masked(checksums) != written)
+    for i in np.flatnonzero(wrong):
+        payloads[i] = None
+    return payloads
 
 
 def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, Damage | None]:

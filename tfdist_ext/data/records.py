@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,19 +20,31 @@ import numpy as np
 
 from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.file_bytes import FileBytes, open_bytes
-from tfdist_ext.data.record_format import payload_of
+from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
 
 __all__ = ["Records"]
 
 _TOGETHER = 8 << 20  # bytes: neighbours are read together up to this
+_LARGE = 1 << 15  # bytes: from here on, copying a record costs more than more calls to read it
 _MOST_OPEN = 2048  # files held open, when the system allows it
+
+
+ReadAt = Callable[[int, int], bytes]
 
 
 class _Open(NamedTuple):
     data: FileBytes
     offsets: np.ndarray
+
+
+class _Places(NamedTuple):
+    """Of each record: the number of its file, and the offsets in it where it begins and ends."""
+
+    files: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 class Records:
@@ -69,6 +81,11 @@ class Records:
         self._most_open = _allowed_open()
         self._lock = threading.Lock()
 
+    @property
+    def skips(self) -> bool:
+        """Whether damaged records are skipped."""
+        return self._on_error == "skip"
+
     def __len__(self) -> int:
         return int(self._first[-1])
 
@@ -86,64 +103,93 @@ class Records:
             DataError: there is no such record, or a record is damaged and `on_error` is "raise":
                 named by file, record and offset.
         """
+        return self.read_array(indices).tolist()
+
+    def read_array(self, indices: Any) -> np.ndarray:
+        """As `read`, but an array of objects, which TensorFlow takes as it is."""
         wanted = np.asarray(indices)
+        payloads = np.empty(wanted.size, object)
         if wanted.size == 0:
-            return []
+            return payloads
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
             raise DataError(f"read wants whole numbers of shape [n]. Received: {shown(indices)}.")
         if wanted.min() < 0 or wanted.max() >= len(self):
             beyond = wanted.min() if wanted.min() < 0 else wanted.max()
             raise DataError(f"there is no record {beyond}: the files have {len(self)} records.")
-        payloads: list[bytes | None] = [None] * len(wanted)
-        # In the order of files and offsets, so that neighbours are found, and a disk turns less.
+        # In the order of files and offsets: neighbours are found, and a disk turns less.
         by_place = np.argsort(wanted, kind="stable")
-        numbers = wanted[by_place].astype(np.int64)
-        files = np.searchsorted(self._first, numbers, side="right") - 1
-        cuts = np.flatnonzero(np.diff(files)) + 1
-        slots = np.split(by_place, cuts)
-        for file, group, slot in zip(
-            files[np.r_[0, cuts]], np.split(numbers, cuts), slots, strict=True
-        ):
-            found = self._read_file(int(file), group - self._first[file])
-            for place, payload in zip(slot.tolist(), found, strict=True):
-                payloads[place] = payload
+        found = self._read_sorted(wanted[by_place].astype(np.int64))
+        payloads[by_place] = np.fromiter(found, object, len(found))
         return payloads
 
-    def _read_file(self, file: int, records: np.ndarray) -> list[bytes | None]:
-        """The payloads of records of one file, whose numbers in it do not fall."""
-        opened = self._opened(file)
-        starts = np.asarray(opened.offsets[records])
-        stops = np.asarray(opened.offsets[records + 1])
-        looks = _looks(starts, stops).tolist()
-        spans = list(zip(records.tolist(), starts.tolist(), stops.tolist(), strict=True))
+    def _read_sorted(self, numbers: np.ndarray) -> list[bytes | None]:
+        """The payloads of records whose numbers do not fall.
+
+        What Python does for each record is most of the time of small ones, so all that can be
+        done for many at once is.
+        """
+        places, files = self._places(numbers)
+        sizes = places.stops - places.starts
+        looks, ends = _looks(places)
+        at, counts = places.starts[looks], places.stops[ends - 1] - places.starts[looks]
+        # Lists beside one another, as a tuple for each record would wake the garbage collector.
+        read_at = [files[file] for file in places.files[looks].tolist()]
+        offset, count = at.tolist(), counts.tolist()
         payloads: list[bytes | None] = []
-        total = 0
-        for first, end in pairwise([*looks, len(spans)]):
-            at, until = spans[first][1], spans[end - 1][2]
-            read = opened.data.read_at(at, until - at)
-            total += len(read)
-            for record, start, stop in spans[first:end]:
-                # A look at one record, the usual one in a shuffled order, needs no copy.
-                whole = read if end - first == 1 else read[start - at : stop - at]
-                payload = payload_of(whole)
-                if payload is None:
-                    self._damaged(file, record, start, stop, len(whole))
-                payloads.append(payload)
-        with self._lock:
-            self.bytes_read += total
+        for first, end in pairwise(_handfuls(counts)):
+            low, high = int(looks[first]), int(ends[end - 1])
+            alone = high - low == 1 and count[first] >= _LARGE
+            if alone:
+                read = _in_parts(read_at[first], offset[first], count[first])
+                there = [sum(map(len, read))]
+            else:
+                calls = zip(read_at[first:end], offset[first:end], count[first:end], strict=True)
+                read = [look(start, size) for look, start, size in calls]
+                there = list(map(len, read))
+            with self._lock:
+                self.bytes_read += sum(there)
+            if there != count[first:end]:
+                missing = np.repeat(at[first:end] + there, (ends - looks)[first:end])
+                short = low + int(np.argmax(places.stops[low:high] > missing))
+                where = self._where(int(numbers[short]), places.starts[short])
+                raise DataError(f"{where}: the file has become shorter while it was in use.")
+            if alone:
+                found = [read[1] if is_record(*read) else None]
+            else:
+                found = payloads_of(b"".join(read), sizes[low:high])
+            for i in [low + i for i, payload in enumerate(found) if payload is None]:
+                self._damaged(int(numbers[i]), places.starts[i], sizes[i])
+            payloads += found
         return payloads
 
-    def _damaged(self, file: int, record: int, start: int, stop: int, there: int) -> None:
-        """Raise, or count, that a record is not what was written; `there`: bytes that were read."""
-        where = f"{self.files[file]}: record {record} at byte {start}"
-        if there < stop - start:
-            raise DataError(f"{where}: the file has become shorter while it was in use.")
-        message = f"{where} is damaged: its {stop - start} bytes do not have the right checksum."
+    def _places(self, numbers: np.ndarray) -> tuple[_Places, dict[int, ReadAt]]:
+        """Where records are whose numbers do not fall, and what reads each of their files."""
+        files = np.searchsorted(self._first, numbers, side="right") - 1
+        starts, stops = np.empty_like(numbers), np.empty_like(numbers)
+        read_at: dict[int, ReadAt] = {}
+        cuts = np.flatnonzero(files[1:] != files[:-1]) + 1
+        for low, high in pairwise([0, *cuts.tolist(), len(numbers)]):
+            file = int(files[low])
+            data, offsets = self._opened(file)
+            read_at[file] = data.read_at  # which keeps the file open
+            records = numbers[low:high] - self._first[file]
+            starts[low:high] = offsets[records]
+            stops[low:high] = offsets[records + 1]
+        return _Places(files, starts, stops), read_at
+
+    def _where(self, number: int, start: int) -> str:
+        """A record for an error: the file, its number there, and the offset."""
+        file = int(np.searchsorted(self._first, number, side="right")) - 1
+        return f"{self.files[file]}: record {number - self._first[file]} at byte {start}"
+
+    def _damaged(self, number: int, start: int, size: int) -> None:
+        """Raise, or count, that a record is not what was written."""
+        where = self._where(number, start)
+        message = f"{where} is damaged: its {size} bytes do not have the right checksum."
         if self._on_error == "raise":
             raise DataError(
                 f'{message} Write the file again, or use on_error="skip" to go on without.'
             )
-        number = int(self._first[file]) + record
         with self._lock:
             seen = number in self.skipped
             self.skipped[number] = message
@@ -159,7 +205,9 @@ class Records:
             if opened is not None:
                 self._open.move_to_end(file)
                 return opened
-        opened = _Open(open_bytes(self.files[file]), self.indexes[file].offsets())
+        # A mapped index is slower to pick from than the plain array that it is.
+        offsets = np.asarray(self.indexes[file].offsets())
+        opened = _Open(open_bytes(self.files[file]), offsets)
         with self._lock:
             opened = self._open.setdefault(file, opened)
             # Closed when the last thread that reads it is done.
@@ -168,12 +216,42 @@ class Records:
         return opened
 
 
-def _looks(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """The first record of each look at a file: neighbours are read together, up to a limit."""
-    new = np.r_[True, starts[1:] != stops[:-1]]
-    run_start = np.maximum.accumulate(np.where(new, starts, 0))
-    piece = (starts - run_start) // _TOGETHER
-    return np.flatnonzero(new | np.r_[True, piece[1:] != piece[:-1]])
+def _looks(places: _Places) -> tuple[np.ndarray, np.ndarray]:
+    """The first record of each look at a file, and the one after its last.
+
+    Neighbours are read together, up to a limit.
+    """
+    files, starts, stops = places
+    new = _cuts((starts[1:] != stops[:-1]) | (files[1:] != files[:-1]))
+    if len(new) <= len(starts):  # there are neighbours
+        looks = new[:-1]
+        piece = (starts - np.repeat(starts[looks], np.diff(new))) // _TOGETHER
+        new = np.union1d(new, _cuts(piece[1:] != piece[:-1]))
+    return new[:-1], new[1:]
+
+
+def _handfuls(counts: np.ndarray) -> list[int]:
+    """Where to cut looks of so many bytes into some that are held, and checked, together.
+
+    Large ones stay alone: they need no copy then.
+    """
+    piece = np.cumsum(counts) // _TOGETHER
+    large = counts >= _LARGE
+    return _cuts((piece[1:] != piece[:-1]) | large[1:] | large[:-1]).tolist()
+
+
+def _cuts(between: np.ndarray) -> np.ndarray:
+    """Where pieces begin, and the end: of n + 1 things, with a cut or none in the n gaps."""
+    return np.concatenate([[0], np.flatnonzero(between) + 1, [len(between) + 1]])
+
+
+def _in_parts(read_at: ReadAt, offset: int, count: int) -> list[bytes]:
+    """A record, its payload apart: to cut it out would copy it."""
+    return [
+        read_at(offset, HEADER),
+        read_at(offset + HEADER, count - OVERHEAD),
+        read_at(offset + count - TAIL, TAIL),
+    ]
 
 
 def _allowed_open() -> int:

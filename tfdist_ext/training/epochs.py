@@ -35,7 +35,7 @@ class Epoch:
         iterator: over the parts of this task's replicas.
         steps: global batches to do; None: until the data ends.
         known_length: whether there are that many for sure.
-        by_worker: whether tasks read batches of their own, which may end sooner on some.
+        agreed: whether the tasks have to agree in each step on what the global batch is.
         going_on: it is the rest of an epoch, whose first batches are in the metrics already.
         done: to be told of the batches that are done, after each execution.
         room: how many may be done before it is to be told; None: any number.
@@ -44,7 +44,7 @@ class Epoch:
     iterator: Any
     steps: int | None
     known_length: bool
-    by_worker: bool
+    agreed: bool
     going_on: bool
     done: Callable[[int], None]
     room: Callable[[], int | None]
@@ -100,7 +100,7 @@ class Epochs:
                 self._iterator,
                 steps,
                 known,
-                batches.by_worker,
+                batches.agreed,
                 going_on,
                 batches.done,
                 batches.room,

@@ -78,7 +78,7 @@ def batches_of_function(
             begin=data.steps_behind if going_on else 0,
             done=data.advance if going_on else lambda steps: None,
             ended=data.end_epoch if going_on else lambda: None,
-            by_worker=workers > 1,
+            agreed=workers > 1,
             at_position=batches,
         )
 
@@ -100,8 +100,7 @@ def _agreed_length(
 def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
     """Parts for the local replicas, and after the last batch parts of no rows, without an end.
 
-    What is the size of the global batch elsewhere says here whether it is a batch of the data: the
-    tasks sum their rows up in each step.
+    The tasks agree in each step on what there is; see `GlobalBatches`.
     """
 
     def marked(real: bool) -> Callable[..., Any]:

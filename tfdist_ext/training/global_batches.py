@@ -28,8 +28,9 @@ class GlobalBatches:
     leads there. `begin` is the global batch of a pass that the first one begins with; `done` is
     told how many have been trained on, `ended` that a pass is over, and `room` says how many may be
     done before that. `at_position` is the same from where the data's own position is; None where
-    it keeps none. `by_worker`: tasks read batches of their own, and agree in each step on what the
-    global batch is.
+    it keeps none. `agreed`: how many rows the global batch has is known only when those of all
+    parts are counted. In the place of that number a part says 1 then, or 0 where it is no batch of
+    the data; the pass is over when all say so.
     """
 
     parts_of: PartsOf
@@ -44,7 +45,7 @@ class GlobalBatches:
     room: Callable[[], int | None] = lambda: None
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
-    by_worker: bool = False
+    agreed: bool = False
 
     @property
     def element_spec(self) -> Any:

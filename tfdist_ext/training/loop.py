@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.interrupting import keeping_ctrl_c
@@ -51,7 +52,7 @@ class Loop:
 
     def run(self, program: Any, data: Epoch) -> tuple[dict[str, Any], int]:
         """(logs, steps done) of one epoch."""
-        with keeping_ctrl_c() as check_ctrl_c:
+        with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised():
             return self._run(program, data, check_ctrl_c)
 
     def _run(
@@ -74,7 +75,7 @@ class Loop:
                 n,
                 seconds=seconds,
                 known_length=data.known_length,
-                by_worker=data.by_worker,
+                agreed=data.agreed,
             )
             seconds = time.perf_counter() - started
             check_ctrl_c()

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
@@ -243,13 +244,13 @@ class DistributedModel(Saving):
 
         `batch_size` is that of the global batch.
         """
-        batches = self._engine.read(x, batch_size=batch_size, steps=steps)
-        if batches.by_worker:
+        if isinstance(x, FunctionDataset) and self._reduction.multi_worker:
             raise TrainingError(
                 "predict() gives rows in an order, and from_dataset_fn has none over several"
                 " workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
                 " tf.data.Dataset."
             )
+        batches = self._engine.read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
         self._built_for = batches.element_spec
         build(self._model, self._built_for, self._strategy, kind="predict")

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
@@ -47,7 +48,7 @@ class Predictor:
         model.stop_predicting = False
         hooks.on_predict_begin()
         collected: list[Any] = []
-        with keeping_ctrl_c() as check_ctrl_c, epochs.next() as data:
+        with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised(), epochs.next() as data:
             while data.steps is None or len(collected) < data.steps:
                 step = len(collected)
                 hooks.on_predict_batch_begin(step)

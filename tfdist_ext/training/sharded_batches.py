@@ -41,7 +41,9 @@ def batches_of_sharded(
     begin = epoch * data.steps + examples // data.global_batch
 
     def parts_from(batches: int) -> PartsOf:
-        return lambda first, local, replicas: data.parts(first, local, replicas, begin + batches)
+        return lambda first, local, replicas: data.parts(
+            first, local, replicas, begin + batches, counted=not data.loses_examples
+        )
 
     return GlobalBatches(
         parts_from(0),
@@ -53,6 +55,7 @@ def batches_of_sharded(
         later=parts_from,
         begin=begin % data.steps,
         done=data.advance if going_on else lambda steps: None,
+        agreed=data.loses_examples,
         at_position=lambda: batches_of_sharded(
             data,
             beside=beside,

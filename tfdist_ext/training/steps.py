@@ -86,7 +86,7 @@ class StepProgram:
         self._states = [start, *others[1:]] if self._reduction.is_chief else others
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, by_worker: bool
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
     ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
@@ -96,11 +96,10 @@ class StepProgram:
             seconds: how long this task's last execution took; the chief's figure comes back on
                 every task, so that all choose the same next `n`.
             known_length: there are `n` more batches for sure.
-            by_worker: each task has batches of its own, which never end; what they say of the size
-                of the global batch is 0 where they are fillers.
+            agreed: the rows of each global batch are to be counted; see `GlobalBatches`.
         """
         run = self._counted if known_length else self._open_ended
-        run = self._agreed if by_worker else run
+        run = self._agreed if agreed else run
         result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
@@ -146,14 +145,14 @@ class StepProgram:
 
     def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
-            return self._run_eagerly(iterator, n, seconds, states, by_worker=True)
+            return self._run_eagerly(iterator, n, seconds, states, agreed=True)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = next(iterator)
             rows, real = self._reduction.rows_of_all(batch)
             more = real > 0
             states, outputs = tf.cond(
-                more,
+                rows > 0,
                 lambda: self._one_step(batch, states, rows),
                 lambda: (states, outputs),
             )
@@ -166,7 +165,7 @@ class StepProgram:
         return self._finish(states, outputs, done, seconds)
 
     def _run_eagerly(
-        self, iterator: Any, n: Any, seconds: Any, states: States, *, by_worker: bool = False
+        self, iterator: Any, n: Any, seconds: Any, states: States, *, agreed: bool = False
     ) -> Any:
         done = 0
         outputs: dict[str, Any] = {}
@@ -175,11 +174,12 @@ class StepProgram:
                 batch = next(iterator)
             except StopIteration:
                 break
-            rows, real = self._reduction.rows_of_all(batch) if by_worker else (None, 1)
+            rows, real = self._reduction.rows_of_all(batch) if agreed else (None, 1)
             if real == 0:
                 break
-            states, outputs = self._one_step(batch, states, rows)
             done += 1
+            if rows is None or rows > 0:
+                states, outputs = self._one_step(batch, states, rows)
         return self._finish(states, outputs, tf.constant(done), seconds)
 
     def _one_step(

@@ -12,7 +12,10 @@ __all__ = ["Parcel", "batch_of", "parcels", "specs_of"]
 
 
 class Parcel(NamedTuple):
-    """Global batches, one after another in each tensor, and the rows at which each one ends."""
+    """Global batches, one after another in each tensor, and the rows at which each one ends.
+
+    Without any it stands for a step that has nothing to compute with.
+    """
 
     tensors: list[Any]
     ends: list[int]
@@ -29,6 +32,9 @@ def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
             (part,) = next(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             break
+        if part[0] == 0:  # all of its records are damaged
+            yield Parcel([], [])
+            continue
         tensors = _tensors(part[-1])
         if waiting and (len(waiting) == most or not _go_together(waiting[0], tensors)):
             yield from _packed(waiting, most)

@@ -73,7 +73,7 @@ class WorkerBatches:
     done = staticmethod(lambda steps: None)
     room = staticmethod(lambda: None)
     ended = staticmethod(lambda: None)
-    by_worker = False
+    agreed = False
 
     def __init__(
         self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]

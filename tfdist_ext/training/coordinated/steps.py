@@ -76,14 +76,14 @@ class CoordinatedSteps:
         self._totals = [_wide(value) for value in self._start]
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, by_worker: bool
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
     ) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
         Raises:
             TrainingError: a parameter server is gone.
         """
-        del known_length, by_worker  # workers do not wait for each other
+        del known_length, agreed  # workers do not wait for each other
         if isinstance(iterator, WorkerIterators):
             return self._run_where_data_is(iterator, n, seconds)
         first, rate = self._number_and_rate()
@@ -91,6 +91,9 @@ class CoordinatedSteps:
         with self._calls.all_done() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
             for parcel in parcels(iterator, n, BATCHES_IN_A_CALL if together else 1):
+                if not parcel.ends:
+                    done += 1
+                    continue
                 function = self._function(iterator, parcel)
                 step = np.int64(first + done * self._counted)
                 call(function, [parcel.tensors, parcel.ends, step, rate])
