@@ -216,7 +216,7 @@ def bad_ids():
 
 
 def loss_of_a_worker():
-    x, y = numbers(32 * 1000)
+    x, y = numbers(32 * 600)
     model = tfd.distribute(counting(), strategy)
     model.fit(x[:320], y[:320], batch_size=32, verbose=0)
     before, weight = steps(model), applied(model)
@@ -231,13 +231,13 @@ def loss_of_a_worker():
 
 
 def loss_of_workers_with_data():
-    x, y = numbers(32 * 1000)
+    x, y = numbers(32 * 600)
     model = tfd.distribute(counting(), strategy)
 
     def shard(context):
         count, index = context.num_input_pipelines, context.input_pipeline_id
         data = tf.data.Dataset.from_tensor_slices((x, y))
-        return data.shard(count, index).shuffle(32 * 1000, seed=1).batch(32)
+        return data.shard(count, index).shuffle(32 * 600, seed=1).batch(32)
 
     model.fit(shard, steps_per_epoch=10, verbose=0)
     before, weight = steps(model), applied(model)
