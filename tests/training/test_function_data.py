@@ -10,7 +10,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_same_history, assert_same_weights, mirrored, strategy_of
+from training_cases import (
+    KillAfter,
+    KilledError,
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    mirrored,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 from tfdist_ext.data import Shard
@@ -68,20 +77,6 @@ def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
     assert data.place == (EPOCHS, 0)
-
-
-class KilledError(Exception):
-    pass
-
-
-class KillAfter(keras.callbacks.Callback):
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.optimizer.iterations == self.steps:
-            raise KilledError
 
 
 @pytest.mark.parametrize("killed_after", [3, 4, 9, 12])

@@ -9,7 +9,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, assert_same_history, assert_same_weights, mirrored, strategy_of
+from training_cases import (
+    KillAfter,
+    KilledError,
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    mirrored,
+    strategy_of,
+)
 
 import tfdist_ext as tfd
 
@@ -141,20 +150,6 @@ def test_shuffled_arrays_come_in_another_order_in_each_epoch() -> None:
     assert sorted(first) == sorted(second) == rows.ravel().tolist()
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.1
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.1
-
-
-class KilledError(Exception):
-    pass
-
-
-class KillAfter(keras.callbacks.Callback):
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.optimizer.iterations == self.steps:
-            raise KilledError
 
 
 @pytest.mark.parametrize("killed_after", [2, 4, 7, 11])

@@ -107,3 +107,19 @@ def assert_trains_as_keras(
     assert_same_weights(plain, ours)
     assert_same_history(expected, history)
     return plain, ours
+
+
+class KilledError(Exception):
+    """Breaks a training off, as the end of its process would."""
+
+
+class KillAfter(keras.callbacks.Callback):
+    """Breaks the training off at the end of a step, counted from 1 over all epochs."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations == self.steps:
+            raise KilledError
