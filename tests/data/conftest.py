@@ -21,6 +21,25 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def folder_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+    """A folder of this machine ("local"), or of another file system ("ram")."""
+    from tfdist_ext.data import record_index
+
+    real = record_index.stamp_of
+
+    def folder(kind: str) -> str:
+        if kind == "local":
+            return str(tmp_path)
+        # ram:// knows no times, and an index is kept only where there are some.
+        monkeypatch.setattr(
+            record_index, "stamp_of", lambda path: real(path)._replace(modified_ns=1)
+        )
+        return f"ram://{tmp_path}"
+
+    return folder
+
+
+@pytest.fixture
 def write_records(four_cpus: None) -> Callable[[str | Path, Sequence[bytes]], str]:
     import tensorflow as tf
 

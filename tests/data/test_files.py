@@ -53,8 +53,8 @@ def test_imbalance() -> None:
 
 
 @pytest.fixture(params=["local", "ram"])
-def folder(request: Any, tmp_path: Path) -> str:
-    return str(tmp_path) if request.param == "local" else f"ram://files{tmp_path}"
+def folder(request: Any, folder_of: Callable[[str], str]) -> str:
+    return folder_of(request.param)
 
 
 @pytest.fixture

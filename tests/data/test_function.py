@@ -60,12 +60,15 @@ def test_a_data_set_without_epochs_is_iterated_anew() -> None:
 
 
 def test_a_state_goes_on_behind_what_is_done() -> None:
-    data = from_dataset_fn(of_shard, global_batch=4)
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        return of_shard(shard)
+
+    data = from_dataset_fn(of_epoch, global_batch=4)
     assert len(rows(data.dataset(Shard(0, 2)))) == 5
     data.advance(3)
     state = json.loads(json.dumps(data.state()))
     assert (state["epoch"], state["steps"], state["shards"]) == (0, 3, 2)
-    again = from_dataset_fn(of_shard, global_batch=4)
+    again = from_dataset_fn(of_epoch, global_batch=4)
     again.restore(state)
     assert rows(again.dataset(Shard(1, 2))) == [[13, 15], [17, 19]]
     assert rows(again.dataset(Shard(1, 2), epoch=1))[0] == [1, 3]
@@ -74,6 +77,34 @@ def test_a_state_goes_on_behind_what_is_done() -> None:
     again.end_epoch()
     assert again.place == (1, 0)
     assert len(rows(again.dataset(Shard(0, 4)))) == 5  # any number at the start of an epoch
+
+
+def test_without_an_epoch_a_broken_off_one_begins_again() -> None:
+    """A shuffle in it may come otherwise: what is behind would not be what was."""
+    data = from_dataset_fn(lambda shard: of_shard(shard).shuffle(20).batch(2))
+    data.advance(3)
+    assert data.place == (0, 0)
+    assert not data.resumes_inside_epochs
+
+
+def test_jobs_of_a_service_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfdist_ext.data import function
+
+    asked: list[Any] = []
+
+    def through(dataset: Any, **arguments: Any) -> Any:
+        asked.append(arguments["job_name"])
+        return dataset
+
+    monkeypatch.setattr(function, "through_service", through)
+    data = from_dataset_fn(of_shard, global_batch=4, service="grpc://node:1")
+    data.dataset(Shard(0, 2))
+    assert len(data) == 5
+    data.dataset(Shard(0, 2))
+    other = from_dataset_fn(of_shard, global_batch=4, service="grpc://node:1")
+    assert set(asked) == {data.job_name} != {other.job_name}
+    with pytest.raises(DataError, match="takes the shard alone"):
+        from_dataset_fn(lambda shard, epoch: of_shard(shard), service="grpc://node:1")
 
 
 @pytest.mark.parametrize(

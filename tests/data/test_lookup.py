@@ -52,6 +52,30 @@ def test_columns_of_lists() -> None:
     np.testing.assert_array_equal(batch["row"], X[numbers])
 
 
+def test_text_as_objects_and_the_other_byte_order() -> None:
+    class Text(Rising):
+        def __getitem__(self, numbers: Any) -> Any:
+            text = np.array([b"no. %d" % n for n in numbers], object)
+            return text, X[numbers].astype(">f4")
+
+    data = from_source(Text(), global_batch=ROWS)
+    ((text, x),) = data.dataset()
+    assert text.numpy()[13] == b"no. 13"
+    np.testing.assert_array_equal(x, X)
+    data.restore(data.state())
+
+
+def test_what_the_source_raises_is_a_data_error() -> None:
+    class Breaks(Rising):
+        def __getitem__(self, numbers: Any) -> Any:
+            if numbers.max() > 20:
+                raise OSError("disk is gone")
+            return X[numbers]
+
+    with pytest.raises(DataError, match=r"failed with OSError: disk is gone\. The numbers were"):
+        list(from_source(Breaks(), global_batch=4).dataset())
+
+
 def test_a_position_is_of_this_source() -> None:
     class Longer(Rising):
         def __len__(self) -> int:

@@ -112,6 +112,9 @@ def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
             seen += x.numpy()[weight.numpy() == 1].tolist()
     assert sorted(seen) == X.tolist()
     for step, size in enumerate((10, 10, 3)):
+        if size < count:  # nobody has a part of it
+            assert len(list(data.dataset(Shard(0, count), 0, remainder=Remainder.DROP))) == step
+            break
         parts = [
             list(data.dataset(Shard(i, count), 0, remainder=Remainder.DROP))[step][0].shape[0]
             for i in range(count)

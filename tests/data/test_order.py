@@ -34,6 +34,14 @@ def test_an_epoch_has_every_example_once(n: int, batch: int, seed: int, epoch: i
     np.testing.assert_array_equal(np.sort(epoch_of(order, epoch=epoch)), np.arange(n))
 
 
+@pytest.mark.parametrize("bits", [10, 11, 14, 15, 16, 17, 18])
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_an_epoch_has_every_example_once_around_powers_of_two(bits: int, more: int) -> None:
+    n = 2**bits + more
+    found = Order(n, n, seed=3).indices(0)
+    np.testing.assert_array_equal(np.sort(found), np.arange(n))
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
 def test_the_order_does_not_depend_on_the_number_of_workers(seed: int | None, count: int) -> None:

@@ -31,7 +31,7 @@ def test_through_json(seed: int | None, epoch: int, examples: int) -> None:
 def test_the_state_is_small() -> None:
     files = [f"data/{i}.tfrecord" for i in range(10_000)]
     stamps = [Stamp(10**9, i) for i in range(10_000)]
-    found = fingerprint.of_files(files, stamps, [10**5] * 10_000)
+    found = fingerprint.of_files(files, stamps, [10**5] * 10_000, ["1"] * 10_000)
     assert len(json.dumps(Position(1, 2, 3, found).to_state())) < 500
 
 
@@ -110,7 +110,9 @@ def of_files(**change: Any) -> fingerprint.Fingerprint:
         "stamps": [Stamp(100, 5), Stamp(200, 6)],
         "records": [3, 4],
     }
-    return fingerprint.of_files(**{**known, **change})
+    given = {**known, **change}
+    times = [str(stamp.modified_ns) for stamp in given["stamps"]]
+    return fingerprint.of_files(**given, contents=times)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ from tfdist_ext.data import records as records_module
 from tfdist_ext.data.record_format import OVERHEAD
 from tfdist_ext.data.record_index import index_of
 
-pytestmark = pytest.mark.usefixtures("four_cpus")
+pytestmark = [
+    pytest.mark.usefixtures("four_cpus"),
+    pytest.mark.filterwarnings("ignore:.* is empty. it has 0 bytes"),
+]
 
 Write = Callable[..., str]
 
@@ -30,8 +33,8 @@ def payload(number: int) -> bytes:
 
 
 @pytest.fixture(params=["local", "ram"])
-def folder(request: Any, tmp_path: Path) -> str:
-    return str(tmp_path) if request.param == "local" else f"ram://records{tmp_path}"
+def folder(request: Any, folder_of: Callable[[str], str]) -> str:
+    return folder_of(request.param)
 
 
 @pytest.fixture

@@ -182,6 +182,53 @@ def test_parse_of_many_records_that_filters(files: str) -> None:
         list(data.dataset())
 
 
+def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X.astype(">f4"))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for array in (mapped, X.astype(">f4")):
+        (found,) = from_arrays(array, global_batch=ROWS).dataset()
+        np.testing.assert_array_equal(found, X)
+
+
+def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
+    data = from_arrays(([X, X + 1], Y.tolist()), global_batch=ROWS)
+    ((one, other), y) = next(iter(data.dataset()))
+    np.testing.assert_array_equal(other, X + 1)
+    np.testing.assert_array_equal(one, X)
+    np.testing.assert_array_equal(y, Y)
+    assert len(from_arrays([X, Y], global_batch=4).element_spec) == 2
+
+
+def test_parse_gives_dense_tensors() -> None:
+    def sparse(record: tf.Tensor) -> Any:
+        return tf.strings.split([record]).to_sparse()
+
+    with tf.io.TFRecordWriter("ram://sparse.tfrecord") as writer:
+        writer.write(b"a b")
+    for parse_badly in (sparse, lambda record: tf.strings.split([record])):
+        with pytest.raises(DataError, match="dense tensors, which can be batched"):
+            from_tfrecords("ram://sparse.tfrecord", parse_badly, global_batch=1)
+
+
+def test_a_file_without_a_time_is_never_taken_for_another() -> None:
+    """As ram:// is: its index is not kept, and a position knows its records."""
+    path = "ram://timeless.tfrecord"
+
+    def write(*sizes: int) -> Any:
+        if tf.io.gfile.exists(path):
+            tf.io.gfile.remove(path)
+        with tf.io.TFRecordWriter(path) as writer:
+            for size in sizes:
+                writer.write(b"x" * size)
+        return from_tfrecords(path, tf.strings.length, global_batch=1)
+
+    state = write(10, 20).state()
+    data = write(20, 10)
+    assert [int(size) for (size,) in data.dataset()] == [20, 10]
+    with pytest.raises(DataError, match="changed"):
+        data.restore(state)
+
+
 def test_a_source_of_ones_own() -> None:
     class Squares:
         element_spec = tf.TensorSpec([None], tf.int64)
@@ -238,6 +285,7 @@ def test_damaged_records(tmp_path: Path) -> None:
         (lambda: from_arrays((X, Y[:-1]), global_batch=4), "0 has 53, 1 has 52"),
         (lambda: from_arrays((X[:0], Y[:0]), global_batch=4), "0 rows"),
         (lambda: from_arrays((), global_batch=4), "no arrays"),
+        (lambda: from_arrays(Y.astype("M8[s]"), global_batch=4), "no tensors of dtype datetime64"),
         (lambda: from_arrays(3.0, global_batch=4), "single value"),
         (lambda: from_arrays(np.array([{}, None]), global_batch=1), "Python objects"),
         (lambda: from_arrays(X, global_batch=54), "more than the 53 examples"),

@@ -1,7 +1,7 @@
 """The matrix: on every synchronous strategy the same numbers as on one device.
 
-Two workers train with an optimizer that heeds the size of gradients, and with the one that does most
-beside its update; the others with that one alone, so that the suite stays quick.
+Two workers train with an optimizer that heeds the size of gradients, and with the one that does
+most beside its update; the others with that one alone, so that the suite stays quick.
 `scripts/exactness` runs all cells.
 """
 

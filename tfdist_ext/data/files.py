@@ -47,8 +47,9 @@ def shard_files(
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, for whatever
             `tf.io.gfile` opens. Every task must see the same files under the same names.
         shard: whose files.
-        check: walk this shard's TFRecord files to their end, so that a truncated one is an error
-            now and not hours later. That builds their index, once, and keeps it beside them.
+        check: walk this shard's TFRecord files to their end, so that a truncated or empty one is
+            an error now and not hours later. That builds their index, once, and keeps it beside
+            them. All files of the shard count as such where one of them does.
 
     Returns:
         Paths, sorted: `tf.data.TFRecordDataset` takes them. Or ranges, in the order of paths.
@@ -66,7 +67,7 @@ def shard_files(
         sizes = [stamp.size for stamp in pool.map(stamp_of, files)]
         mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
         if check:
-            list(pool.map(_check, mine))
+            _check(mine, pool)
     return mine
 
 
@@ -88,7 +89,9 @@ def files_of(patterns: Any) -> list[str]:
         found |= _matches(os.fspath(pattern))
     if not found:
         raise DataError(f"no files are given. Received: {shown(given)}.")
-    return sorted(found)
+    # One file may be given in several spellings: "a", "./a".
+    one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
+    return sorted(one_each.values())
 
 
 def _matches(pattern: str) -> set[str]:
@@ -106,10 +109,14 @@ def _matches(pattern: str) -> set[str]:
     return found
 
 
-def _check(path: str) -> None:
-    """Opens the file; if it begins as a TFRecord file, walks to its end."""
-    if is_header(open_bytes(path).read_at(0, HEADER)):
-        index_of(path)
+def _check(paths: list[str], pool: ThreadPoolExecutor) -> None:
+    """Opens the files; where one begins as a TFRecord file, or is called so, walks to its end.
+
+    One that is damaged at its very beginning is known by its name, or by the others.
+    """
+    begin = list(pool.map(lambda path: is_header(open_bytes(path).read_at(0, HEADER)), paths))
+    if any(begin) or any("tfrecord" in path.rpartition("/")[2].lower() for path in paths):
+        list(pool.map(index_of, paths))
 
 
 def _ranges(files: list[str], shard: Shard) -> list[RecordRange]:

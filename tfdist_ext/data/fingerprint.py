@@ -48,7 +48,9 @@ def of_arrays(arrays: Mapping[str, np.ndarray]) -> Fingerprint:
     return found
 
 
-def of_files(files: Sequence[str], stamps: Sequence[Stamp], records: Sequence[int]) -> Fingerprint:
+def of_files(
+    files: Sequence[str], stamps: Sequence[Stamp], records: Sequence[int], contents: Sequence[str]
+) -> Fingerprint:
     """How many files, bytes and records, and hashes of all names, sizes and time stamps.
 
     Names are those without folders: the same files mounted elsewhere are the same data.
@@ -57,6 +59,7 @@ def of_files(files: Sequence[str], stamps: Sequence[Stamp], records: Sequence[in
         files: the paths, in the order in which their records are numbered.
         stamps: of each file, from its index.
         records: in each file.
+        contents: what else tells that a file has changed: its time stamp, where it has one.
     """
     return {
         "kind": "files",
@@ -65,7 +68,7 @@ def of_files(files: Sequence[str], stamps: Sequence[Stamp], records: Sequence[in
         "records": sum(records),
         "names": _digest(*(path.rpartition("/")[2].encode() for path in files)),
         "sizes": _digest(*(f"{s.size} {n}".encode() for s, n in zip(stamps, records, strict=True))),
-        "time stamps": _digest(*(str(stamp.modified_ns).encode() for stamp in stamps)),
+        "time stamps": _digest(*(content.encode() for content in contents)),
     }
 
 

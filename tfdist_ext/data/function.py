@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.cluster.wording import shown
-from tfdist_ext.data.service import through_service
+from tfdist_ext.data.rows import rows_between, rows_in
+from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.whole_numbers import whole
@@ -31,6 +32,7 @@ class FunctionDataset(ShardedDataset):
     Attributes:
         takes_epoch: whether the function is called anew for each epoch.
         service: the tf.data service that its batches come through; None: no service.
+        job_name: of the jobs there.
     """
 
     def __init__(
@@ -51,15 +53,23 @@ class FunctionDataset(ShardedDataset):
         self.takes_epoch = _takes_epoch(function)
         self._batch = None if global_batch is None else whole(global_batch, "global_batch", 1)
         self.service = None if service is False else service
-        self._job_name = job_name
+        if self.service is not None and self.takes_epoch:
+            raise DataError(
+                "what comes through a tf.data service is in no order: the function takes the shard"
+                f" alone, without an argument epoch. Received: {shown(function)}."
+            )
+        # One for good: how often a task asks for its data must not tell them apart.
+        self.job_name = job_name
+        if self.service is not None and job_name is None:
+            self.job_name = next_job_name()
         self._epoch = 0
         self._steps = 0
         self._shards: int | None = None  # that the steps are counted in
-        self._kept: tuple[Shard, tf.data.Dataset] | None = None
+        self._kept: dict[Shard, tf.data.Dataset] = {}
 
     @property
     def element_spec(self) -> Any:
-        return self.whole_epoch(Shard(0, 1) if self._kept is None else self._kept[0]).element_spec
+        return self.whole_epoch(next(iter(self._kept), Shard(0, 1)), self._epoch).element_spec
 
     @property
     def global_batch(self) -> int | None:
@@ -76,25 +86,34 @@ class FunctionDataset(ShardedDataset):
 
     @property
     def resumes_inside_epochs(self) -> bool:
-        return self.service is None
+        # Else the same examples may not come again: a shuffle in the function may have no seed.
+        return self.takes_epoch
 
     @property
     def place(self) -> tuple[int, int]:
         """The epoch, and the batches of each task in it that are behind."""
         return self._epoch, self._steps
 
-    def dataset(self, shard: Any = None, epoch: int | None = None) -> tf.data.Dataset:
+    def dataset(
+        self,
+        shard: Any = None,
+        epoch: int | None = None,
+        *,
+        remainder: Remainder = Remainder.KEEP,
+    ) -> tf.data.Dataset:
         """What the function returns for this shard: the k-th batch is its part of global batch k.
 
         Args:
             shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
                 there is.
             epoch: by default that of the position, from the position on.
+            remainder: KEEP; others are for ordered data.
 
         Raises:
             DataError: the function returns no data set of batches; a position inside of an epoch
                 that was counted with another number of shards.
         """
+        _check_kept(remainder)
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else whole(epoch, "epoch")
         found = self.whole_epoch(shard, epoch)
@@ -117,11 +136,11 @@ class FunctionDataset(ShardedDataset):
         Where the function takes no epoch, one data set serves all of them: iterated again, its own
         `shuffle` gives another order.
         """
-        if self._kept is not None and self._kept[0] == shard and not self.takes_epoch:
-            return self._kept[1]
-        found = self.made(shard, epoch)
-        self._kept = (shard, found)
-        return found
+        if self.takes_epoch:
+            return self.made(shard, epoch)
+        if shard not in self._kept:
+            self._kept[shard] = self.made(shard)
+        return self._kept[shard]
 
     def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
         """What the function returns now, in batches, with sharding options that are set.
@@ -157,7 +176,7 @@ class FunctionDataset(ShardedDataset):
         if self.service is None:
             return sharded_already(found, shard)
         address = None if self.service is True else self.service
-        return through_service(found, service=address, job_name=self._job_name)
+        return through_service(found, service=address, job_name=self.job_name)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -169,10 +188,7 @@ class FunctionDataset(ShardedDataset):
                 " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
                 " ordered data: from_tfrecords, from_arrays."
             )
-        if remainder is not Remainder.KEEP:
-            raise DataError(
-                f"a FunctionDataset is cut as it comes: {remainder} is for ordered data."
-            )
+        _check_kept(remainder)
         batches = self.dataset()
 
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -180,11 +196,13 @@ class FunctionDataset(ShardedDataset):
 
             def parts(*batch: Any) -> tf.data.Dataset:
                 whole_batch = batch if len(batch) > 1 else batch[0]
-                size = tf.shape(tf.nest.flatten(whole_batch)[0], out_type=tf.int64)[0]
+                size = rows_in(tf.nest.flatten(whole_batch)[0])
 
                 def part(replica: tf.Tensor) -> Any:
                     low, high = bounds(size, replica, local)
-                    return tf.nest.map_structure(lambda rows: rows[low:high], whole_batch)
+                    return tf.nest.map_structure(
+                        lambda rows: rows_between(rows, low, high), whole_batch
+                    )
 
                 return tf.data.Dataset.range(local).map(part)
 
@@ -221,6 +239,11 @@ class FunctionDataset(ShardedDataset):
 
     def end_epoch(self) -> None:
         self._epoch, self._steps = self._epoch + 1, 0
+
+
+def _check_kept(remainder: Remainder) -> None:
+    if remainder is not Remainder.KEEP:
+        raise DataError(f"a FunctionDataset is cut as it comes: {remainder} is for ordered data.")
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:

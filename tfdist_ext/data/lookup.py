@@ -60,7 +60,9 @@ class Lookup:
     @property
     def element_spec(self) -> Any:
         specs = [
-            tf.TensorSpec([None, *part.shape[1:]], tf.string if _is_text(part) else part.dtype)
+            tf.TensorSpec(
+                [None, *part.shape[1:]], tf.string if _is_text(part) else tf.as_dtype(part.dtype)
+            )
             for part in self._first
         ]
         return tf.nest.pack_sequence_as(self._structure, specs)
@@ -74,14 +76,25 @@ class Lookup:
 
     def fingerprint(self) -> Fingerprint:
         """Type, length, and the first example: not every change of the data can be told by it."""
-        first = fingerprint.of_arrays({f"first {i}": part for i, part in enumerate(self._first)})
+        first = fingerprint.of_arrays(
+            {
+                f"first {i}": np.asarray(list(map(str, part.flat))) if _is_text(part) else part
+                for i, part in enumerate(self._first)
+            }
+        )
         return {**first, "kind": type(self._source).__name__, "examples": self._length}
 
     def _rows(self, numbers: np.ndarray) -> list[np.ndarray]:
         rising, back = np.unique(numbers, return_inverse=True)
         if rising.size == 0:
             return [_rows_like(part[:0], part) for part in self._first]
-        found = tf.nest.flatten(_without_lists(self._source[rising]))
+        try:
+            found = tf.nest.flatten(_without_lists(self._source[rising]))
+        except Exception as error:
+            raise DataError(
+                f"source[numbers] failed with {type(error).__name__}: {error}. The numbers were"
+                f" {shown(rising)}."
+            ) from error
         rows = []
         for part, first in zip(found, self._first, strict=True):
             array = np.asarray(part)
@@ -112,7 +125,7 @@ def _rows_like(rows: np.ndarray, first: np.ndarray) -> np.ndarray:
             f"source[numbers] gave {rows.dtype}, and {first.dtype} for the first example: let it"
             " give one dtype always."
         )
-    return rows.astype(first.dtype, copy=False)
+    return rows.astype(first.dtype.newbyteorder("="), copy=False)
 
 
 def _without_lists(found: Any) -> Any:

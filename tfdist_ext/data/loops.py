@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-
 from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.data.shards import Remainder
 
@@ -35,11 +33,11 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         data = self._data
         epoch = data.place[0]
-        strategy = tf.distribute.get_strategy() if self._strategy is None else self._strategy
-        if self._strategy is None and self._remainder is Remainder.KEEP:
-            batches: Any = data.dataset()
+        batches: Any
+        if self._strategy is None:
+            batches = data.dataset(remainder=self._remainder)
         else:
-            batches = data.distributed(strategy, self._remainder)
+            batches = data.distributed(self._strategy, self._remainder)
         bar = self._bar()
         iterator = iter(batches)
         while True:

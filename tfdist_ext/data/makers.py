@@ -11,7 +11,8 @@ from tfdist_ext.data.files import files_of
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.lookup import Lookup
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.sources import Arrays, RecordFiles
+from tfdist_ext.data.record_files import RecordFiles
+from tfdist_ext.data.sources import Arrays
 
 __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 

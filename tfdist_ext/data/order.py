@@ -150,13 +150,23 @@ class Order:
             return tf.gather(sorted_at_random(self.n, seed), positions)
         # The operation takes no empty vector: of a part without examples, it gets position 0.
         asked = tf.cond(tf.size(positions) > 0, lambda: positions, lambda: tf.zeros([1], tf.int64))
-        shuffled = tf.raw_ops.RandomIndexShuffle(
-            index=asked,
-            seed=key,
-            max_index=tf.constant(self.n - 1, tf.int64),
-            rounds=_ROUNDS,
-        )
-        return shuffled[: high - low]
+        return self._permuted(asked, key)[: high - low]
+
+    def _permuted(self, positions: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        # Where the largest of them is a power of 2 (65,536 and others), TensorFlow's block is too
+        # small by that one: it never comes, and another comes twice. So there is one more, and
+        # where it comes, that which comes in its place takes its turn.
+        last = self.n - 1
+        one_more = last & (last - 1) == 0
+        largest = tf.constant(self.n if one_more else last, tf.int64)
+
+        def shuffle(index: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.RandomIndexShuffle(
+                index=index, seed=key, max_index=largest, rounds=_ROUNDS
+            )
+
+        found = shuffle(positions)
+        return tf.where(found == largest, shuffle(largest), found) if one_more else found
 
     def _span(self, step: Any) -> tuple[Any, Any]:
         """The positions [start, stop) of a step's global batch."""

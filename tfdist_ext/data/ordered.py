@@ -92,7 +92,8 @@ class OrderedDataset(ShardedDataset):
             epoch: whose order; by default the one of the position. The epoch of the position
                 begins there, after `restore`; all others at their start.
             remainder: of a global batch that does not divide by the shards. KEEP: some parts have
-                one example more. DROP: the last ones are left out. PAD: all parts of all steps have
+                one example more. DROP: the last ones are left out, and a last batch of fewer
+                examples than shards altogether. PAD: all parts of all steps have
                 ceil(global_batch / shards) rows, and those that were added have sample weight 0;
                 elements are (x, y, sample_weight) then.
 
@@ -108,7 +109,7 @@ class OrderedDataset(ShardedDataset):
         def part(step: tf.Tensor) -> Any:
             return self._part(order, step, shard.index, shard.count, key, remainder)
 
-        steps = tf.data.Dataset.range(order.steps)
+        steps = tf.data.Dataset.range(_steps_of_parts(order, shard.count, remainder))
         parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
 
@@ -129,7 +130,8 @@ class OrderedDataset(ShardedDataset):
                 replica = first + number % local
                 return self._part(order, number // local, replica, replicas, key, remainder)
 
-            numbers = tf.data.Dataset.range(order.steps * local)
+            steps = _steps_of_parts(order, replicas, remainder)
+            numbers = tf.data.Dataset.range(steps * local)
             parts = numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
             return parts.prefetch(tf.data.AUTOTUNE)
 
@@ -243,5 +245,16 @@ class OrderedDataset(ShardedDataset):
             parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
 
+    def in_order(self) -> OrderedDataset:
+        """The same data in its own order, from its start."""
+        return OrderedDataset(self.source, global_batch=self.global_batch)
+
     def _position(self) -> Position:
         return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
+
+
+def _steps_of_parts(order: Order, shards: int, remainder: Remainder) -> int:
+    """Steps in which each shard has a part."""
+    if order.steps and remainder is Remainder.DROP and order.size(order.steps - 1) < shards:
+        return order.steps - 1
+    return order.steps

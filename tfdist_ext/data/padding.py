@@ -52,6 +52,7 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
         return x, y, tf.cast(real, tf.float32)
 
     def marked(weight: tf.Tensor) -> tf.Tensor:
+        weight = tf.cast(weight, tf.float32) if weight.dtype == tf.bool else weight
         shape = [width] + [1] * (weight.shape.rank - 1)
         return weight * tf.reshape(tf.cast(real, weight.dtype), shape)
 

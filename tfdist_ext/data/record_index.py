@@ -6,6 +6,7 @@ It is kept beside the data, or in a cache folder: `index_files.py`.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class RecordIndex:
     damage: Damage | None
     kept_in: str
     _held: np.ndarray | None
+
+    def content(self) -> str:
+        """What tells whether the file has changed: its time, or its offsets where it has none."""
+        if self.stamp.modified_ns:
+            return str(self.stamp.modified_ns)
+        return hashlib.blake2b(self.offsets().tobytes(), digest_size=12).hexdigest()
 
     def offsets(self) -> np.ndarray:
         """Where each record begins, and where the last one ends: int64, `records` + 1, in bytes.
@@ -79,7 +86,10 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
             `on_error` is "raise"; it changes while it is read.
     """
     stamp = stamp_of(path)
-    places = index_files.places_of(path)
+    if stamp.size == 0:  # as writers leave it that had no records, or that died at once
+        warnings.warn(f"{path} is empty: it has 0 bytes, and no records.", stacklevel=2)
+    # Where the file system knows no times, nobody can tell whether a kept index is of this file.
+    places = index_files.places_of(path) if stamp.modified_ns else ()
     for place in places:
         offsets = index_files.load(place, stamp)
         if offsets is not None and offsets[0] == 0 and offsets[-1] == stamp.size:
@@ -94,6 +104,8 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
         if on_error == "raise":
             _refuse(index, file)
         return index
+    if not places:
+        return _indexed(path, stamp, offsets, "")
     beside, cached = places
     if index_files.store(beside, stamp, offsets):
         return _indexed(path, stamp, offsets, beside)

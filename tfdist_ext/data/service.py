@@ -15,7 +15,7 @@ from tfdist_ext.data.service_address import dispatcher_address, wait_for_dispatc
 from tfdist_ext.errors import DataError
 from tfdist_ext.launch import DATA_SERVICE
 
-__all__ = ["through_service"]
+__all__ = ["next_job_name", "through_service"]
 
 _numbers = itertools.count()
 
@@ -79,7 +79,7 @@ def through_service(
         tf.data.experimental.service.distribute(
             processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
             service=f"grpc://{address}",
-            job_name=_next_name(env) if job_name is None else job_name,
+            job_name=next_job_name(env) if job_name is None else job_name,
         )
     )
 
@@ -97,7 +97,8 @@ def _address(service: str | None, env: Mapping[str, str]) -> str:
     )
 
 
-def _next_name(env: Mapping[str, str]) -> str:
+def next_job_name(env: Mapping[str, str] = os.environ) -> str:
+    """The name of the next job: the same on all tasks that ask in the same order."""
     config = ClusterConfig.from_env(env)
     # An evaluator runs the same program: under the same name it would take batches away.
     evaluates = config is not None and config.task.type == "evaluator"

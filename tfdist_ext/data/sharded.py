@@ -54,7 +54,13 @@ class ShardedDataset(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def dataset(self, shard: Any = None, epoch: int | None = None) -> tf.data.Dataset:
+    def dataset(
+        self,
+        shard: Any = None,
+        epoch: int | None = None,
+        *,
+        remainder: Remainder = Remainder.KEEP,
+    ) -> tf.data.Dataset:
         """This shard's part of each global batch of an epoch.
 
         Args:
@@ -62,6 +68,7 @@ class ShardedDataset(abc.ABC):
                 there is.
             epoch: whose order; by default that of the position, from the position on. All other
                 epochs begin at their start.
+            remainder: of a global batch that does not divide by the shards.
 
         Raises:
             DataError: a shard or an epoch that is none.
@@ -92,6 +99,9 @@ class ShardedDataset(abc.ABC):
     ) -> Batches:
         """The rest of the position's epoch for a loop of one's own, which moves the position on.
 
+        `for batch in data` is the same with its defaults. To look at a batch and stay where it is,
+        take `next(iter(data.dataset()))`.
+
         Args:
             strategy: batches come as `strategy.run` takes them, each replica's part on its device;
                 by default they are whole global batches.
@@ -117,6 +127,9 @@ class ShardedDataset(abc.ABC):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches())
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         """Global batches of an epoch."""

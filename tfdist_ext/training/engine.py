@@ -20,6 +20,7 @@ from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.inputs import read
 from tfdist_ext.training.predicting import Predictor
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.same_data import check_same_position
 from tfdist_ext.training.seeds import Seeds
 from tfdist_ext.training.steps import StepProgram
 
@@ -41,6 +42,8 @@ class SynchronousEngine:
 
     def read(self, *data: Any, **options: Any) -> GlobalBatches:
         """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        if isinstance(data[0], ShardedDataset):
+            check_same_position(self.reduction, data[0])
         if isinstance(data[0], FunctionDataset):
             return self._read_by_shard(*data, **options)
         return read(*data, **options)

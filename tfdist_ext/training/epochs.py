@@ -37,7 +37,7 @@ class Epoch:
         known_length: whether there are that many for sure.
         agreed: whether the tasks have to agree in each step on what the global batch is.
         going_on: it is the rest of an epoch, whose first batches are in the metrics already.
-        done: to be told of the batches that are done, after each execution.
+        done: to be told of the batches that are done, and of the logs, after each execution.
         room: how many may be done before it is to be told; None: any number.
     """
 
@@ -46,7 +46,7 @@ class Epoch:
     known_length: bool
     agreed: bool
     going_on: bool
-    done: Callable[[int], None]
+    done: Callable[[int, dict[str, Any]], None]
     room: Callable[[], int | None]
 
 
@@ -71,7 +71,7 @@ class Epochs:
         self._position = batches.begin
         self._seen: int | None = None
         self._fresh = True
-        self._going_on = False
+        self._behind = 0  # steps of the next epoch that are done
 
     @property
     def steps(self) -> int | None:
@@ -83,10 +83,11 @@ class Epochs:
         """The next epoch, between the data's own hooks."""
         in_pass = self._batches.steps
         known = in_pass is not None or self._batches.endless
-        steps = self._asked
+        behind, self._behind = self._behind, 0
+        asked = steps = None if self._asked is None else max(self._asked - behind, 0)
         if in_pass is not None:
-            steps, after = steps_of_epoch(self._position, in_pass, self._asked)
-            if self._asked is not None and steps < self._asked:
+            steps, after = steps_of_epoch(self._position, in_pass, asked)
+            if asked is not None and steps < asked:
                 self._warn_of_end(steps)
         begins_a_pass = self._position == 0 and (self._asked is None or in_pass is not None)
         self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
@@ -95,13 +96,12 @@ class Epochs:
         self._batches.on_epoch_begin()
         try:
             batches = self._batches
-            going_on, self._going_on = self._going_on, False
             yield Epoch(
                 self._iterator,
                 steps,
                 known,
                 batches.agreed,
-                going_on,
+                behind > 0,
                 batches.done,
                 batches.room,
             )
@@ -122,13 +122,13 @@ class Epochs:
         self._dataset = feed(replace(batches, parts_of=batches.later(passed)))
         return True
 
-    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, going_on: bool) -> None:
-        """Begin where the data's own position is, maybe in the middle of an epoch (`going_on`)."""
+    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, behind: int) -> None:
+        """Begin where the data's own position is, `behind` steps of an epoch being done already."""
         assert self._batches.at_position is not None
         batches = self._batches.at_position()
         self._position = batches.begin
         self._batches = replace(self._batches, begin=batches.begin)
-        self._going_on = going_on
+        self._behind = behind
         self._dataset = feed(batches)
 
     def rewind(self) -> None:

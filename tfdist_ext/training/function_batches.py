@@ -65,7 +65,10 @@ def batches_of_function(
             return parts_of_dataset(dataset())(first, local, replicas)
         return _then_nothing(dataset(), local)
 
-    steps, endless = _agreed_length(data.whole_epoch(shard, data.place[0]), shard, reduction)
+    epoch = data.place[0] if going_on else 0
+    steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
+    if data.takes_epoch and going_on:  # other epochs may have more batches, or fewer
+        steps = None
 
     def batches() -> FunctionBatches:
         return FunctionBatches(
@@ -76,7 +79,7 @@ def batches_of_function(
             on_epoch_begin=lambda: None,
             on_epoch_end=lambda: None,
             begin=data.steps_behind if going_on else 0,
-            done=data.advance if going_on else lambda steps: None,
+            done=lambda steps, logs: data.advance(steps) if going_on else None,
             ended=data.end_epoch if going_on else lambda: None,
             agreed=workers > 1,
             at_position=batches,

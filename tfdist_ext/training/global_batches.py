@@ -21,16 +21,16 @@ PartsOf = Callable[[int, int, int], tf.data.Dataset]
 class GlobalBatches:
     """One pass after another over a sequence of global batches.
 
-    `steps` is the number of global batches in a pass, `batch_size` the examples in each; None
-    where only reading tells. An `endless` source starts the next pass by itself, so that nobody
-    has to ask, step by step, whether the data has ended: under several workers each such question
-    is a collective. `later` gives the parts from a later global batch on; None where only reading
-    leads there. `begin` is the global batch of a pass that the first one begins with; `done` is
-    told how many have been trained on, `ended` that a pass is over, and `room` says how many may be
-    done before that. `at_position` is the same from where the data's own position is; None where
-    it keeps none. `agreed`: how many rows the global batch has is known only when those of all
-    parts are counted. In the place of that number a part says 1 then, or 0 where it is no batch of
-    the data; the pass is over when all say so.
+    `steps` is the number of global batches in a pass, `batch_size` the examples in each; None where
+    only reading tells. An `endless` source starts the next pass by itself, so that nobody has to
+    ask, step by step, whether the data has ended: under several workers each such question is a
+    collective. `later` gives the parts from a later global batch on; None where only reading leads
+    there. `begin` is the global batch of a pass that the first one begins with; `done` is told how
+    many have been trained on, and the logs after them, `ended` that a pass is over, and `room` says
+    how many may be done before that. `at_position` is the same from where the data's own position
+    is; None where it keeps none. `agreed`: how many rows the global batch has is known only when
+    those of all parts are counted. In the place of that number a part says 1 then, or 0 where it is
+    no batch of the data; the pass is over when all say so.
     """
 
     parts_of: PartsOf
@@ -41,7 +41,7 @@ class GlobalBatches:
     on_epoch_end: Callable[[], None]
     later: Callable[[int], PartsOf] | None = None
     begin: int = 0
-    done: Callable[[int], None] = lambda steps: None
+    done: Callable[[int, dict[str, Any]], None] = lambda steps, logs: None
     room: Callable[[], int | None] = lambda: None
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None

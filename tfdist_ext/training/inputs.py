@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
@@ -52,7 +53,7 @@ def read(
             arrays, of the batches where it is a finite `PyDataset`. "batch" is, for arrays, a new
             order of the examples within each batch, as Keras has it.
         seed: where that order starts, of data to train on; asked only when it is needed. Without
-            it nothing is shuffled, and a ShardedDataset begins at its start, not at its position.
+            it nothing is shuffled, an OrderedDataset neither, and its position plays no part.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.
@@ -197,24 +198,13 @@ def _rows_of(batch: Any, size: Any, replica: int, replicas: int) -> Any:
     mine, low, high = _span(size, replica, replicas)
 
     def cut(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, tf.SparseTensor):
-            rest = part.dense_shape[1:]
-            start = tf.concat([[low], tf.zeros_like(rest)], axis=0)
-            return tf.sparse.slice(part, start, tf.concat([[high - low], rest], axis=0))
-        return part[low:high]
+        return None if part is None else rows_between(part, low, high)
 
     return mine, size, keras.tree.map_structure(cut, batch)
 
 
 def _batch_size(batch: Any) -> tf.Tensor:
-    part = next(part for part in keras.tree.flatten(batch) if part is not None)
-    if isinstance(part, tf.SparseTensor):
-        return part.dense_shape[0]
-    if isinstance(part, tf.RaggedTensor):
-        return tf.cast(part.nrows(), tf.int64)
-    return tf.shape(part, out_type=tf.int64)[0]
+    return rows_in(next(part for part in keras.tree.flatten(batch) if part is not None))
 
 
 def _check_batched(spec: Any) -> None:

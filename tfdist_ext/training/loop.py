@@ -84,8 +84,8 @@ class Loop:
                 logs = result.logs if data.going_on else logs
                 break
             done += result.steps
-            data.done(result.steps)
             logs = result.logs
+            data.done(result.steps, logs)
             self._end(done - 1, logs)
             stop = self._stopped or one_only
             if self._reduction.any_worker(stop) if self._by_batch else stop:

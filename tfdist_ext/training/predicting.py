@@ -89,8 +89,6 @@ class Predictor:
     def _of_one_part(self, part: Any) -> Any:
         rows, _, batch = part
         outputs = self._step(batch)
-        if self._reduction.replicas == 1:
-            return outputs
         return keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
 
     def _whole(self, value: Any) -> Any:

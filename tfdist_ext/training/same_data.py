@@ -7,6 +7,7 @@ worker loads a part, some examples are used twice and others never, and nothing 
 
 from __future__ import annotations
 
+import json
 import warnings
 import zlib
 from typing import Any
@@ -15,11 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["check_same_call", "warn_of_different_data"]
+__all__ = ["check_same_call", "check_same_position", "warn_of_different_data"]
 
 
 def check_same_call(reduction: Reduction, **numbers: int | None) -> None:
@@ -49,6 +52,30 @@ def check_same_call(reduction: Reduction, **numbers: int | None) -> None:
             + "Give every worker the same data and the same arguments, as one device would get:"
             " each takes its own part of every global batch."
         )
+
+
+def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
+    """Compare where workers are in their data, and of ordered data all that decides its order.
+
+    Every worker must call. Time stamps of files are not compared: each machine may have a copy.
+
+    Raises:
+        TrainingError: on every worker, where one's are not the chief's.
+    """
+    if not reduction.multi_worker:
+        return
+    epoch, behind = data.place
+    numbers: dict[str, int | None] = {"epoch": epoch, "behind in it": behind}
+    if isinstance(data, OrderedDataset):
+        content = {**data.source.fingerprint(), "time stamps": ""}
+        as_text = json.dumps(content, sort_keys=True, default=str)
+        numbers |= {
+            "global_batch": data.global_batch,
+            "examples": data.examples,
+            "seed": data.order.seed,
+            "fingerprint of the data": zlib.crc32(as_text.encode()),
+        }
+    check_same_call(reduction, **numbers)
 
 
 def warn_of_different_data(x: Any, y: Any, reduction: Reduction) -> None:

@@ -20,18 +20,19 @@ def batches_of_sharded(
     class_weight: Any,
     going_on: bool,
 ) -> GlobalBatches:
-    """The global batches from the data's position on, or from its start.
+    """The global batches from the data's position on, or all of it in its own order.
 
     Args:
         beside: targets and sample weights, which the data holds itself.
-        going_on: from the position; else from the start of epoch 0.
+        going_on: from the position; else, as predictions are wanted, in the order of the data.
 
     Raises:
         TrainingError: an argument of `fit` that says again, and otherwise, what the data says; or
             a position between two batches.
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
-    epoch, examples = data.place if going_on else (0, 0)
+    data = data if going_on else data.in_order()
+    epoch, examples = data.place
     if examples % data.global_batch:
         raise TrainingError(
             f"the data's position is after {examples} examples of an epoch, which is between two"
@@ -54,7 +55,7 @@ def batches_of_sharded(
         on_epoch_end=lambda: None,
         later=parts_from,
         begin=begin % data.steps,
-        done=data.advance if going_on else lambda steps: None,
+        done=lambda steps, logs: data.advance(steps) if going_on else None,
         agreed=data.loses_examples,
         at_position=lambda: batches_of_sharded(
             data,

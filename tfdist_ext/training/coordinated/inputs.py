@@ -70,7 +70,7 @@ class WorkerBatches:
     batch_size = None
     later = None
     begin = 0
-    done = staticmethod(lambda steps: None)
+    done = staticmethod(lambda steps, logs: None)
     room = staticmethod(lambda: None)
     ended = staticmethod(lambda: None)
     agreed = False

@@ -34,18 +34,19 @@ class CoordinatedPredictor:
         model.stop_predicting = False
         hooks.on_predict_begin()
         collected: list[Any] = []
+        done = 0  # batches, also those without a row that is whole
         turn = self._calls.workers  # a short one first: it shows early that all is well
         with keeping_ctrl_c() as check_ctrl_c, epochs.next() as data:
             while not model.stop_predicting:
-                left = None if data.steps is None else data.steps - len(collected)
-                n = turn if left is None else min(turn, left)
-                outputs = self._outputs(data.iterator, n)
+                n = turn if data.steps is None else min(turn, data.steps - done)
+                outputs, read = self._outputs(data.iterator, n)
+                done += read
                 check_ctrl_c()
                 for one in outputs:
                     hooks.on_predict_batch_begin(len(collected))
                     collected.append(one)
                     hooks.on_predict_batch_end(len(collected) - 1, {"outputs": one})
-                if len(outputs) < turn:
+                if read < n or done == data.steps:
                     break
                 turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
         if not collected:
@@ -59,13 +60,16 @@ class CoordinatedPredictor:
 
         return keras.tree.map_structure(rows, *collected)
 
-    def _outputs(self, iterator: Any, n: int) -> list[Any]:
-        """Outputs of the next `n` global batches, or of fewer where the data ends."""
+    def _outputs(self, iterator: Any, n: int) -> tuple[list[Any], int]:
+        """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
+        read = 0
         with self._calls.all_done() as call:
             most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
             for parcel in parcels(iterator, n, most):
-                call(self._function(iterator, parcel), [parcel.tensors, parcel.ends])
-        return [outputs for of_call in call.results() for outputs in of_call]
+                read += max(1, len(parcel.ends))
+                if parcel.ends:
+                    call(self._function(iterator, parcel), [parcel.tensors, parcel.ends])
+        return [outputs for of_call in call.results() for outputs in of_call], read
 
     def _function(self, iterator: Any, parcel: Parcel) -> Any:
         structure, specs = specs_of(iterator)

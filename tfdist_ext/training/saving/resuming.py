@@ -107,17 +107,25 @@ class Resumable:
         self._progress = restore_checkpoint(
             self._model, self._reduction, self._folder / (name or "")
         )
+        self._check_same_kind_of_data()
         self._was_done = self._reduction.any_worker(at_end)
         if self._was_done:
+            if self._data is not None and self._progress.data:
+                self._data.restore(json.loads(self._progress.data))
             return max(epochs, self._progress.epoch)
         self._index.epochs_when_done = None
         self._write_index()
         if self._data is not None and self._progress.data:
             self._data.restore(json.loads(self._progress.data))
             self._in_epoch = self._progress.batches
-            data.begin_at_position(feed, going_on=self._in_epoch > 0)
+            data.begin_at_position(feed, behind=self._in_epoch)
             return self._progress.epoch
         done = self._progress.epoch - self._progress.first_epoch
+        if self._data is not None:  # it was other data, without a position
+            for _ in range(done):
+                self._data.end_epoch()
+            data.begin_at_position(feed, behind=0)
+            return self._progress.epoch
         if not data.begin_after(done, feed):
             _read_past(data, done)
         return self._progress.epoch
@@ -132,8 +140,8 @@ class Resumable:
         if of_data is None:
             return batches
 
-        def done(steps: int) -> None:
-            batches.done(steps)
+        def done(steps: int, logs: dict[str, Any]) -> None:
+            batches.done(steps, logs)
             self._since += steps
             self._in_epoch += steps
             # At the end of an epoch there is one anyway, when callbacks have seen it.
@@ -141,7 +149,7 @@ class Resumable:
             at_end = behind in (0, batches.steps) or self._in_epoch == asked
             if every is not None and self._since >= every:
                 self._since = 0
-                if not at_end:
+                if not at_end and _is_finite(logs):
                     self._progress = replace(self._progress, batches=self._in_epoch)
                     self._save_in_index()
 
@@ -193,6 +201,14 @@ class Resumable:
         self._index.checkpoints[name] = self._progress
         self._write_index()
 
+    def _check_same_kind_of_data(self) -> None:
+        if self._progress.batches and self._data is None:
+            raise TrainingError(
+                f"the checkpoint in {self._folder} is of the middle of an epoch: after"
+                f" {self._progress.batches} global batches of a ShardedDataset, and other data"
+                " arrived, which has no position. Go on with the data that was there."
+            )
+
     def _check_every(self) -> None:
         every = self._every
         if every is None:
@@ -201,8 +217,9 @@ class Resumable:
             raise TrainingError(f"checkpoint_every is 1 or more batches; {every!r} arrived.")
         if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
-                "checkpoint_every needs checkpoint_dir, and data that knows its position: a"
-                " ShardedDataset, as of tfd.data.from_arrays((x, y), global_batch=64, seed=0)."
+                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
+                " epoch: of tfd.data.from_arrays((x, y), global_batch=64, seed=0) or"
+                " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
             )
 
     def _open(self) -> None:
