@@ -224,3 +224,25 @@ def test_files_that_are_not_there(tmp_path: Path, pattern: Any, message: str) ->
 def test_a_shard_that_is_none() -> None:
     with pytest.raises(DataError, match=r"shard_files wants a Shard\(index, count\)"):
         shard_files("a", 0)  # type: ignore[arg-type]
+
+
+def test_one_file_in_several_spellings_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_records: Callable[..., str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_records(tmp_path / "q.tfrecord", [b"a"])
+    assert len(files_of(["q.tfrecord", "./q.tfrecord", path, "*.tfrecord"])) == 1
+
+
+@pytest.mark.parametrize("kept", [0, 7, 13])
+def test_a_file_that_is_damaged_at_its_beginning(
+    tmp_path: Path, write_records: Callable[..., str], kept: int
+) -> None:
+    paths = [Path(write_records(tmp_path / f"{i}.data", [b"abc"] * 9)) for i in range(3)]
+    paths[1].write_bytes(paths[1].read_bytes()[:kept])
+    if kept:
+        with pytest.raises(DataError, match=r"1\.data: record 0 at byte 0 of"):
+            shard_files(f"{tmp_path}/*.data", Shard(0, 1))
+        return
+    with pytest.warns(UserWarning, match=r"1\.data is empty: it has 0 bytes"):
+        shard_files(f"{tmp_path}/*.data", Shard(0, 1))

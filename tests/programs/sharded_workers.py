@@ -12,6 +12,7 @@ import sys
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
+import numpy as np
 import sharded_case as case
 
 import tfdist_ext as tfd
@@ -72,6 +73,23 @@ if len(cluster.jobs["worker"]) == 2:
         model.predict(tfd.data.from_dataset_fn(case.of_task), verbose=0)
     except tfd.TrainingError as error:
         result["predict"] = str(error)
+    # Workers that do not agree on their data: a seed of its own, a batch taken before, other rows.
+    rows = np.arange(40.0)[:, None]
+
+    def refused(data):
+        try:
+            model.fit(data, verbose=0)
+        except tfd.TrainingError as error:
+            return str(error)
+        return "not refused"
+
+    mine = cluster.task.index
+    other_seed = tfd.data.from_arrays((rows, rows), global_batch=8, seed=mine)
+    moved_on = tfd.data.from_arrays((rows, rows), global_batch=8, seed=1)
+    moved_on.advance(1 - mine)
+    other_rows = tfd.data.from_arrays((rows + mine, rows), global_batch=8, seed=1)
+    result["refused"] = [refused(data) for data in (other_seed, moved_on, other_rows)]
+
     # One of them has no end, so all of them need to be told how many steps there are.
     endless = tfd.data.from_dataset_fn(
         lambda shard: case.of_task(shard, 0).repeat(2 if shard.index else None)

@@ -126,3 +126,26 @@ def test_evaluate_and_predict_read_one_epoch() -> None:
     assert data.place == (0, 0)
     with pytest.raises(tfd.TrainingError, match="batch_size=8 arrived"):
         ours.fit(data, batch_size=8)
+
+
+@pytest.mark.parametrize("lengths", [(2, 4, 3), (4, 2, 3)])
+def test_epochs_of_other_lengths(lengths: tuple[int, ...]) -> None:
+    def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
+        rows = lengths[epoch] * 5
+        return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(5)
+
+    data = tfd.data.from_dataset_fn(of_epoch)
+    ours, plain = tfd.distribute(build, mirrored(2)), build()
+    ours.fit(data, epochs=3, verbose=0)
+    for length in lengths:
+        plain.fit(X[: length * 5], Y[: length * 5], batch_size=5, shuffle=False, verbose=0)
+    assert_same_weights(plain, ours)
+    found = ours.evaluate(data, verbose=0)  # of epoch 0
+    rows = lengths[0] * 5
+    np.testing.assert_allclose(found, plain.evaluate(X[:rows], Y[:rows], verbose=0), rtol=1e-5)
+
+
+def test_a_service_has_no_position_in_an_epoch(tmp_path: Path) -> None:
+    data = tfd.data.from_dataset_fn(lambda shard: None, service="grpc://node:1")
+    with pytest.raises(tfd.TrainingError, match="where the function takes the epoch"):
+        tfd.distribute(build, mirrored(2)).fit(data, checkpoint_dir=tmp_path, checkpoint_every=2)

@@ -241,3 +241,70 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
     for batch in (rows[:2], rows[2:6], rows[6:]):
         plain.train_on_batch(X[batch], Y[batch])
     assert_same_weights(plain, ours)
+
+
+def test_predictions_are_in_the_order_of_the_data(damaged: str) -> None:
+    data = tfd.data.from_arrays(DATA[0], global_batch=BATCH, seed=4)
+    data.advance(2)
+    found = tfd.distribute(build, mirrored(2)).predict(data, verbose=0)
+    np.testing.assert_allclose(found, build().predict(DATA[0], verbose=0), rtol=1e-5)
+    assert data.place == (0, 2 * BATCH)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_predictions_leave_out_damaged_records(damaged: str, replicas: int) -> None:
+    def inputs(record: tf.Tensor) -> Any:
+        return of_record(record)[0]
+
+    data = tfd.data.from_tfrecords(damaged, inputs, global_batch=2, on_error="skip")
+    with pytest.warns(UserWarning, match="is damaged"):
+        found = tfd.distribute(build, mirrored(replicas)).predict(data, verbose=0)
+    rows = [0, 1, *range(4, 12)]
+    np.testing.assert_allclose(found, build().predict(X[rows], verbose=0), rtol=1e-5)
+
+
+def test_epochs_of_few_steps_are_gone_on_with_as_they_were(tmp_path: Path) -> None:
+    """Killed after 8 of 5 + 5 + 5 steps; 10 are a pass."""
+
+    def data() -> Any:
+        return tfd.data.from_arrays(DATA, global_batch=5, seed=4)
+
+    arguments: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 5, "verbose": 0}
+    whole = tfd.distribute(build, mirrored(2))
+    whole.fit(data(), **arguments)
+    arguments |= {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    with pytest.raises(KilledError):
+        tfd.distribute(build, mirrored(2)).fit(data(), callbacks=[KillAfter(8)], **arguments)
+    again = tfd.distribute(build, mirrored(2))
+    again.fit(data(), **arguments)
+    assert int(again.keras_model.optimizer.iterations.numpy()) == 15
+    assert_same_weights(whole.keras_model, again)
+
+
+def test_lost_weights_do_not_replace_good_checkpoints(tmp_path: Path) -> None:
+    x = X[:ROWS].copy()
+    x[30] = np.nan
+    data = tfd.data.from_arrays((x, Y[:ROWS]), global_batch=5)
+    ours = tfd.distribute(build, mirrored(2))
+    with pytest.warns(UserWarning, match="no checkpoint is written"):
+        ours.fit(data, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0)
+    names = sorted(path.name for path in tmp_path.glob("epoch-*.h5"))
+    assert names[-1] == "epoch-00000-batch-00000006.h5"  # row 30 is in the seventh batch
+
+
+def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"checkpoint_dir": tmp_path / "middle", "verbose": 0}
+    broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
+    with pytest.raises(KilledError):
+        tfd.distribute(build, mirrored(2)).fit(sharded(), **broken)
+    with pytest.raises(tfd.TrainingError, match="after 2 global batches of a ShardedDataset"):
+        tfd.distribute(build, mirrored(2)).fit(*DATA, epochs=2, **arguments)
+    # At the end of an epoch, other data may come: its epochs are counted on.
+    arguments["checkpoint_dir"] = tmp_path / "end"
+    tfd.distribute(build, mirrored(2)).fit(*DATA, epochs=2, **arguments)
+    data = sharded()
+    tfd.distribute(build, mirrored(2)).fit(data, epochs=3, **arguments)
+    assert data.place == (3, 0)
+    again = sharded()
+    tfd.distribute(build, mirrored(2)).fit(again, epochs=3, **arguments)
+    assert again.place == (3, 0)  # of a training that is done already

@@ -140,3 +140,11 @@ def test_each_example_of_a_data_service_counts_once(results: dict[str, Any]) -> 
             np.testing.assert_allclose(history[name], expected, rtol=1e-6)
             np.testing.assert_allclose(history[f"val_{name}"], expected, rtol=1e-6)
         assert task["service"]["place"] == [2, 0]
+
+
+def test_workers_that_do_not_agree_on_their_data(results: dict[str, Any]) -> None:
+    for task in results["2"]:
+        seed, position, rows = task["refused"]
+        assert "seed 0" in seed
+        assert "behind in it 8" in position
+        assert "fingerprint of the data" in rows
