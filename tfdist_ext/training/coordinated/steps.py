@@ -87,12 +87,12 @@ class CoordinatedSteps:
         if isinstance(iterator, WorkerIterators):
             return self._run_where_data_is(iterator, n, seconds)
         first, rate = self._number_and_rate()
-        done = 0
+        done = passed_over = 0
         with self._calls.all_done() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
             for parcel in parcels(iterator, n, BATCHES_IN_A_CALL if together else 1):
                 if not parcel.ends:
-                    done += 1
+                    passed_over += 1
                     continue
                 function = self._function(iterator, parcel)
                 step = np.int64(first + done * self._counted)
@@ -102,7 +102,7 @@ class CoordinatedSteps:
         for packed, of_call in call.results():
             self._add(_unpacked(packed, self._start))
             outputs = of_call
-        return self._finish(first, done, outputs, seconds)
+        return self._finish(first, done, outputs, seconds, passed_over)
 
     def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
         """The same with batches that the workers read for themselves."""
@@ -118,7 +118,9 @@ class CoordinatedSteps:
         rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
         return first, rate
 
-    def _finish(self, first: int, done: int, outputs: Any, seconds: float) -> Execution:
+    def _finish(
+        self, first: int, done: int, outputs: Any, seconds: float, passed_over: int = 0
+    ) -> Execution:
         if self._training and self._counter is not None and done:
             kp.raw_value(self._counter).assign(first + done * self._counted)
         values = [
@@ -127,7 +129,7 @@ class CoordinatedSteps:
         ]
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
-        return Execution(self._logs(values, outputs), done, seconds)
+        return Execution(self._logs(values, outputs), done + passed_over, seconds)
 
     def _function(self, iterator: Any, parcel: Parcel) -> Any:
         structure, specs = specs_of(iterator)
