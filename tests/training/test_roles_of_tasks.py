@@ -36,12 +36,15 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
     assert evaluated.endswith("run returned None\n")
     # The same numbers as the chief's validation, which it did on the workers at the same states.
     scalars = _scalars(folder / "evaluator")
-    assert sorted(scalars) == ["epoch_accuracy", "epoch_loss"]
+    by_step = ["evaluation_accuracy_vs_iterations", "evaluation_loss_vs_iterations"]
+    assert sorted(scalars) == ["epoch_accuracy", "epoch_loss", *by_step]
     for name in ("loss", "accuracy"):
         by_epoch = scalars[f"epoch_{name}"]
         assert 2 in by_epoch  # the last; those before may be removed before their turn
         for epoch, value in by_epoch.items():
             assert value == pytest.approx(history[f"val_{name}"][epoch], rel=1e-5)
+        of_steps = scalars[f"evaluation_{name}_vs_iterations"]
+        assert list(of_steps.values()) == list(by_epoch.values())
 
 
 def test_an_exception_on_the_coordinator_ends_every_server_with_1(tmp_path: Path) -> None:
