@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/data.md", "docs/placement.md", "docs/training.md", "docs/saving.md"]
+PAGES = [
+    "README.md",
+    "docs/custom_strategy.md",
+    "docs/data.md",
+    "docs/placement.md",
+    "docs/training.md",
+    "docs/saving.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

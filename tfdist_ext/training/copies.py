@@ -8,16 +8,24 @@ On the plain tf.Variables that lie behind the distributed ones, Keras's code run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["LocalCopies", "copies_per_worker", "local_copy", "outside_of_strategies"]
+__all__ = [
+    "LocalCopies",
+    "copies_per_worker",
+    "is_updated_once",
+    "local_copy",
+    "outside_of_strategies",
+    "send_out",
+]
 
 
 class LocalCopies(keras.StatelessScope):
@@ -51,6 +59,31 @@ def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> 
     copy = copies[number % len(copies)]
     # The one copy of central storage comes in a wrapper that insists on its strategy.
     return copy.get() if hasattr(copy, "get") else copy
+
+
+def is_updated_once(
+    variables: Sequence[Any], strategy: tf.distribute.Strategy, local_replicas: int
+) -> bool:
+    """Whether an update is computed once, and not by each replica on copies of its own.
+
+    So it is where replicas share a copy, which would be updated once for each of them, and where
+    the strategy has its own way of applying updates.
+    """
+    if isinstance(strategy, StrategyTemplate) and strategy.has_own_updates:
+        return True
+    return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
+
+
+def send_out(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+    """Give all copies the value of the first; to be called in cross-replica context."""
+    for variable in variables:
+        if copies_per_worker(variable, strategy) > 1:
+            strategy.extended.update(
+                kp.raw_value(variable),
+                lambda copy, value: copy.assign(value),
+                args=(local_copy(variable, strategy, 0).read_value(),),
+                group=False,
+            )
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
-    copies_per_worker,
+    is_updated_once,
     local_copy,
     outside_of_strategies,
+    send_out,
 )
 from tfdist_ext.training.exact_losses import (
     add_loss,
@@ -85,10 +86,12 @@ def _apply(
         with set_part(None), outside_of_strategies(optimizer), copies:
             apply(gradients)
 
-    if here.local_replicas > 1 and copies_per_worker(optimizer.variables[0], strategy) == 1:
+    touched = [*variables, *optimizer.variables]
+    if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
 
         def apply_once(_: Any, gradients: list[Any]) -> None:
             apply_on(0, [strategy.experimental_local_results(value)[0] for value in gradients])
+            send_out(touched, strategy)
 
         tf.distribute.get_replica_context().merge_call(apply_once, args=(summed,))
     else:

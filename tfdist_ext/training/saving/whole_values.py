@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 
 __all__ = [
@@ -29,7 +30,10 @@ BLOCK_BYTES = 64 * 2**20
 
 
 def whole_value(variable: Any) -> np.ndarray:
-    """The value of a Keras variable: of its first copy here, its pieces put together."""
+    """The value of a Keras variable: of its first copy here, its pieces put together.
+
+    Where the strategy reads variables in a way of its own, what it reads.
+    """
     shape = tuple(variable.shape)
     ranges = list(blocks(variable))
     if len(ranges) == 1:
@@ -76,6 +80,10 @@ def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, in
 
 def read_rows(variable: Any, start: int, stop: int) -> np.ndarray:
     """The rows from `start` up to `stop`; of a scalar, an array of one value."""
+    raw = kp.raw_value(variable)
+    strategy = getattr(raw, "distribute_strategy", None)
+    if isinstance(strategy, StrategyTemplate) and strategy.has_own_reading:
+        return np.atleast_1d(raw.numpy())[start:stop]
     parts = []
     for first, rows, copies in _pieces(variable):
         low, high = max(start - first, 0), min(stop - first, rows)

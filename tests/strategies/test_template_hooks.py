@@ -1,0 +1,329 @@
+"""Each hook is asked where its decision counts, and its answer is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared, numbers, replica, run
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import StrategyTemplate
+
+FULL = "/job:localhost/replica:0/task:0/device:CPU:"
+
+
+def devices_of(strategy: Any, variable: Any) -> list[str]:
+    return [copy.device.removeprefix(FULL) for copy in strategy.copies(variable)]
+
+
+def values_of(strategy: Any, variable: Any) -> list[Any]:
+    return [copy.numpy().tolist() for copy in strategy.copies(variable)]
+
+
+def test_where_a_variable_is_created() -> None:
+    asked: list[Any] = []
+
+    class Noting(StrategyTemplate):
+        def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+            asked.append((spec, beside))
+            if spec.path == "large":
+                return create(["CPU:3"])
+            return super().create_variable(spec, create, beside)
+
+    strategy = Noting(2)
+    with strategy.scope():
+        large = tf.Variable(tf.zeros([8, 4]), name="large", trainable=False)
+        small = tf.Variable(lambda: np.float64([1.0]), name="small")
+        tf.Variable(0, name="metric", synchronization=tf.VariableSynchronization.ON_READ)
+        with strategy.extended.colocate_vars_with(large):
+            slot = tf.Variable(tf.zeros([8, 4]), name="slot")
+    assert devices_of(strategy, large) == ["3"]
+    assert devices_of(strategy, slot) == ["3"]
+    assert devices_of(strategy, small) == ["0", "1"]
+    assert [spec.path for spec, _ in asked] == ["large", "small", "slot"]
+    assert [spec.bytes for spec, _ in asked] == [128, 8, 128]
+    assert [spec.trainable for spec, _ in asked] == [False, True, True]
+    assert [spec.dtype for spec, _ in asked] == ["float32", "float64", "float32"]
+    assert [beside for _, beside in asked] == [None, None, large]
+
+
+@pytest.mark.parametrize("how", ["eager", "tf.function around"])
+def test_a_shared_variable_is_written_once(how: str) -> None:
+    strategy = Shared(3)
+    with strategy.scope():
+        total = tf.Variable(10.0, aggregation=tf.VariableAggregation.SUM)
+        mean = tf.Variable(10.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step() -> Any:
+        total.assign_add(replica())
+        mean.assign_sub(replica())
+        return total * replica()
+
+    assert numbers(strategy, run(strategy, step, how)) == [16, 32, 48]
+    assert values_of(strategy, total) == [16]
+    assert values_of(strategy, mean) == [8]
+    total.assign(1.0)
+    assert (total + 1).numpy() == 2
+    with strategy.scope():
+        done = strategy.extended.update(total, lambda v, x: v.assign_add(x), args=(4.0,))
+    assert float(done) == 5
+    assert strategy.extended.value_container(strategy.copies(total)[0]) is total
+
+
+def test_a_variable_is_created_with_other_arguments() -> None:
+    class Ones(StrategyTemplate):
+        def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+            return create(self.devices, initial_value=tf.ones(spec.shape), name="ones")
+
+    strategy = Ones(2)
+    with strategy.scope():
+        variable = tf.Variable([3.0, 4.0])
+    assert values_of(strategy, variable) == [[1, 1], [1, 1]]
+    assert variable.name == "ones:0"
+
+
+def test_what_is_read_and_saved(tmp_path: Path) -> None:
+    strategy = ReadAsMean(2)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+    strategy.copies(variable)[1].assign([3.0, 6.0])
+    reads = [
+        variable.numpy(),
+        np.array(variable),
+        variable.value(),
+        variable.read_value(),
+        variable + 0,
+        tf.convert_to_tensor(variable),
+        tf.function(lambda: variable * 1)(),
+    ]
+    with strategy.scope():
+        reads += [variable * 1, strategy.extended.read_var(variable)]
+    for value in reads:
+        assert np.asarray(value).tolist() == [2, 4]
+    assert numbers(strategy, strategy.run(lambda: variable * 1)) == [[1, 2], [3, 6]]
+
+    path = tf.train.Checkpoint(v=variable).save(str(tmp_path / "checkpoint"))
+    saved = tf.train.load_checkpoint(path).get_tensor("v/.ATTRIBUTES/VARIABLE_VALUE")
+    assert saved.tolist() == [2, 4]
+    tf.train.Checkpoint(v=variable).restore(path).assert_consumed()
+    assert values_of(strategy, variable) == [[2, 4], [2, 4]]
+
+    module = tf.Module()
+    module.v = variable
+    tf.saved_model.save(module, str(tmp_path / "model"))
+    assert tf.saved_model.load(str(tmp_path / "model")).v.numpy().tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("cls", [StrategyTemplate, Mixed, Shared, Owned])
+def test_checkpoints_go_from_one_to_another(cls: Any, tmp_path: Path) -> None:
+    """Restored after the variables are there, and before."""
+
+    def made(strategy: Any, value: float) -> Any:
+        module = tf.Module()
+        with strategy.scope():
+            module.a = tf.Variable(tf.fill([2], value), name="a")
+            module.b = tf.Variable(value, name="b")
+        return module
+
+    source, target = cls(3), Mixed(2)
+    path = tf.train.Checkpoint(made(source, 7.0)).save(str(tmp_path / "one"))
+    there = made(target, 0.0)
+    tf.train.Checkpoint(there).restore(path).assert_existing_objects_matched()
+    assert values_of(target, there.a) in ([[7, 7]], [[7, 7], [7, 7]])
+    with source.scope():
+        later = tf.Module()
+        tf.train.Checkpoint(later).restore(path)
+        later.a = tf.Variable([0.0, 0.0])
+    copies = values_of(source, later.a)
+    assert copies == [[7, 7]] * len(copies)
+
+
+@pytest.mark.parametrize("how", ["eager", "tf.function around"])
+def test_how_an_update_is_applied(how: str) -> None:
+    asked: list[Any] = []
+
+    class Noting(Owned):
+        def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
+            asked.append((variable, len(copies)))
+            return super().update_variable(variable, copies, update)
+
+    strategy = Noting(3)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+    computed: list[str] = []
+
+    def double(copy: Any, value: Any) -> Any:
+        computed.append(copy.device.removeprefix(FULL))
+        return copy.assign(2 * copy + value)
+
+    def step() -> None:
+        variable.assign_add(replica())
+        strategy.extended.update(variable, double, args=(10 * replica(),))
+
+    run(strategy, step, how)
+    assert values_of(strategy, variable) == [34, 34, 34]  # 2 * (1 + 6) + 20, as the second has it
+    assert computed == ["1"]
+    assert asked == [(variable, 3)] * 2
+    variable.assign(5.0)
+    assert values_of(strategy, variable) == [5, 5, 5]
+
+
+def test_how_values_are_reduced() -> None:
+    strategy = Pairwise(4)
+    with strategy.scope():
+        variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step() -> Any:
+        variable.assign(replica())
+        return tf.distribute.get_replica_context().all_reduce("SUM", [replica(), 2 * replica()])
+
+    one, two = run(strategy, step, "tf.function around")
+    assert numbers(strategy, one) == [10, 10, 10, 10]
+    assert numbers(strategy, two) == [20, 20, 20, 20]
+    assert float(strategy.reduce("MEAN", strategy.run(replica), axis=None)) == 2.5
+    assert values_of(strategy, variable) == [2.5] * 4
+    everywhere = tuple(f"{FULL}{number}" for number in range(4))
+    total, mean = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+    assert strategy.asked == [
+        (mean, 4, everywhere),
+        (total, 4, everywhere),
+        (total, 4, everywhere),
+        (mean, 4, everywhere[:1]),
+    ]
+
+
+def test_results_of_a_reduction_are_moved_to_where_they_are_wanted() -> None:
+    strategy = Pairwise(3)
+    step = lambda: tf.distribute.get_replica_context().all_reduce("SUM", replica())  # noqa: E731
+    parts = strategy.experimental_local_results(strategy.run(step))
+    assert [part.device.removeprefix(FULL) for part in parts] == ["0", "1", "2"]
+
+
+def test_how_a_dataset_is_given_out() -> None:
+    class Backwards(StrategyTemplate):
+        def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+            return super().distribute_dataset(dataset.map(lambda x: -x), options)
+
+    strategy = Backwards(2)
+    given = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4))
+    assert [numbers(strategy, batch) for batch in given] == [[[0, -1], [-2, -3]]]
+
+
+def hook(name: str, answer: Any) -> Any:
+    """A strategy one of whose hooks returns what it must not."""
+    body = {name: lambda self, *args, **kwargs: answer(self, *args, **kwargs)}
+    return type("Wrong", (StrategyTemplate,), body)(2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda *_: None,
+            r"Wrong.create_variable must return the variable that create\(\) makes of 'v'; it"
+            " returned None",
+        ),
+        (lambda *_: tf.zeros([2]), r"it returned a tensor of shape \(2,\) and float32"),
+        (
+            lambda self, spec, create, beside: [create(self.devices)],
+            "it returned a list of 1",
+        ),
+        (
+            lambda self, spec, create, beside: create(self.devices, initial_value=[1.0]),
+            r"a variable of the shape \[2\]; it returned a variable of shape \(1,\)",
+        ),
+        (
+            lambda self, spec, create, beside: create(["CPU:1", "CPU:0"]),
+            r"Wrong.create_variable, for 'v': create\(\) takes one device for all replicas, or the"
+            r" devices of all replicas in their order, \['CPU:0', 'CPU:1'\]; \['CPU:1', 'CPU:0'\]",
+        ),
+        (lambda self, spec, create, beside: create(["CPU:9"]), "for 'v': there is no CPU:9"),
+        (lambda self, spec, create, beside: create([]), r"for 'v': devices takes names"),
+    ],
+)
+def test_a_wrong_variable(answer: Any, message: str) -> None:
+    strategy = hook("create_variable", answer)
+    with strategy.scope(), pytest.raises(tfd.StrategyError, match=message):
+        tf.Variable([1.0, 2.0], name="v")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda *_: None,
+            r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0'; it"
+            " returned None",
+        ),
+        (lambda self, v, copies: list(copies), "it returned a list of 2"),
+        (lambda self, v, copies: copies[0][:1], r"it returned a tensor of shape \(1,\)"),
+        (lambda self, v, copies: tf.cast(copies[0], tf.int32), r"shape \(2,\) and int32"),
+    ],
+)
+def test_a_wrong_reading(answer: Any, message: str) -> None:
+    strategy = hook("read_variable", answer)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0], name="v")
+    with pytest.raises(tfd.StrategyError, match=message):
+        variable.numpy()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda *_: None,
+            r"Wrong.update_variable must return a list of 2, what update\(\) returned for each copy"
+            " of 'v:0'; it returned None",
+        ),
+        (lambda self, v, copies, update: [update(0)], "it returned a list of 1"),
+    ],
+)
+def test_a_wrong_update(answer: Any, message: str) -> None:
+    strategy = hook("update_variable", answer)
+    with strategy.scope():
+        variable = tf.Variable(1.0, name="v", aggregation=tf.VariableAggregation.SUM)
+    with pytest.raises(tfd.StrategyError, match=message):
+        tf.function(lambda: strategy.run(lambda: variable.assign(replica())))()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda *_: None,
+            "Wrong.reduce_values must return a list of 2, a value for each of the devices it is"
+            " wanted on; it returned None",
+        ),
+        (lambda self, op, values, devices: values[:1], "it returned a tuple of 1"),
+        (lambda self, op, values, devices: values[0], r"a tensor of shape \(3,\) and float32"),
+        (lambda self, op, values, devices: [1.0, 1.0], "tensors.*; it returned 1.0"),
+        (
+            lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
+            r"values like those that it gets, a tensor of shape \(3,\) and float32; it returned a"
+            r" tensor of shape \(\)",
+        ),
+        (
+            lambda self, op, values, devices: [tf.cast(v, tf.bfloat16) for v in values],
+            r"it returned a tensor of shape \(3,\) and bfloat16",
+        ),
+    ],
+)
+def test_a_wrong_reduction(answer: Any, message: str) -> None:
+    strategy = hook("reduce_values", answer)
+
+    def step() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.fill([3], replica()))
+
+    with pytest.raises(tfd.StrategyError, match=message):
+        tf.function(lambda: strategy.run(step), autograph=False)()
+
+
+def test_a_wrong_dataset() -> None:
+    strategy = hook("distribute_dataset", lambda self, dataset, options: dataset)
+    with pytest.raises(tfd.StrategyError, match=r"Wrong.distribute_dataset must return a tf\.dist"):
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))

@@ -1,0 +1,140 @@
+"""StrategyTemplate: a strategy to write one's own on.
+
+It is complete as it stands: one replica for each device, a copy of each variable on each of them,
+sums and means computed on one device. A subclass overrides the hooks whose decision it changes and
+calls `super()` for the rest; `docs/custom_strategy.md` builds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.placement import VariableSpec
+from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.devices import pick_devices
+from tfdist_ext.strategies.template_extended import TemplateExtended
+
+__all__ = ["StrategyTemplate"]
+
+
+class StrategyTemplate(tf.distribute.Strategy):
+    """A synchronous strategy on the devices of one machine, with hooks.
+
+    Args:
+        devices: names ("GPU:0"), or a number of devices (GPUs where there are any, else logical
+            CPUs), or None for all of them.
+
+    Raises:
+        StrategyError: a device that is not there, or is named twice; at the first trace: a hook
+            that returns what it must not, named in the message.
+    """
+
+    def __init__(self, devices: int | str | Sequence[str] | None = None):
+        self._names = tuple(pick_devices(type(self).__name__, devices))
+        super().__init__(TemplateExtended(self, tuple(map(tp.full_name, self._names))))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the replicas' devices, in the order of replicas."""
+        return self._names
+
+    def copies(self, variable: Any) -> tuple[tf.Variable, ...]:
+        """The plain variables behind a variable of this strategy: one for each replica, or one."""
+        copies = self.experimental_local_results(variable)
+        return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
+
+    @property
+    def has_own_updates(self) -> bool:
+        """Whether the subclass says how updates are applied.
+
+        `tfd.distribute` then computes an update once, on the first copies, and has its result
+        assigned to each variable through the hook. Else each replica computes it for its copies.
+        """
+        return type(self).update_variable is not StrategyTemplate.update_variable
+
+    @property
+    def has_own_reading(self) -> bool:
+        """Whether the subclass says how variables are read; else any copy will do."""
+        return type(self).read_variable is not StrategyTemplate.read_variable
+
+    def create_variable(
+        self, spec: VariableSpec, create: Callable[..., tf.Variable], beside: Any = None
+    ) -> tf.Variable:
+        """Hook: where a variable is created.
+
+        Asked for every variable but those of which each replica keeps a value of its own
+        (synchronization ON_READ, as in metrics).
+
+        Args:
+            spec: path (of a variable that is none of Keras's: its name), shape, dtype, bytes,
+                and whether it is trained.
+            create: `create(devices)` makes it: on the devices of all replicas, a copy on each; on
+                one device, one copy that all replicas use.
+            beside: the variable that it belongs to, as an optimizer's slot does, or None.
+
+        Returns:
+            What `create` returned. By default copies on all devices, and beside a variable where
+            that one is.
+        """
+        if beside is None:
+            return create(self.devices)
+        return create([copy.device for copy in self.copies(beside)])
+
+    def read_variable(self, variable: Any, copies: Sequence[tf.Variable]) -> tf.Tensor:
+        """Hook: how a variable is read outside of replicas; a checkpoint holds what is read.
+
+        Asked for variables with a copy on each device. In a replica its own copy is read.
+
+        Returns:
+            A tensor of the variable's shape and dtype. By default the first copy's.
+        """
+        return copies[0].read_value()
+
+    def update_variable(
+        self, variable: Any, copies: Sequence[tf.Variable], update: Callable[[int], Any]
+    ) -> Sequence[Any]:
+        """Hook: how an update is applied.
+
+        Each assignment and each step of a Keras optimizer comes here, with values that are reduced
+        already.
+
+        Args:
+            copies: the plain variables, one for each replica, or one.
+            update: `update(number)` applies it to the copy of that number, on its device.
+
+        Returns:
+            A list of what `update` returned for each copy. By default every copy is updated.
+        """
+        return [update(number) for number in range(len(copies))]
+
+    def reduce_values(
+        self, op: tf.distribute.ReduceOp, values: Sequence[Any], devices: Sequence[str]
+    ) -> Sequence[Any]:
+        """Hook: how values are reduced.
+
+        `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments come here.
+
+        Args:
+            op: `tf.distribute.ReduceOp.SUM` or `.MEAN`.
+            values: a tensor, or tf.IndexedSlices, of each replica, on its device.
+            devices: full names of those on which the result is wanted.
+
+        Returns:
+            A list with the result for each device, which is moved there if it is not there yet. By
+            default the values are reduced on the first device, which sends the result out.
+        """
+        total = tp.reduced_on(devices[0], op, values)
+        return [total] * len(devices)
+
+    def distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+    ) -> tf.distribute.DistributedDataset:
+        """Hook: how `experimental_distribute_dataset` gives a dataset to the replicas.
+
+        Returns:
+            A distributed dataset. By default each batch is cut into a part for each replica.
+        """
+        return self.extended.split(dataset, options)

@@ -1,0 +1,89 @@
+"""What the hooks of a StrategyTemplate return, checked when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.placement import VariableSpec
+
+__all__ = ["check_created", "check_dataset", "check_read", "check_reduced", "check_updated"]
+
+
+def check_created(strategy: Any, made: Any, spec: VariableSpec) -> None:
+    """Raise StrategyError unless it is a variable of that shape, made in the strategy's scope."""
+    if not isinstance(made, tf.Variable) and not getattr(made, "is_sharded_variable", False):
+        raise _wrong(
+            strategy, "create_variable", f"the variable that create() makes of {spec.path!r}", made
+        )
+    if not made.shape.is_compatible_with(spec.shape):
+        raise _wrong(
+            strategy, "create_variable", f"a variable of the shape {list(spec.shape)}", made
+        )
+
+
+def check_read(strategy: Any, value: Any, variable: Any) -> Any:
+    """The tensor that `read_variable` returned, or StrategyError."""
+    fits = (
+        (tf.is_tensor(value) or isinstance(value, tf.Variable))
+        and value.dtype == variable.dtype
+        and variable.shape.is_compatible_with(value.shape)
+    )
+    if not fits:
+        what = f"a tensor of shape {variable.shape} and {variable.dtype.name} for {variable.name!r}"
+        raise _wrong(strategy, "read_variable", what, value)
+    return value
+
+
+def check_updated(strategy: Any, results: Any, variable: Any, copies: int) -> None:
+    """Raise StrategyError unless there is a result for each copy."""
+    if not isinstance(results, list | tuple) or len(results) != copies:
+        what = f"a list of {copies}, what update() returned for each copy of {variable.name!r}"
+        raise _wrong(strategy, "update_variable", what, results)
+
+
+def check_reduced(
+    strategy: Any, results: Any, parts: Sequence[Any], devices: Sequence[str]
+) -> None:
+    """Raise StrategyError unless there is a value like the replicas' for each device."""
+    first = parts[0]
+    if not isinstance(results, list | tuple) or len(results) != len(devices):
+        what = f"a list of {len(devices)}, a value for each of the devices it is wanted on"
+        raise _wrong(strategy, "reduce_values", what, results)
+    for result in results:
+        if not tf.is_tensor(result):
+            raise _wrong(strategy, "reduce_values", "tensors, or slices where it gets them", result)
+        # The mean of whole numbers has another dtype.
+        same = result.dtype == first.dtype or not first.dtype.is_floating
+        slices = isinstance(first, tf.IndexedSlices) or isinstance(result, tf.IndexedSlices)
+        if not same or not (slices or first.shape.is_compatible_with(result.shape)):
+            what = f"values like those that it gets, {_shown(first)}"
+            raise _wrong(strategy, "reduce_values", what, result)
+
+
+def check_dataset(strategy: Any, made: Any) -> None:
+    """Raise StrategyError unless it is a distributed dataset."""
+    if not isinstance(made, tf.distribute.DistributedDataset):
+        what = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
+        raise _wrong(strategy, "distribute_dataset", what, made)
+
+
+def _wrong(strategy: Any, hook: str, wanted: str, arrived: Any) -> StrategyError:
+    return StrategyError(
+        f"{type(strategy).__name__}.{hook} must return {wanted}; it returned {_shown(arrived)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    """A tensor by its shape and dtype: its numbers may be many."""
+    if isinstance(value, tf.IndexedSlices):
+        return f"slices of {value.dtype.name}"
+    if tf.is_tensor(value) or isinstance(value, tf.Variable):
+        kind = "variable" if isinstance(value, tf.Variable) else "tensor"
+        return f"a {kind} of shape {value.shape} and {value.dtype.name}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
