@@ -18,6 +18,26 @@ PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 
 
+# Files of few tests that take long: were they the last, one core would wait for the other.
+LONG = (
+    "test_exactness.py",
+    "test_parameter_server.py",
+    "test_sharded_workers.py",
+    "test_parameter_server_exact.py",
+    "test_configs.py",
+    "test_workers.py",
+    "test_memory_of_servers.py",
+    "test_callbacks_in_cluster.py",
+    "test_roles_of_tasks.py",
+    "test_docs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees a cluster that it did not describe itself."""
