@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,15 @@ def test_too_few_rows_are_said() -> None:
     source._source = broken(ROWS, (X[:1], X[:1, 0]))
     with pytest.raises(DataError, match=r"gave 1 rows for 3 numbers: \[2 5 7\]"):
         source._rows(np.array([5, 2, 7]))
+
+
+def test_a_real_hdf5_file(tmp_path: Path) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = X
+        data = from_source(file["x"], global_batch=12, seed=5)
+        for found, wanted in zip(
+            data.dataset(), from_arrays(X, global_batch=12, seed=5).dataset(), strict=True
+        ):
+            np.testing.assert_array_equal(found, wanted)
