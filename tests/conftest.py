@@ -18,7 +18,9 @@ PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 
 
-# Files of few tests that take long: were they the last, one core would wait for the other.
+# Files of few tests that take long: were they the last, one core would wait for the other. Before
+# them come folders of quick tests, which also get TensorFlow's files from the disk for all others.
+QUICK = ("cluster", "launch", "data", "strategies")
 LONG = (
     "test_exactness.py",
     "test_parameter_server.py",
@@ -34,8 +36,12 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+    places = {name: place for place, name in enumerate((*QUICK, *LONG))}
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.parent.name, places.get(item.path.name, len(places)))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
