@@ -180,8 +180,10 @@ def _seconds(text: str) -> float:
 
 def test_ten_thousand_tasks_and_the_cost_grows_in_proportion() -> None:
     assert _seconds(_big(10_000)) < 2
-    # In proportion it is 4; with a pair of loops over the tasks it would be 16.
-    assert _seconds(_big(20_000)) < 8 * _seconds(_big(5_000))
+    # In proportion it is 4; with a pair of loops over the tasks it would be 16. Other work on the
+    # machine may spoil a turn, but not every one.
+    turns = (_seconds(_big(20_000)) / _seconds(_big(5_000)) for _ in range(5))
+    assert any(ratio < 8 for ratio in turns)
 
 
 def test_for_task_does_not_check_the_cluster_again() -> None:
