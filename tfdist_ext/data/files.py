@@ -47,9 +47,9 @@ def shard_files(
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, for whatever
             `tf.io.gfile` opens. Every task must see the same files under the same names.
         shard: whose files.
-        check: walk this shard's TFRecord files to their end, so that a truncated or empty one is
-            an error now and not hours later. That builds their index, once, and keeps it beside
-            them. All files of the shard count as such where one of them does.
+        check: walk this shard's TFRecord files to their end, so that a truncated one is an error,
+            and an empty one a warning, now and not hours later. That builds their index, once, and
+            keeps it beside them. All files of the shard count as such where one of them does.
 
     Returns:
         Paths, sorted: `tf.data.TFRecordDataset` takes them. Or ranges, in the order of paths.

@@ -10,6 +10,7 @@ from tfdist_ext.data._tf_private import with_data_errors
 from tfdist_ext.data.order import Order
 from tfdist_ext.data.padding import check_padded, one_at_least, padded
 from tfdist_ext.data.position import Position
+from tfdist_ext.data.rows import rows_in
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
@@ -199,11 +200,6 @@ class OrderedDataset(ShardedDataset):
         """The epoch, and the examples of it that are behind."""
         return self._epoch, self._examples
 
-    @property
-    def step(self) -> int:
-        """The next global batch, counted from the start of epoch 0 over whole epochs."""
-        return self._epoch * self.steps + self._examples // self.global_batch
-
     def end_epoch(self) -> None:
         self._epoch, self._examples = self._epoch + 1, 0
 
@@ -235,7 +231,7 @@ class OrderedDataset(ShardedDataset):
                 asked = tf.maximum(high, low + 1)
                 taken = self.source.take(self.order.rows(step, low, asked, key=key))
                 # Fewer, where damaged records are left out.
-                there = tf.shape(tf.nest.flatten(taken)[0], out_type=tf.int64)[0]
+                there = rows_in(tf.nest.flatten(taken)[0])
                 of = size if counted else tf.ones_like(size)
                 return tf.minimum(high - low, there), of, one_at_least(taken, there)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
+from tfdist_ext.training.global_batches import GlobalBatches
 
 __all__ = ["batches_of_sharded", "check_says_nothing_else"]
 
@@ -41,19 +43,16 @@ def batches_of_sharded(
         )
     begin = epoch * data.steps + examples // data.global_batch
 
-    def parts_from(batches: int) -> PartsOf:
-        return lambda first, local, replicas: data.parts(
-            first, local, replicas, begin + batches, counted=not data.loses_examples
-        )
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
 
     return GlobalBatches(
-        parts_from(0),
+        parts_of,
         data.steps,
         data.global_batch,
         endless=True,
         on_epoch_begin=lambda: None,
         on_epoch_end=lambda: None,
-        later=parts_from,
         begin=begin % data.steps,
         done=lambda steps, logs: data.advance(steps) if going_on else None,
         agreed=data.loses_examples,

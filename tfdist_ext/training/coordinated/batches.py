@@ -32,7 +32,7 @@ def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
             (part,) = next(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             break
-        if part[0] == 0:  # all of its records are damaged
+        if not int(part[0]):  # all of its records are damaged
             yield Parcel([], [])
             continue
         tensors = _tensors(part[-1])
