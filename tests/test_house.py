@@ -19,6 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     "cli",
     "plan_command",
+    "testing",
     "training",
     "strategies",
     "flags",

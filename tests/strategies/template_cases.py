@@ -70,21 +70,5 @@ class Pairwise(StrategyTemplate):
         return [level[0] / len(values) if mean else level[0]] * len(devices)
 
 
-def run(strategy: tf.distribute.Strategy, step: Callable[..., Any], how: str, *args: Any) -> Any:
-    """strategy.run in one of the ways there are: eager, within a tf.function, around one."""
-    if how == "eager":
-        return strategy.run(step, args=args)
-    if how == "tf.function around":
-        return tf.function(lambda: strategy.run(step, args=args))()
-    return strategy.run(tf.function(step), args=args)
-
-
-def numbers(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
-    """What each replica has, as lists of Python."""
-    return [part.numpy().tolist() for part in strategy.experimental_local_results(value)]
-
-
-def replica() -> tf.Tensor:
-    """1.0 on the first replica, 2.0 on the second, and so on."""
-    context = tf.distribute.get_replica_context()
-    return tf.cast(context.replica_id_in_sync_group, tf.float32) + 1
+class OwnedAndPairwise(Owned, Pairwise):
+    """The hooks of both."""

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared, numbers, replica, run
+from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.testing.asking import numbers, replica, run
 
 FULL = "/job:localhost/replica:0/task:0/device:CPU:"
 

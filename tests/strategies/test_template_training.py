@@ -1,4 +1,4 @@
-"""Keras on the template and on strategies that change its hooks: the numbers of one device."""
+"""Keras on the template and on strategies that change its hooks, from one to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared
+from template_cases import Mixed, Owned, OwnedAndPairwise, Pairwise, ReadAsMean, Shared
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate, registry
@@ -59,28 +59,12 @@ def assert_equal(one: Any, other: Any, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def one_device(four_cpus: None) -> Any:
-    return train(build())
-
-
-class OwnedAndPairwise(Owned, Pairwise):
-    """The hooks of both."""
-
-
 @pytest.mark.parametrize("cls", [StrategyTemplate, Mixed, Shared, OwnedAndPairwise])
-def test_trained_as_on_one_device(cls: Any, one_device: Any) -> None:
-    model = tfd.distribute(build, cls(3))
-    assert_equal(train(model), one_device)
-    placed = {
-        v.path: len(model.strategy.copies(v.value)) for v in model.keras_model.trainable_weights
-    }
-    assert set(placed.values()) == {Mixed: {1, 3}, Shared: {1}}.get(cls, {3})
-    for variable in model.keras_model.weights:
-        one, *others = [copy.numpy() for copy in model.strategy.copies(variable.value)]
-        for other in others:
-            np.testing.assert_array_equal(one, other)
-    assert not isinstance(model.strategy, Pairwise) or model.strategy.asked
+def test_where_keras_s_variables_are(cls: Any) -> None:
+    strategy = cls(3)
+    model = tfd.distribute(build, strategy).keras_model
+    copies = {len(strategy.copies(v.value)) for v in model.trainable_weights}
+    assert copies == {Mixed: {1, 3}, Shared: {1}}.get(cls, {3})
 
 
 def test_slots_lie_beside_their_variables() -> None:
@@ -178,21 +162,3 @@ def test_registered_under_a_name(table_as_before: None) -> None:
     assert "devices      CPU:1, CPU:3" in text
     with pytest.raises(tfd.StrategyError, match="Pairwise: there is no GPU:0"):
         tfd.create_strategy("pairwise", devices=["GPU:0"])
-
-
-def test_metrics_of_keras_in_a_loop_of_one_s_own() -> None:
-    strategy = StrategyTemplate(4)
-    with strategy.scope():
-        mean, accuracy = keras.metrics.Mean(), keras.metrics.BinaryAccuracy()
-
-    def step(x: Any) -> None:
-        mean.update_state(x)
-        accuracy.update_state(tf.ones_like(x), tf.cast(x > 3, tf.float32))
-
-    dataset = tf.data.Dataset.from_tensor_slices(np.arange(12.0, dtype="float32")).batch(8)
-    for batch in strategy.experimental_distribute_dataset(dataset):
-        tf.function(lambda batch: strategy.run(step, args=(batch,)))(batch)
-    assert float(mean.result()) == 5.5
-    assert float(accuracy.result()) == pytest.approx(8 / 12)
-    mean.reset_state()
-    assert float(mean.result()) == 0

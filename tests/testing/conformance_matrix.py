@@ -1,0 +1,80 @@
+"""Every strategy that the conformance kit is run on, by the tests and by `scripts/conformance`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.testing import StrategyConformance
+
+PAGE = Path(__file__).parents[2] / "docs" / "custom_strategy.md"
+
+
+def devices(count: int) -> list[str]:
+    return [f"CPU:{number}" for number in range(count)]
+
+
+# Rows of docs/tensorflow_facts.md, by their beginning.
+FACTS = "docs/tensorflow_facts.md: {}"
+OUTER_TENSOR = FACTS.format(
+    "In eager code, `all_reduce` of a tensor made outside of `strategy.run`"
+)
+
+
+class Mirrored(StrategyConformance):
+    known_faults: ClassVar = {"test_all_reduce_of_an_outer_tensor": OUTER_TENSOR}
+
+    def strategy(self) -> tf.distribute.Strategy:
+        # The default operations fail on CPUs in loops in the graph.
+        operations = tf.distribute.ReductionToOneDevice()
+        return tf.distribute.MirroredStrategy(devices(2), cross_device_ops=operations)
+
+
+class CentralStorage(StrategyConformance):
+    known_faults: ClassVar = {
+        "test_all_reduce_of_an_outer_tensor": OUTER_TENSOR,
+        "test_distribute_dataset_not_fetched": FACTS.format(
+            "CentralStorageStrategy takes no `tf.distribute.InputOptions`"
+        ),
+        "test_keras_metrics": FACTS.format("A Keras metric under CentralStorageStrategy"),
+    }
+
+    def strategy(self) -> tf.distribute.Strategy:
+        return tf.distribute.experimental.CentralStorageStrategy(devices(3), "CPU:0")
+
+
+class OneDevice(StrategyConformance):
+    def strategy(self) -> tf.distribute.Strategy:
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+
+
+class Template(StrategyConformance):
+    def strategy(self) -> tf.distribute.Strategy:
+        return StrategyTemplate(3)
+
+
+def defined_on_the_page() -> dict[str, Any]:
+    """The classes and functions of docs/custom_strategy.md, without what it does with them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef
+    body = [node for node in ast.parse("\n".join(blocks)).body if isinstance(node, kinds)]
+    names: dict[str, Any] = {"__name__": PAGE.name}
+    exec(compile(ast.Module(body, []), PAGE.name, "exec"), names)
+    return names
+
+
+Frugal: type[StrategyConformance] = defined_on_the_page()["TestFrugal"]
+
+# Title in the table -> its conformance test.
+MATRIX: dict[str, type[StrategyConformance]] = {
+    "MirroredStrategy": Mirrored,
+    "CentralStorageStrategy": CentralStorage,
+    "OneDeviceStrategy": OneDevice,
+    "StrategyTemplate": Template,
+    "Frugal, of this page": Frugal,
+}

@@ -1,0 +1,46 @@
+"""The table in docs/custom_strategy.md is of these checks; the kit needs no pytest to run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from conformance_matrix import MATRIX, PAGE
+
+from tfdist_ext.testing.conformance import names_of_checks
+
+
+def test_the_table_is_of_these_checks_and_faults() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    between = text.split("<!-- conformance begin -->")[1].split("<!-- conformance end -->")[0]
+    header, _, *rows = [
+        re.split(r" ?\| ?", line)[1:-1] for line in between.splitlines() if line.startswith("|")
+    ]
+    assert header == ["check", *MATRIX]
+    checks = names_of_checks(next(iter(MATRIX.values())))
+    assert [row[0] for row in rows] == [c.removeprefix("test_").replace("_", " ") for c in checks]
+    for row, check in zip(rows, checks, strict=True):
+        for verdict, tests in zip(row[1:], MATRIX.values(), strict=True):
+            known = check in tests.known_faults
+            assert verdict in ({"known fault"} if known else {"passed", "does not apply"})
+    for tests in MATRIX.values():
+        for reason in tests.known_faults.values():
+            assert reason in between
+
+
+def test_pytest_is_not_needed() -> None:
+    code = """if True:
+        import sys
+        sys.modules["pytest"] = None
+        from tfdist_ext.testing import StrategyConformance, logical_cpus
+        from tfdist_ext.testing.outcomes import outcomes
+        import tfdist_ext as tfd
+        logical_cpus(2)
+        class Mine(StrategyConformance):
+            def strategy(self):
+                return tfd.strategies.StrategyTemplate(2)
+        print([o.verdict for o in outcomes(Mine, ["test_scope", "test_reduce"])])
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "['passed', 'passed']\n", run.stderr[-2000:]

@@ -1,0 +1,64 @@
+"""scripts/new_strategy: what it writes passes in an empty folder, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfdist_ext as tfd
+from tfdist_ext.testing.skeleton import write_strategy
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_passes_as_written(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "new_strategy"), "my_strategy.py"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert made.stdout == (
+        "wrote my_strategy.py and test_my_strategy.py\nnow: python -m pytest test_my_strategy.py\n"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "my_strategy.py",
+        "test_my_strategy.py",
+    ]
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 1
+    assert again.stderr == (
+        "scripts/new_strategy: my_strategy.py exists, and is not overwritten: take another name.\n"
+    )
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
+    run = subprocess.run(test, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout[-5000:]
+    assert " passed" in run.stdout
+
+
+def test_the_names_follow_the_file(tmp_path: Path) -> None:
+    strategy, test = write_strategy(tmp_path / "two_towers.py")
+    assert "class TwoTowers(tfd.strategies.StrategyTemplate):" in strategy.read_text()
+    assert "from two_towers import TwoTowers\n" in test.read_text()
+    assert "class TestTwoTowers(StrategyConformance):" in test.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my-strategy.py", "'my-strategy.py' cannot be the file of a strategy: name a Python mod"),
+        ("my_strategy", "'my_strategy' cannot be"),
+        ("class.py", r"'class\.py' cannot be"),
+        ("__.py", r"'__\.py' cannot be"),
+        ("nowhere/mine.py", "there is no folder .*nowhere: make it first"),
+    ],
+)
+def test_names_that_cannot_be(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(tfd.StrategyError, match=message):
+        write_strategy(tmp_path / name)
+
+
+def test_the_test_file_is_not_overwritten_either(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text("mine")
+    with pytest.raises(tfd.StrategyError, match=r"test_mine\.py exists, and is not overwritten"):
+        write_strategy(tmp_path / "mine.py")
+    assert not (tmp_path / "mine.py").exists()

@@ -1,0 +1,167 @@
+"""The kit catches each fault that is planted in a strategy, and says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.testing import StrategyConformance
+from tfdist_ext.testing.outcomes import markdown, outcomes
+
+
+class FirstValue(StrategyTemplate):
+    """A reduction returns the first replica's value."""
+
+    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        return [values[0]] * len(devices)
+
+
+class OneUpdated(StrategyTemplate):
+    """An update is applied on one replica only."""
+
+    def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
+        return [update(0)] * len(copies)
+
+
+class WholeDataset(StrategyTemplate):
+    """Each replica gets the whole dataset."""
+
+    def distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        each = tf.distribute.InputReplicationMode.PER_REPLICA
+        options = tf.distribute.InputOptions(
+            experimental_fetch_to_device=False, experimental_replication_mode=each
+        )
+        return self.distribute_datasets_from_function(lambda context: dataset, options)
+
+
+class ScopeOfNone(StrategyTemplate):
+    """`scope()` yields None."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:  # type: ignore[override]
+        with super().scope():
+            yield None
+
+
+class NotSaved(StrategyTemplate):
+    """A variable of a matrix is not saved."""
+
+    def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+        made = super().create_variable(spec, create, beside)
+        if len(spec.shape) == 2:
+            made._gather_saveables_for_checkpoint = dict
+        return made
+
+
+class DrawnAnew(StrategyTemplate):
+    """Each copy draws a random value of its own to begin with."""
+
+    def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+        made = super().create_variable(spec, create, beside)
+        for number, copy in enumerate(self.copies(made)):
+            copy.assign_add(tf.fill(copy.shape, tf.cast(number, copy.dtype)))
+        return made
+
+
+def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, str]:
+    """Name of each check that fails -> what it says."""
+
+    class Planted(StrategyConformance):
+        def strategy(self) -> tf.distribute.Strategy:
+            return strategy(3)
+
+    return {o.check: o.reason for o in outcomes(Planted, checks) if o.failed}
+
+
+@pytest.mark.parametrize(
+    ("planted", "checks", "message"),
+    [
+        (
+            FirstValue,
+            ["all_reduce", "reduce", "reduce_to", "batch_reduce_to", "assignments_in_replicas"],
+            "the sum, eager: [6.0, 6.0, 6.0] is right; [1.0, 1.0, 1.0] arrived.",
+        ),
+        (
+            OneUpdated,
+            ["assignments_in_replicas", "update", "update_in_replicas"],
+            "update, read in replicas: [23.0, 23.0, 23.0] is right; [23.0, 1.0, 1.0] arrived.",
+        ),
+        (
+            WholeDataset,
+            ["distribute_dataset", "distributed_dataset_in_a_function", "keras_metrics"],
+            "the sum of all rows: 66.0 is right; 198.0 arrived.",
+        ),
+        (ScopeOfNone, ["scope"], "what scope() gives: <"),
+        (
+            NotSaved,
+            ["checkpoint", "checkpoint_before_the_variables", "checkpoint_elsewhere"],
+            "what the checkpoint holds: {'matrix': [[1.0, 2.0], [3.0, 4.0]], 'total': 6.0",
+        ),
+        (DrawnAnew, ["variables_begin_equal"], "a random initial value, read in replicas: [["),
+        (FirstValue, ["trains_dense_with_sgd"], "even batches, accuracy of fit: off by"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_planted(planted: Any, checks: list[str], message: str) -> None:
+    names = [f"test_{name}" for name in checks]
+    failed = failures(planted, names)
+    assert list(failed) == names
+    assert any(message in reason for reason in failed.values()), failed
+
+
+class PassesAndFails(StrategyConformance):
+    known_faults = {"test_scope": "it is none", "test_reduce": "a row of a page"}  # noqa: RUF012
+
+    def strategy(self) -> tf.distribute.Strategy:
+        return FirstValue(2)
+
+
+def test_known_faults_are_expected_to_fail() -> None:
+    (mark,) = PassesAndFails.test_reduce.pytestmark
+    assert (mark.name, mark.kwargs) == ("xfail", {"strict": True, "reason": "a row of a page"})
+    assert not hasattr(StrategyConformance.test_reduce, "pytestmark")
+    found = list(outcomes(PassesAndFails, ["test_scope", "test_reduce", "test_run", "test_gather"]))
+    assert [(o.verdict, o.reason) for o in found] == [
+        ("**failed**", "passes, though known_faults says: it is none"),
+        ("known fault", "a row of a page"),
+        ("passed", ""),
+        ("passed", ""),
+    ]
+    assert markdown({"first": found}) == (
+        "| check | first |\n|---|---|\n| scope | **failed** |\n| reduce | known fault |\n"
+        "| run | passed |\n| gather | passed |\n\n- first: reduce: a row of a page\n"
+    )
+
+
+def test_faults_of_a_base_class_are_not_inherited_where_others_are_named() -> None:
+    class Repaired(PassesAndFails):
+        known_faults = {"test_gather": "another"}  # noqa: RUF012
+
+    assert not hasattr(Repaired.test_reduce, "pytestmark")
+    assert Repaired.test_gather.pytestmark
+
+
+def test_a_fault_of_a_check_that_there_is_not() -> None:
+    with pytest.raises(tfd.StrategyError, match=r"Wrong\.known_faults names 'test_all', which is"):
+        type("Wrong", (StrategyConformance,), {"known_faults": {"test_all": ""}})
+
+
+def test_what_is_no_strategy() -> None:
+    class Empty(StrategyConformance):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Empty has no method `strategy`"):
+        Empty().test_scope()
+
+    class Wrong(StrategyConformance):
+        def strategy(self) -> Any:
+            return "mirrored"
+
+    with pytest.raises(tfd.StrategyError, match=r"Wrong\.strategy must return a tf\.distribute"):
+        Wrong().test_scope()

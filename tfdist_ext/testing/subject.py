@@ -1,0 +1,63 @@
+"""The strategy that a conformance test is about: made once for all checks of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist_ext.errors import StrategyError
+
+__all__ = ["Subject"]
+
+
+class Subject:
+    """What the checks know: a strategy on one machine, and how exact it is.
+
+    Attributes:
+        tolerance: how far trained weights, losses and metrics may be from those of one device;
+            relative to the largest number of its variable where that is above 1.
+    """
+
+    tolerance: float = 1e-6
+    _made: ClassVar[dict[str, Any]]
+
+    def strategy(self) -> tf.distribute.Strategy:
+        """The strategy to be tested; with two replicas or more, for numbers that tell."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method `strategy`: define one that returns the strategy"
+            " to be tested."
+        )
+
+    def under_test(self) -> tf.distribute.Strategy:
+        """The strategy of `strategy()`, the same one in all checks."""
+        return self._kept("strategy", self._checked_strategy)
+
+    def replicas(self) -> int:
+        """Number of replicas in sync."""
+        return int(self.under_test().num_replicas_in_sync)
+
+    def variable(self, value: Any, aggregation: str = "NONE", **options: Any) -> tf.Variable:
+        """A variable made in the strategy's scope."""
+        with self.under_test().scope():
+            return tf.Variable(value, aggregation=tf.VariableAggregation[aggregation], **options)
+
+    def _checked_strategy(self) -> tf.distribute.Strategy:
+        made = self.strategy()
+        if not isinstance(made, tf.distribute.Strategy):
+            raise StrategyError(
+                f"{type(self).__name__}.strategy must return a tf.distribute.Strategy; it returned"
+                f" {made!r}."
+            )
+        return made
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for each class: strategies and steps cost seconds."""
+        # vars(): what a base class keeps is not this class's.
+        kept = vars(type(self)).get("_made")
+        if kept is None:
+            kept = type(self)._made = {}
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]

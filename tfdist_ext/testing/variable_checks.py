@@ -1,0 +1,195 @@
+"""What variables of a strategy do: creation, assignments, updates, reductions to where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run
+from tfdist_ext.testing.subject import Subject
+
+__all__ = ["VariableChecks"]
+
+
+class VariableChecks(Subject):
+    """What is written must be seen by every replica, whoever wrote it, and however."""
+
+    def seen(self, variable: Any) -> list[Any]:
+        """What each replica reads."""
+        return numbers(self.under_test(), self.under_test().run(lambda: variable.read_value()))
+
+    def expect_everywhere(self, what: str, variable: Any, value: Any) -> None:
+        """Raise AssertionError unless all replicas, all copies and Python read `value`."""
+        expect(f"{what}, read in replicas", self.seen(variable), [value] * self.replicas())
+        copies = numbers(self.under_test(), variable)
+        expect(f"{what}, in the copies", copies, [value] * len(copies))
+        expect(f"{what}, read in Python", variable.numpy().tolist(), value)
+
+    def test_variables_are_made_in_scope(self) -> None:
+        """A variable made in the scope belongs to the strategy, and no other."""
+        strategy = self.under_test()
+        mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
+        made_here = strategy.extended.variable_created_in_scope
+        expect("variable_created_in_scope of its own", made_here(mine), True)
+        expect("variable_created_in_scope of another", made_here(other), False)
+        self.expect_everywhere("the initial value", mine, [1.0, 2.0])
+
+    def test_variables_begin_equal(self) -> None:
+        """A random initial value is drawn once, not on each replica."""
+        mine = self.variable(lambda: tf.random.normal([4]))
+        self.expect_everywhere("a random initial value", mine, self.seen(mine)[0])
+
+    def test_variables_made_in_a_function(self) -> None:
+        """As Keras and tf.Module make them: at the first trace of a tf.function."""
+        strategy = self.under_test()
+        made: list[Any] = []
+
+        @tf.function
+        def first_call() -> Any:
+            if not made:
+                made.append(tf.Variable(lambda: tf.fill([2], 3.0)))
+            return made[0] + 1
+
+        with strategy.scope():
+            expect("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
+        self.expect_everywhere("a variable made in a tf.function", made[0], [3.0, 3.0])
+
+    def test_variables_made_in_replicas(self) -> None:
+        """Made in a step: one variable for all replicas."""
+        strategy = self.under_test()
+        made: list[Any] = []
+
+        def step() -> Any:
+            made.append(tf.Variable(5.0))
+            return made[0] * replica()
+
+        right = [5.0 * r for r in range(1, self.replicas() + 1)]
+        expect("run with it", numbers(strategy, strategy.run(step)), right)
+        expect("different variables", len({id(variable) for variable in made}), 1)
+        self.expect_everywhere("a variable made in replicas", made[0], 5.0)
+
+    def test_assignments_in_replicas(self) -> None:
+        """Each replica assigns its own r: all see the sum, the mean or the first."""
+        count = self.replicas()
+        sums = {"SUM": count * (count + 1) / 2, "MEAN": (count + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}
+        for aggregation, value in sums.items():
+            for way in WAYS[:2]:
+                mine = self.variable(10.0, aggregation)
+
+                def step(mine: Any = mine) -> Any:
+                    mine.assign(replica())
+                    mine.assign_add(2 * replica())
+                    mine.assign_sub(replica())
+                    return mine.read_value()
+
+                read = numbers(self.under_test(), run(self.under_test(), step, way))
+                what = f"assignments in replicas, aggregation {aggregation}, {way}"
+                expect(f"{what}, read in the step", read, [2 * value] * count)
+                self.expect_everywhere(what, mine, 2 * value)
+
+    def test_assignments_outside_of_replicas(self) -> None:
+        """In Python, in the scope and out of it, each copy is written."""
+        mine = self.variable([1.0, 2.0])
+        mine.assign([3.0, 4.0])
+        mine.assign_sub([1.0, 1.0])
+        with self.under_test().scope():
+            mine.assign_add([0.5, 0.5])
+        self.expect_everywhere("assignments outside of replicas", mine, [2.5, 3.5])
+        expect("variable + 1", (mine + 1).numpy().tolist(), [3.5, 4.5])
+        with self.under_test().scope():
+            mine.scatter_add(tf.IndexedSlices([1.0], [1]))
+        self.expect_everywhere("scatter_add", mine, [2.5, 4.5])
+
+    def test_metric_variables(self) -> None:
+        """Synchronized on read, as in metrics: what replicas added is summed when it is read."""
+        strategy, count = self.under_test(), self.replicas()
+        counter = self.variable(
+            0.0, "SUM", synchronization=tf.VariableSynchronization.ON_READ, trainable=False
+        )
+        total = count * (count + 1) / 2
+        run(strategy, lambda: counter.assign_add(replica()), "tf.function around")
+        expect("the sum of what replicas added", float(counter.numpy()), total)
+        run(strategy, lambda: counter.assign_add(replica()), "eager")
+        expect("the sum of both times", float(counter.numpy()), 2 * total)
+        counter.assign(0.0)
+        expect("the sum after assign(0)", float(counter.numpy()), 0.0)
+
+    def test_update(self) -> None:
+        """`extended.update` applies a function to every copy, on which all replicas agree."""
+        strategy, count = self.under_test(), self.replicas()
+        mine, other = self.variable(1.0), self.variable(10.0)
+        total = count * (count + 1) / 2
+
+        def add(variable: Any, value: Any, *, times: float) -> Any:
+            return variable.assign_add(times * value + other)
+
+        with strategy.scope():
+            reduced = strategy.extended.reduce_to("SUM", strategy.run(replica), destinations=mine)
+            strategy.extended.update(mine, add, args=(reduced,), kwargs={"times": 2.0})
+        self.expect_everywhere("update", mine, 11 + 2 * total)
+        with strategy.scope():
+            results = strategy.extended.update(mine, lambda v: v.assign(0.0), group=False)
+        expect("update(group=False) has a result for each copy", bool(results), True)
+        self.expect_everywhere("update to 0", mine, 0.0)
+
+    def test_update_in_replicas(self) -> None:
+        """In a step: with what is the same on all replicas, as optimizers do."""
+        strategy, count = self.under_test(), self.replicas()
+        total = count * (count + 1) / 2
+        for way in WAYS[:2]:
+            mine = self.variable(1.0)
+
+            def step(mine: Any = mine) -> None:
+                summed = tf.distribute.get_replica_context().all_reduce("SUM", replica())
+                strategy.extended.update(mine, lambda v, x: v.assign_add(x), args=(summed,))
+
+            run(strategy, step, way)
+            self.expect_everywhere(f"update in replicas, {way}", mine, 1 + total)
+
+    def test_reduce_to(self) -> None:
+        """`extended.reduce_to` a device, and to where a variable is."""
+        strategy, count = self.under_test(), self.replicas()
+        mine, device = self.variable(0.0), strategy.extended.worker_devices[-1]
+        with strategy.scope():
+            values = strategy.run(replica)
+            here = strategy.extended.reduce_to("MEAN", values, destinations=device)
+            there = strategy.extended.reduce_to("SUM", values, destinations=mine)
+        expect("the mean", float(here), (count + 1) / 2)
+        expect("the device that it is on", here.device, device)
+        total = count * (count + 1) / 2
+        expect("the sum where the variable is", set(numbers(strategy, there)), {total})
+
+    def test_batch_reduce_to(self) -> None:
+        """`extended.batch_reduce_to`: several at once, each to its own place, in their order."""
+        strategy, count = self.under_test(), self.replicas()
+        mine, device = self.variable(0.0), strategy.extended.worker_devices[0]
+        with strategy.scope():
+            values, doubled = strategy.run(replica), strategy.run(lambda: 2 * replica())
+            first, second = strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM, [(values, device), (doubled, mine)]
+            )
+        total = count * (count + 1) / 2
+        expect("the first sum", float(first), total)
+        expect("the second sum", set(numbers(strategy, second)), {2 * total})
+
+    def test_colocate_vars_with(self) -> None:
+        """A variable made beside another lies on devices of that one, as optimizers' slots do."""
+        strategy = self.under_test()
+        mine = self.variable([1.0, 2.0])
+        with strategy.scope(), strategy.extended.colocate_vars_with(mine):
+            slot = tf.Variable(tf.zeros_like(mine))
+        expect("devices of the slot alone", self._devices(slot) - self._devices(mine), set())
+        self.expect_everywhere("the slot", slot, [0.0, 0.0])
+        try:
+            with strategy.scope(), strategy.extended.colocate_vars_with(tf.zeros([2])):
+                pass
+        except ValueError:
+            return
+        raise AssertionError(
+            "colocate_vars_with what is no variable of the strategy: a ValueError is right;"
+            " nothing was raised."
+        )
+
+    def _devices(self, variable: Any) -> set[str]:
+        return {copy.device for copy in self.under_test().experimental_local_results(variable)}
