@@ -14,6 +14,7 @@ PAGES = [
     "README.md",
     "docs/custom_strategy.md",
     "docs/data.md",
+    "docs/placed.md",
     "docs/placement.md",
     "docs/training.md",
     "docs/saving.md",

@@ -20,7 +20,7 @@ from tfdist_ext.placement.rules import (
 from tfdist_ext.placement.sizes import parse_size
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["Targets"]
+__all__ = ["Targets", "short_name"]
 
 _MOST = 1_000_000
 _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
@@ -57,7 +57,7 @@ class Targets:
             raise PlacementError(
                 f'devices is a list of names, as ["CPU:0", "GPU:0"]. Received: {shown(devices)}.'
             )
-        names = tuple(_short(name) for name in devices)
+        names = tuple(short_name(name) for name in devices)
         if not names or len(set(names)) < len(names):
             raise PlacementError(
                 f"devices needs at least one name, and each once. Received: {shown(devices)}."
@@ -91,7 +91,7 @@ class Targets:
                 f" OnDevice({self.devices[0]!r}), or device {self.devices[0]} in a file."
             )
         elif isinstance(placement, OnDevice):
-            name = _short(placement.name)
+            name = short_name(placement.name)
             if name not in self.devices:
                 raise PlacementError(
                     f"{spec.path!r} cannot be on {placement!s}: the plan has no such device."
@@ -141,7 +141,7 @@ def _count(tasks: object) -> int:
     return tasks
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """ "GPU:0" for "/device:GPU:0" and "gpu:0"; the name of another machine's device as it is."""
     match = _DEVICE.fullmatch(name.strip())
     return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()

@@ -46,11 +46,11 @@ def create_strategy(
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
         placement: where variables live, for strategies that take it.
         config: a TOML file whose [strategy] table holds any of these settings.
-        options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage, and
-            auto on one machine), `cross_device_ops` (mirrored), `parameter_device`
-            (central_storage), `communication` (multi_worker_mirrored: auto, ring, nccl),
-            `partitioner` (parameter_server), `tpu`, `zone` and `project` (tpu), and those of
-            registered strategies.
+        options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage,
+            placed, and auto on one machine), `owned_from` (placed), `cross_device_ops`
+            (mirrored), `parameter_device` (central_storage), `communication`
+            (multi_worker_mirrored: auto, ring, nccl), `partitioner` (parameter_server), `tpu`,
+            `zone` and `project` (tpu), and those of registered strategies.
 
     Arguments go over flags (`tfd.flags.define_strategy_flags`), flags over the file, the file
     over the environment. `explain(strategy)` says which won.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import make_logical_cpus, pick_devices
+from tfdist_ext.strategies.placed import PlacedStrategy
 
-__all__ = ["central_storage", "default", "mirrored", "one_device"]
+__all__ = ["central_storage", "default", "mirrored", "one_device", "placed"]
 
 Devices: TypeAlias = int | str | Sequence[str] | None
 
@@ -88,3 +89,22 @@ def central_storage(
     computing = pick_devices("central_storage", devices)
     keeping = pick_devices("central_storage", keeping_on, option="parameter_device")
     return tf.distribute.experimental.CentralStorageStrategy(computing, keeping[0])
+
+
+def placed(
+    *,
+    devices: Devices = None,
+    placement: Any = None,
+    rules: Any = None,
+    owned_from: int | str = "16KiB",
+    logical_cpus: int | None = None,
+) -> tf.distribute.Strategy:
+    """Each variable where its rule says: `placement`, or `rules`, which is the same."""
+    if placement is not None and rules is not None:
+        raise StrategyError(
+            "placed: placement and rules are two words for the same thing; give one of them."
+        )
+    given = placement if rules is None else rules
+    if logical_cpus is not None:
+        make_logical_cpus(logical_cpus)
+    return PlacedStrategy(devices, () if given is None else given, owned_from=owned_from)

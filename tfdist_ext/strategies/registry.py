@@ -148,6 +148,7 @@ for _name, _factory, _description in (
         "a copy on each worker of a cluster",
     ),
     ("central_storage", makers.central_storage, "variables on one device, computing on all"),
+    ("placed", makers.placed, "each variable on the devices that its rule says"),
     (
         "parameter_server",
         cluster_makers.parameter_server,

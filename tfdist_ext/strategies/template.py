@@ -46,12 +46,22 @@ class StrategyTemplate(tf.distribute.Strategy):
         copies = self.experimental_local_results(variable)
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
+    def owner(self, variable: Any) -> int:
+        """The number of the copy that an update computed once is computed on; 0 by default.
+
+        `tfd.distribute` asks where variables are shared or the subclass applies updates itself:
+        the gradient is reduced to that copy's device, the optimizer works there on the variable's
+        slots, and the other copies get the result. Slots with copies on all devices are used in
+        their own copy of number `owner(slot)`.
+        """
+        return 0
+
     @property
     def has_own_updates(self) -> bool:
         """Whether the subclass says how updates are applied.
 
-        `tfd.distribute` then computes an update once, on the first copies, and has its result
-        assigned to each variable through the hook. Else each replica computes it for its copies.
+        `tfd.distribute` then computes an update once, on the owner's copies, and has its result
+        assigned to the others through the hook. Else each replica computes it for its copies.
         """
         return type(self).update_variable is not StrategyTemplate.update_variable
 

@@ -10,8 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
+from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.again import (
@@ -57,6 +59,9 @@ def adopt(
     named_as_planned: Any = contextlib.nullcontext()
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
         strategy.placer.learn(learn_specs(model_or_builder))
+        named_as_planned = fresh_names()
+    if isinstance(strategy, PlacedStrategy) and (specs := _specs_if_known(model_or_builder)):
+        strategy.plan_model(specs)
         named_as_planned = fresh_names()
     if is_model:
         return _copy(model_or_builder, strategy)
@@ -146,6 +151,16 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
                 arguments[name],
             )
         target.compile(**arguments)
+
+
+def _specs_if_known(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+) -> list[VariableSpec]:
+    """The variables of a model that is to be; none where they are made later only."""
+    try:
+        return learn_specs(model_or_builder)
+    except PlacementError:
+        return []
 
 
 def _optimizer_again(

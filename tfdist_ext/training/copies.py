@@ -20,10 +20,12 @@ from tfdist_ext.training import _keras_private as kp
 
 __all__ = [
     "LocalCopies",
+    "UpdatesInPlace",
     "copies_per_worker",
     "is_updated_once",
     "local_copy",
     "outside_of_strategies",
+    "owner_copy",
     "send_out",
 ]
 
@@ -48,6 +50,30 @@ class LocalCopies(keras.StatelessScope):
         copy.assign(tf.cast(value, copy.dtype))
 
 
+class UpdatesInPlace:
+    """What an optimizer takes for its strategy: each update is computed where the variable is.
+
+    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+    """
+
+    @property
+    def extended(self) -> UpdatesInPlace:
+        return self
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> None:
+        """Call `fn(variable, *args)` on the variable's device."""
+        del group
+        with tf.device(var.device):
+            fn(var, *args, **(kwargs or {}))
+
+
 def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
     """How many copies of a Keras variable the strategy keeps on this worker."""
     return len(strategy.experimental_local_results(kp.raw_value(variable)))
@@ -59,6 +85,14 @@ def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> 
     copy = copies[number % len(copies)]
     # The one copy of central storage comes in a wrapper that insists on its strategy.
     return copy.get() if hasattr(copy, "get") else copy
+
+
+def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
+    """The plain tf.Variable on which an update that is computed once is computed."""
+    number = 0
+    if isinstance(strategy, StrategyTemplate):
+        number = strategy.owner(kp.raw_value(variable))
+    return local_copy(variable, strategy, number)
 
 
 def is_updated_once(
@@ -75,21 +109,31 @@ def is_updated_once(
 
 
 def send_out(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
-    """Give all copies the value of the first; to be called in cross-replica context."""
+    """Give all copies the value of the owner's; to be called in cross-replica context."""
     for variable in variables:
         if copies_per_worker(variable, strategy) > 1:
-            strategy.extended.update(
-                kp.raw_value(variable),
-                lambda copy, value: copy.assign(value),
-                args=(local_copy(variable, strategy, 0).read_value(),),
-                group=False,
-            )
+            _send_out(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
+
+
+def _send_out(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
+    def take(copy: Any, value: Any) -> None:
+        if copy is not source:
+            copy.assign(value)
+
+    with tf.device(source.device):
+        value = source.read_value()
+    strategy.extended.update(raw, take, args=(value,), group=False)
 
 
 @contextlib.contextmanager
-def outside_of_strategies(optimizer: Any = None) -> Iterator[None]:
-    """Scope in which TensorFlow, Keras and the given optimizer see no strategy."""
-    with _default_context(), kp.distribution_strategy_of(optimizer, _default_context().strategy):
+def outside_of_strategies(optimizer: Any = None, updates: Any = None) -> Iterator[None]:
+    """Scope in which TensorFlow, Keras and the given optimizer see no strategy.
+
+    Args:
+        updates: what the optimizer sees instead.
+    """
+    instead = _default_context().strategy if updates is None else updates
+    with _default_context(), kp.distribution_strategy_of(optimizer, instead):
         yield
 
 

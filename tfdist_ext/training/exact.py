@@ -15,7 +15,7 @@ Elsewhere nothing is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,9 +24,11 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
+    UpdatesInPlace,
     is_updated_once,
     local_copy,
     outside_of_strategies,
+    owner_copy,
     send_out,
 )
 from tfdist_ext.training.exact_losses import (
@@ -71,7 +73,7 @@ def _apply(
 
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)
-        original(optimizer, [None if g is None else next(there) for g in grads], variables)
+        original(optimizer, [None if g is None else next(there, None) for g in grads], variables)
 
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.TPUStrategy):
@@ -79,24 +81,39 @@ def _apply(
         with set_part(None):
             apply(weighted)
         return
-    summed = here.sum_up(weighted)
-
-    def apply_on(copy: int, gradients: list[Any]) -> None:
-        copies = LocalCopies(lambda variable: local_copy(variable, strategy, copy))
-        with set_part(None), outside_of_strategies(optimizer), copies:
-            apply(gradients)
 
     touched = [*variables, *optimizer.variables]
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
 
         def apply_once(_: Any, gradients: list[Any]) -> None:
-            apply_on(0, [strategy.experimental_local_results(value)[0] for value in gradients])
+            with_gradient = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+            summed = _on_owners(gradients, with_gradient, strategy)
+            copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
+            with set_part(None), outside_of_strategies(optimizer, UpdatesInPlace()), copies:
+                apply(summed)
             send_out(touched, strategy)
 
-        tf.distribute.get_replica_context().merge_call(apply_once, args=(summed,))
+        here.check_graph()
+        tf.distribute.get_replica_context().merge_call(apply_once, args=(weighted,))
     else:
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        apply_on(int(tf.get_static_value(number)), summed)
+        summed = here.sum_up(weighted)
+        number = int(tf.get_static_value(_replica_number()))
+        copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
+        with set_part(None), outside_of_strategies(optimizer), copies:
+            apply(summed)
+
+
+def _on_owners(
+    gradients: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> list[Any]:
+    """The sum over replicas of each gradient, on the device that computes its update alone."""
+    devices = [owner_copy(variable, strategy).device for variable in variables]
+    pairs = list(zip(gradients, devices, strict=False))  # Keras says what is wrong with numbers
+    return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))
+
+
+def _replica_number() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def _update_mean(

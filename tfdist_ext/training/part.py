@@ -98,7 +98,7 @@ class Part:
         """The sum of each value over all replicas. It has no gradient."""
         if not values or self.replicas == 1:
             return list(values)
-        self._check_graph()
+        self.check_graph()
         context = tf.distribute.get_replica_context()
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, list(values))
         return list(reduced)
@@ -124,11 +124,8 @@ class Part:
 
         return list(summed(*values))
 
-    def _times_share(self, value: Any) -> tf.Tensor:
-        value = tf.convert_to_tensor(value)
-        return tf.math.multiply_no_nan(value, self.share(value.dtype))
-
-    def _check_graph(self) -> None:
+    def check_graph(self) -> None:
+        """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""
         if current_graph() is not self._graph:
             raise TrainingError(
                 "a value is summed over replicas inside a tf.function, a cond or a loop of the"
@@ -136,6 +133,10 @@ class Part:
                 " synchronized BatchNormalization. Call it directly in the body of train_step; the"
                 " step is compiled as a whole already."
             )
+
+    def _times_share(self, value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        return tf.math.multiply_no_nan(value, self.share(value.dtype))
 
 
 def _sizes(value: Any) -> list[int | None]:

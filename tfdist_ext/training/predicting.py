@@ -11,6 +11,7 @@ from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
+from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.seeds import Seeds
 
@@ -34,6 +35,7 @@ class Predictor:
         self._model = model
         self._strategy = strategy
         self._reduction = reduction
+        self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._step = seeds.around(model.predict_step)
         self.eager = model.run_eagerly
         self._of_batch: Any = self._outputs_of_batch
@@ -83,7 +85,8 @@ class Predictor:
         return self._outputs_of_batch(next(iterator))
 
     def _outputs_of_batch(self, batch: Any) -> Any:
-        outputs = self._reduction.run(self._of_one_part, batch)
+        with kp.rows_taken_by(self._rows):
+            outputs = self._reduction.run(self._of_one_part, batch)
         return keras.tree.map_structure(self._whole, outputs)
 
     def _of_one_part(self, part: Any) -> Any:

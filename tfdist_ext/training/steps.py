@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
 from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
+from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.optimizers import check_built
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
@@ -60,6 +61,7 @@ class StepProgram:
         known = {id(variable) for variable in self._metrics}
         self._watched = [v for v in model.variables if id(v) not in known]
         self._own = OwnCopies(strategy, reduction.local_replicas)
+        self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
         if model.jit_compile and not model.run_eagerly:
             self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
@@ -186,7 +188,8 @@ class StepProgram:
         self, batch: Any, states: States, rows: Any = None
     ) -> tuple[States, dict[str, Any]]:
         """One global batch, in cross-replica context."""
-        new, written, outputs = self._reduction.run(self._replica, batch, states, rows)
+        with kp.rows_taken_by(self._rows):
+            new, written, outputs = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         for number, value in written.items():
             # The value is equal on all replicas, so any of them will do.

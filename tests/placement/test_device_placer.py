@@ -1,0 +1,116 @@
+"""DevicePlacer: which placement a variable of one machine gets, and who owns what is owned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tfdist_ext.placement import (
+    Balanced,
+    Mirrored,
+    OnDevice,
+    OnTask,
+    Owned,
+    PlacementError,
+    Rule,
+    Sharded,
+    VariableSpec,
+)
+from tfdist_ext.placement.device_placer import DevicePlacer
+
+FOUR = ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
+KIB = 1024
+
+
+def spec(path: str, kib: int, slots: int = 0, trainable: bool = True) -> VariableSpec:
+    return VariableSpec(path, (kib, 256), slots=slots, trainable=trainable)
+
+
+@pytest.mark.parametrize(
+    ("rules", "variable", "expected", "reason"),
+    [
+        ({}, spec("kernel", 16), Owned(), "as large as owned_from"),
+        ({}, spec("kernel", 15), Mirrored(), "smaller"),
+        ({}, spec("kernel", 15, slots=2), Mirrored(), "the slots do not count"),
+        ({}, spec("frozen", 99, trainable=False), Mirrored(), "there is nothing to update"),
+        ({"ker.*": "mirrored"}, spec("kernel", 99), Mirrored(), "its rule says so"),
+        ({"bias": "owned"}, spec("bias", 1), Owned(), "its rule says so"),
+        ({"bias": "owned"}, spec("other/bias", 1), Mirrored(), "whole paths are matched"),
+        ({".*": "balanced"}, spec("kernel", 99), Owned(), "balanced is as no rule"),
+        ({".*": "mirrored", "kernel": "owned"}, spec("kernel", 1), Owned(), "a path goes first"),
+        ({".*": "device gpu:1"}, spec("kernel", 1), OnDevice("GPU:1"), "one of the replicas'"),
+        ({".*": "device /cpu:0"}, spec("kernel", 1), OnDevice("CPU:0"), "the host"),
+        ([Rule("k.*", Mirrored())], spec("kernel", 99), Mirrored(), "as Rule objects"),
+    ],
+)
+def test_the_placement_of_a_variable(
+    rules: Any, variable: VariableSpec, expected: Any, reason: str
+) -> None:
+    placer = DevicePlacer(FOUR, rules, owned_from="16KiB")
+    assert placer.placement_of(variable) == expected, reason
+
+
+def test_what_comes_one_by_one_goes_to_whom_owns_least() -> None:
+    placer = DevicePlacer(FOUR)
+    sizes = [8, 4, 2, 1, 1, 2, 6]
+    owners = [placer.choose_owner(spec(str(n), kib)) for n, kib in enumerate(sizes)]
+    assert owners == [0, 1, 2, 3, 3, 2, 3]
+    assert placer.owned_bytes == [8 * KIB, 4 * KIB, 4 * KIB, 8 * KIB]
+
+
+def test_a_known_model_is_planned_as_a_whole() -> None:
+    """In the order of creation the large ones at the end would meet."""
+    sizes = [1, 1, 1, 1, 2, 2, 4, 4]
+    specs = [spec(str(n), kib, slots=2) for n, kib in enumerate(sizes)]
+    placer = DevicePlacer(FOUR)
+    plan = placer.learn(specs)
+    assert placer.plan is plan
+    assert len(set(plan.bytes_by_task)) == 1
+    owned = [0] * 4
+    for variable in specs:
+        owned[placer.choose_owner(variable)] += variable.weight_bytes
+    assert owned == placer.owned_bytes == [4 * KIB] * 4
+    # Another variable than the planned one of that path.
+    assert placer.choose_owner(spec("0", 7)) == 0
+
+
+def test_the_host_is_no_owner() -> None:
+    placer = DevicePlacer(FOUR[:2], {"table": "device CPU:0", "other": "device GPU:0"})
+    specs = [spec("table", 99, 2), spec("other", 8, 2), spec("a", 4, 2), spec("b", 4, 2)]
+    plan = placer.learn(specs)
+    assert [each.path for each in plan.specs] == ["other", "a", "b"]
+    # GPU:0 holds the other table and its slots already.
+    assert (plan.owner_of("a"), plan.owner_of("b"), plan.owner_of("other")) == (1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"a.*": "device GPU:4"}, [r"the rule 'a.*' (device GPU:4)", "outside", "GPU:3", "CPU:0"]),
+        ({"a": "device CPU:1"}, ["the rule 'a'", "give CPU:1 to the strategy"]),
+        ([Rule("a", OnTask(0))], ["the rule 'a' (task 0) is for parameter servers."]),
+        ([Rule("a", Sharded(2))], ["the rule 'a' (sharded(2))", "write mirrored, owned"]),
+        ({"a": "everywhere"}, ["the rule 'a'", "no placement is written 'everywhere'"]),
+        ({"(": "owned"}, ["the pattern '('"]),
+        ([("a", "owned")], ['rules are Rule("pattern", placement)']),
+        ([Rule("a", Owned()), Rule("a", Balanced())], ["two rules have the pattern 'a'"]),
+        (7, ["rules are a list", "Received: 7"]),
+        ("owned", ["rules are a list", "Received: 'owned'"]),
+    ],
+)
+def test_rules_that_cannot_be(rules: Any, said: list[str]) -> None:
+    with pytest.raises(PlacementError) as error:
+        DevicePlacer(FOUR, rules)
+    for words in said:
+        assert words in str(error.value)
+
+
+def test_rules_that_do_not_fit_the_model() -> None:
+    with pytest.raises(PlacementError, match=r"the rule 'tabel' \(owned\) matches no variable"):
+        DevicePlacer(FOUR, {"tabel": "owned"}).learn([spec("table", 4)])
+    placer = DevicePlacer(FOUR, {"t.*": "owned", ".*e": "mirrored"})
+    with pytest.raises(PlacementError, match="two rules match 'table'"):
+        placer.placement_of(spec("table", 4))
+    with pytest.raises(PlacementError, match="owned_from is no size"):
+        DevicePlacer(FOUR, owned_from="large")

@@ -1,0 +1,147 @@
+"""PlacedStrategy: where variables and slots are, who updates them, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.placement import OnDevice, Owned, Rule
+from tfdist_ext.strategies import PlacedStrategy
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.lookups import rows_of_shared
+
+FULL = "/job:localhost/replica:0/task:0/device:"
+
+
+def devices_of(strategy: Any, variable: Any) -> list[str]:
+    return [copy.device.removeprefix(FULL) for copy in strategy.copies(variable)]
+
+
+def number() -> tf.Tensor:
+    """0.0 on the first replica, 1.0 on the second, and so on."""
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+
+
+def values_of(strategy: Any, variable: Any) -> list[Any]:
+    return [copy.numpy().tolist() for copy in strategy.copies(variable)]
+
+
+def test_where_variables_and_their_slots_are() -> None:
+    rules = {"table": "device CPU:3", "kernel_.": "owned", "bias": "mirrored"}
+    strategy = PlacedStrategy(["CPU:1", "CPU:3"], rules)
+    with strategy.scope():
+        made = {
+            name: tf.Variable(tf.zeros([4]), name=name)
+            for name in ("table", "kernel_a", "kernel_b", "bias")
+        }
+        slots = {}
+        for name, variable in made.items():
+            with strategy.extended.colocate_vars_with(variable):
+                slots[name] = tf.Variable(tf.zeros([4]), name="slot")
+    both = ["CPU:1", "CPU:3"]
+    assert devices_of(strategy, made["table"]) == devices_of(strategy, slots["table"]) == ["CPU:3"]
+    assert devices_of(strategy, made["bias"]) == devices_of(strategy, slots["bias"]) == both
+    for name, owner in (("kernel_a", 0), ("kernel_b", 1)):
+        assert devices_of(strategy, made[name]) == both
+        assert devices_of(strategy, slots[name]) == [both[owner]]
+        assert strategy.owner(made[name]) == owner
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
+    strategy = PlacedStrategy(3, {"owned.*": "owned"})
+    with strategy.scope():
+        tf.Variable(0.0, name="owned_first")
+        variable = tf.Variable(1.0, name="owned", aggregation=tf.VariableAggregation.SUM)
+        with strategy.extended.colocate_vars_with(variable):
+            steps = tf.Variable(0.0, name="steps")
+    updated = []
+
+    def update(copy: Any, amount: Any) -> None:
+        updated.append(copy.device.removeprefix(FULL))
+        steps.assign_add(1.0)
+        copy.assign_add(amount)
+
+    def update_all() -> None:
+        strategy.extended.update(variable, update, args=(5.0,), group=False)
+
+    with strategy.scope():
+        (tf.function(update_all) if how == "graph" else update_all)()
+    assert set(updated) == {"CPU:1"}
+    assert values_of(strategy, variable) == [6.0, 6.0, 6.0]
+    assert values_of(strategy, steps) == [1.0]
+    variable.assign(2.0)
+    assert values_of(strategy, variable) == [2.0, 2.0, 2.0]
+    strategy.run(lambda: variable.assign_add(number()))
+    assert values_of(strategy, variable) == [5.0, 5.0, 5.0]
+
+
+def test_lookups_move_rows() -> None:
+    """No tensor of the table's size is in the graph, and the gradient is of the rows alone."""
+    rows, width = 50, 3
+    strategy = PlacedStrategy(["CPU:1", "CPU:2"], {".*": "device CPU:0"})
+    with strategy.scope():
+        layer = keras.layers.Embedding(rows, width)
+        layer.build()
+    layer.embeddings.assign(np.arange(rows * width).reshape(rows, width))
+
+    def step() -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with tf.GradientTape() as tape:
+            taken = layer(tf.constant([[4, 4, 49]]) - number)
+        (gradient,) = tape.gradient(taken, [layer.embeddings])
+        return taken, gradient.values, gradient.indices
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        with kp.rows_taken_by(rows_of_shared(strategy, 2)):
+            return strategy.run(step)
+
+    sizes = [
+        tensor.shape.num_elements()
+        for operation in run.get_concrete_function().graph.get_operations()
+        for tensor in operation.outputs
+        if tensor.dtype == tf.float32
+    ]
+    assert sizes
+    assert max(sizes) < rows * width
+    taken, values, indices = map(strategy.experimental_local_results, run())
+    assert taken[0].numpy()[0, :, 0].tolist() == [12, 12, 147]
+    assert taken[1].numpy()[0, :, 0].tolist() == [9, 9, 144]
+    assert [part.numpy().tolist() for part in indices] == [[4, 4, 49], [3, 3, 48]]
+    assert [part.shape for part in values] == [(3, width)] * 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "rules", "said"),
+    [
+        (["CPU:0", "CPU:9"], (), ["there is no CPU:9"]),
+        (["CPU:0", "cpu:0"], (), ["the device CPU:0 is named twice"]),
+        (["CPU:1", "CPU:2"], {"k.*": "device CPU:3"}, ["the rule 'k.*' (device CPU:3)", "outside"]),
+        (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["the rule 'k' (device GPU:0)", "outside"]),
+        (2, {"k": "sharded(2)"}, ["the rule 'k' (sharded(2))", "parameter servers yet"]),
+        (2, {"k": "task 0"}, ["the rule 'k' (task 0)", "mirrored, owned"]),
+        (2, [Rule("(", Owned())], ["the pattern '('"]),
+    ],
+)
+def test_bad_input(devices: Any, rules: Any, said: list[str]) -> None:
+    with pytest.raises(tfd.StrategyError) as error:
+        PlacedStrategy(devices, rules)
+    for words in ("PlacedStrategy: ", *said):
+        assert words in str(error.value)
+
+
+def test_by_name() -> None:
+    strategy = tfd.create_strategy("placed", devices=2, placement={"table": "device CPU:0"})
+    assert type(strategy) is PlacedStrategy
+    assert strategy.devices == ("CPU:0", "CPU:1")
+    assert "strategy     placed (PlacedStrategy)" in tfd.explain(strategy)
+    same = tfd.create_strategy("placed", rules=[Rule("table", OnDevice("CPU:0"))], owned_from=1)
+    assert len(same.devices) == 4
+    with pytest.raises(tfd.StrategyError, match="two words for the same thing"):
+        tfd.create_strategy("placed", rules={}, placement={})

@@ -1,0 +1,129 @@
+"""DevicePlacer: which placement each variable of one machine gets, and who owns the owned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tfdist_ext.cluster.wording import shown
+from tfdist_ext.errors import PlacementError
+from tfdist_ext.placement.plan import PlacementPlan
+from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.rules import (
+    Balanced,
+    Mirrored,
+    OnDevice,
+    OnTask,
+    Owned,
+    Placement,
+    Rule,
+    Sharded,
+    checked_rules,
+    rule_for,
+    rules_from,
+    rules_of,
+)
+from tfdist_ext.placement.sizes import parse_size
+from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.targets import short_name
+
+__all__ = ["DevicePlacer"]
+
+
+class DevicePlacer:
+    """Decides for the variables of a strategy on the devices of one machine.
+
+    A model that is known before it is created is planned as a whole (`learn`): its owners hold
+    nearly equal bytes. What comes one by one is owned by the device that owns the fewest bytes.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
+        *,
+        owned_from: int | str = 0,
+        host: str = "CPU:0",
+    ):
+        """
+        Args:
+            devices: names of the replicas' devices, in the short form ("GPU:0").
+            rules: for some variables; or a table of pattern -> placement or its text.
+            owned_from: bytes of a trained variable, without slots, from which it is `Owned` where
+                no rule says otherwise; below, and where nothing is trained, it is `Mirrored`.
+            host: a device that variables may be on, too.
+
+        Raises:
+            PlacementError: rules that cannot be right on these devices; names the rule.
+        """
+        self.devices = tuple(devices)
+        self.plan: PlacementPlan | None = None
+        self.owned_bytes = [0] * len(self.devices)
+        self._owned_from = parse_size(owned_from, "owned_from")
+        self._host = host
+        if not isinstance(rules, Iterable) or isinstance(rules, str):
+            raise PlacementError(
+                "rules are a list of Rule(pattern, placement), or a table of pattern -> placement,"
+                f' as {{"embedding/.*": "device CPU:0"}}. Received: {shown(rules)}.'
+            )
+        self._rules = checked_rules(rules_from(rules) if isinstance(rules, Mapping) else rules)
+        for rule in self._rules:
+            self._check(rule)
+
+    def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
+        """Plan the owners of a model that is about to be created; returns the plan.
+
+        It holds what is on the replicas' devices, and nothing that is on the host beside them.
+
+        Raises:
+            PlacementError: a rule that matches no variable, or two that match one.
+        """
+        # The counters of optimizers and the states of metrics are created with other names.
+        rules_of([spec.path for spec in specs], self._rules)
+        placements = {spec.path: self.placement_of(spec) for spec in specs}
+        here = [spec for spec in specs if self._is_here(placements[spec.path])]
+        self.plan = plan(here, devices=self.devices, otherwise=lambda spec: placements[spec.path])
+        return self.plan
+
+    def placement_of(self, spec: VariableSpec) -> Placement:
+        """`Mirrored()`, `Owned()`, or `OnDevice` with the short name of a device.
+
+        Raises:
+            PlacementError: two rules match the path.
+        """
+        rule = rule_for(spec.path, self._rules)
+        placement: Placement = Balanced() if rule is None else rule.placement
+        if isinstance(placement, OnDevice):
+            return OnDevice(short_name(placement.name))
+        if isinstance(placement, Balanced):
+            owned = spec.trainable and spec.weight_bytes >= self._owned_from
+            return Owned() if owned else Mirrored()
+        return placement
+
+    def choose_owner(self, spec: VariableSpec) -> int:
+        """The number of the device that owns an `Owned` variable that is now created."""
+        planned = None
+        if self.plan is not None and self.plan.holds(spec):
+            planned = self.plan.owner_of(spec.path)
+        if planned is None:
+            planned = min(range(len(self.devices)), key=self.owned_bytes.__getitem__)
+        self.owned_bytes[planned] += spec.weight_bytes
+        return planned
+
+    def _is_here(self, placement: Placement) -> bool:
+        return not isinstance(placement, OnDevice) or placement.name in self.devices
+
+    def _check(self, rule: Rule) -> None:
+        placement = rule.placement
+        named = short_name(placement.name) if isinstance(placement, OnDevice) else self._host
+        if named not in (*self.devices, self._host):
+            raise PlacementError(
+                f"the rule {rule.pattern!r} ({placement}) names a device outside of the strategy,"
+                f" which has {', '.join(self.devices)}. Name one of these or {self._host}, the"
+                f" host; or give {named} to the strategy, too."
+            )
+        if isinstance(placement, OnTask | Sharded):
+            what = "parameter servers" if isinstance(placement, OnTask) else "parameter servers yet"
+            raise PlacementError(
+                f"the rule {rule.pattern!r} ({placement}) is for {what}. On the devices of one"
+                f" machine write mirrored, owned, balanced, or device {self.devices[0]}."
+            )

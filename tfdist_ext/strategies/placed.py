@@ -1,0 +1,114 @@
+"""PlacedStrategy: a placement for each variable, on the devices of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.errors import PlacementError, StrategyError
+from tfdist_ext.placement import (
+    OnDevice,
+    Owned,
+    Placement,
+    PlacementPlan,
+    Rule,
+    VariableSpec,
+)
+from tfdist_ext.placement.device_placer import DevicePlacer
+from tfdist_ext.strategies.template import StrategyTemplate
+
+__all__ = ["PlacedStrategy"]
+
+_HOST = "CPU:0"
+_OWNER = "number_of_owner"  # what an owned variable has its owner in
+
+
+class PlacedStrategy(StrategyTemplate):
+    """A synchronous strategy on one machine that places each variable by rules.
+
+    - `Mirrored()`: a copy with slots on each device.
+    - `OnDevice("CPU:0")`: one copy with its slots; `tfd.distribute` moves the rows that an
+      Embedding looks up, and not the table.
+    - `Owned()`: a copy on each device, to compute with; the optimizer's slots are on one device
+      alone, the owner. The gradient is reduced to it, it computes the update, and sends the new
+      value to the others: optimizer state partitioned as in ZeRO, stage 1 (Rajbhandari et al.
+      2020, https://arxiv.org/abs/1910.02054), by whole variables.
+
+    Trained variables without a rule are owned from a size on, and mirrored below. Owners hold
+    nearly equal bytes where variables are no larger than a fair share.
+
+    Args:
+        devices: as those of a StrategyTemplate.
+        rules: `Rule(pattern, placement)`, or a table of pattern -> placement or its text, as
+            {"embedding/.*": "device CPU:0"}; patterns match Keras's paths of variables.
+        owned_from: the size from which trained variables are owned, without slots: bytes, or as
+            "64KiB".
+
+    Raises:
+        StrategyError: a device that is not there, or is named twice; a rule that cannot be right
+            on these devices, named in the message.
+    """
+
+    def __init__(
+        self,
+        devices: int | str | Sequence[str] | None = None,
+        rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
+        *,
+        owned_from: int | str = "16KiB",
+    ):
+        super().__init__(devices)
+        try:
+            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from, host=_HOST)
+        except PlacementError as error:
+            raise StrategyError(f"{type(self).__name__}: {error}") from error
+
+    @property
+    def placement_plan(self) -> PlacementPlan | None:
+        """Where the variables of the last model are that `tfd.distribute` has planned."""
+        return self._placer.plan
+
+    def plan_model(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
+        """Balance the owners of a model whose variables are about to be created.
+
+        Raises:
+            PlacementError: a rule that matches no variable, or two that match one.
+        """
+        return self._placer.learn(specs)
+
+    def owner(self, variable: Any) -> int:
+        """The number of the device that owns a variable; 0 of one that is not owned."""
+        number: int = getattr(variable, _OWNER, 0)
+        return number
+
+    def create_variable(
+        self, spec: VariableSpec, create: Callable[..., tf.Variable], beside: Any = None
+    ) -> tf.Variable:
+        if beside is not None:
+            if self._is_owned(beside):
+                return create([self.devices[self.owner(beside)]])
+            return super().create_variable(spec, create, beside)
+        placement = self._placer.placement_of(spec)
+        if isinstance(placement, OnDevice):
+            return create([placement.name])
+        made = super().create_variable(spec, create)
+        if isinstance(placement, Owned) and len(self.devices) > 1:
+            setattr(made, _OWNER, self._placer.choose_owner(spec))
+        return made
+
+    def update_variable(
+        self, variable: Any, copies: Sequence[tf.Variable], update: Callable[[int], Any]
+    ) -> Sequence[Any]:
+        if not self._is_owned(variable):
+            return super().update_variable(variable, copies, update)
+        number = self.owner(variable)
+        done = update(number)
+        for copy in copies:
+            if copy is not copies[number]:
+                with tf.device(copy.device):
+                    copy.assign(copies[number])
+        return [done] * len(copies)
+
+    def _is_owned(self, variable: Any) -> bool:
+        return hasattr(variable, _OWNER)

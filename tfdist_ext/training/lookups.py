@@ -1,0 +1,51 @@
+"""Lookups of rows in a variable of which all replicas share one copy: rows move, not the table.
+
+Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
+of each replica. Here the rows are gathered where the table is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.copies import copies_per_worker, local_copy
+from tfdist_ext.training.replica_scope import ReplicaScope
+
+__all__ = ["rows_of_shared"]
+
+
+def rows_of_shared(
+    strategy: tf.distribute.Strategy, local_replicas: int
+) -> Callable[[Any, Any], Any]:
+    """What `kp.rows_taken_by` calls: (Keras variable, ids) -> its rows, or None for Keras's way.
+
+    Keras's way is that of a variable with a copy for each replica, of one that the step has given
+    another value, and of sparse ids.
+    """
+
+    def rows(variable: Any, ids: Any) -> Any:
+        if isinstance(ids, tf.SparseTensor) or not is_shared(variable):
+            return None
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(rows(variable, ids.flat_values))
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
+        taken = tf.gather(local_copy(variable, strategy, 0), ids)
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+
+    def is_shared(variable: Any) -> bool:
+        raw = kp.raw_value(variable)
+        if raw is None or raw.shape.rank < 1 or local_replicas == 1:
+            return False
+        if copies_per_worker(variable, strategy) == local_replicas:
+            return False
+        scope = kp.stateless_scope()
+        if scope is None:
+            return True
+        return isinstance(scope, ReplicaScope) and scope.get_current_value(variable) is raw
+
+    return rows
