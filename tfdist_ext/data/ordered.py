@@ -14,6 +14,7 @@ from tfdist_ext.data.rows import rows_in
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
+from tfdist_ext.data.untuned import untuned
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
 
@@ -112,7 +113,8 @@ class OrderedDataset(ShardedDataset):
 
         steps = tf.data.Dataset.range(_steps_of_parts(order, shard.count, remainder))
         parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
+        prefetched = untuned(parts.prefetch(tf.data.AUTOTUNE))
+        return with_data_errors(sharded_already(prefetched, shard))
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -134,7 +136,7 @@ class OrderedDataset(ShardedDataset):
             steps = _steps_of_parts(order, replicas, remainder)
             numbers = tf.data.Dataset.range(steps * local)
             parts = numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-            return parts.prefetch(tf.data.AUTOTUNE)
+            return untuned(parts.prefetch(tf.data.AUTOTUNE))
 
         return strategy.distribute_datasets_from_function(of_worker)
 
@@ -237,8 +239,10 @@ class OrderedDataset(ShardedDataset):
 
             return tuple(part(first + i) for i in range(local))
 
-        return tf.data.Dataset.counter(begin).map(
-            parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        return untuned(
+            tf.data.Dataset.counter(begin).map(
+                parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
         )
 
     def in_order(self) -> OrderedDataset:

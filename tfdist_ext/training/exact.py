@@ -69,7 +69,9 @@ def _apply(
     """`optimizer.apply` in a replica's context, with this replica's gradients."""
     grads = list(grads)
     variables = kp.trained_by(optimizer) if variables is None else list(variables)
-    weighted = here.weighted([gradient for gradient in grads if gradient is not None])
+    weighted = [gradient for gradient in grads if gradient is not None]
+    if not here.gradients_are_weighted:
+        weighted = here.weighted(weighted)
 
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)

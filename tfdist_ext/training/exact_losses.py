@@ -157,12 +157,18 @@ def gradient(
     """A tape's gradient of a loss for each example: that of their sum, which is no mean.
 
     Only with respect to variables, which sum over the rows; what belongs to a row stays with it.
+    Where the optimizer gets these very gradients, they are of the loss times the part's share.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
     if to_variables and here.replicas > 1:
-        output_gradients = _of_sums(here, tf.nest.flatten(target), output_gradients)
+        targets = tf.nest.flatten(target)
+        output_gradients = _of_sums(here, targets, output_gradients)
+        if here.weighs_loss_for(sources):
+            upstream = here.weighted(_upstream(targets, output_gradients))
+            with here.loss_weighted():
+                return original(tape, target, sources, upstream, *options, **named_options)
     return original(tape, target, sources, output_gradients, *options, **named_options)
 
 
@@ -183,13 +189,14 @@ def _of_sums(here: Part, targets: list[Any], output_gradients: Any) -> Any:
             )
     if not any(map(here.has_rows, targets)):
         return output_gradients
-    if output_gradients is None:
-        given = [tf.ones_like(target) for target in targets]
-    else:
-        given = tf.nest.flatten(output_gradients)
     return [
         upstream * tf.math.reciprocal_no_nan(here.share(upstream.dtype))
         if here.has_rows(target)
         else upstream
-        for target, upstream in zip(targets, given, strict=True)
+        for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
     ]
+
+
+def _upstream(targets: list[Any], given: Any) -> list[Any]:
+    """The upstream gradient of each target, ones where none is given."""
+    return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

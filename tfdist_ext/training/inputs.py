@@ -19,6 +19,7 @@ from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.shards import bounds
+from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
@@ -154,8 +155,10 @@ def _parts_of_arrays(
 
             return tuple(part(first + i) for i in range(local))
 
-        return tf.data.Dataset.counter(begin).map(
-            parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        return untuned(
+            tf.data.Dataset.counter(begin).map(
+                parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
         )
 
     return lambda begin: functools.partial(parts_of, begin)

@@ -30,10 +30,18 @@ class Part:
         replicas: parts of the global batch, over all workers.
         local_replicas: parts on this worker.
         batch: what the replica's step gets, a structure of tensors.
+        trained: of a step that gives all gradients to the optimizer as they are, the variables
+            for which it asks them; else none.
     """
 
     def __init__(
-        self, rows: tf.Tensor, of: tf.Tensor, replicas: int, local_replicas: int, batch: Any
+        self,
+        rows: tf.Tensor,
+        of: tf.Tensor,
+        replicas: int,
+        local_replicas: int,
+        batch: Any,
+        trained: Sequence[Any] = (),
     ):
         self.replicas = replicas
         self.local_replicas = local_replicas
@@ -42,6 +50,9 @@ class Part:
         self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
+        self._trained = list(map(id, trained))
+        self._loss_is_weighted = False
+        self.gradients_are_weighted = False
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -81,6 +92,24 @@ class Part:
             for value in values
         ]
 
+    def weighs_loss_for(self, sources: Any) -> bool:
+        """Whether the loss itself can be weighted, and so each gradient, which then costs nothing.
+
+        Not where a step may do something with its gradients before the optimizer gets them: clipped
+        after they are weighted they would be larger than clipped before.
+        """
+        return list(map(id, tf.nest.flatten(sources))) == self._trained != []
+
+    @contextlib.contextmanager
+    def loss_weighted(self) -> Iterator[None]:
+        """Scope of computing the gradients of a loss that is weighted with this part's share."""
+        self._loss_is_weighted = True
+        try:
+            yield
+        finally:
+            self._loss_is_weighted = False
+        self.gradients_are_weighted = True
+
     def contribution(self, value: tf.Tensor) -> tf.Tensor:
         """What this replica adds to the mean over all rows; what is no float stays as it is."""
         return self._times_share(value) if value.dtype.is_floating else value
@@ -107,12 +136,15 @@ class Part:
         """The sum of each tensor over all replicas, to be used inside a model.
 
         Its gradient is that of the loss of the global batch, in which this replica's loss counts
-        with its share, to be weighted by the share once more when gradients are summed.
+        with its share; to be weighted by the share once more when gradients are summed, if the
+        loss is not weighted already.
         """
 
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> Any:
+                if self._loss_is_weighted:
+                    return self.sum_up(upstream)
                 reduced = self.sum_up(self.weighted(upstream))
                 shares = [self.share(value.dtype) for value in reduced]
                 return [
