@@ -112,12 +112,13 @@ def test_without_rules_and_in_eager_steps(one_device: Any) -> None:
     assert_equal(train(model), one_device["SGD"])
 
 
-def test_mixed_precision() -> None:
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision(policy: str) -> None:
     """As near to one device as half precision is, and every copy the same."""
 
     def half() -> keras.Model:
         before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy("mixed_bfloat16")
+        keras.config.set_dtype_policy(policy)
         try:
             return build("SGD")
         finally:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.testing import StrategyConformance
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom_strategy.md"
@@ -58,6 +58,13 @@ class Template(StrategyConformance):
         return StrategyTemplate(3)
 
 
+class Placed(StrategyConformance):
+    """Tables and biases on the host alone, what else is trained is owned, the rest mirrored."""
+
+    def strategy(self) -> tf.distribute.Strategy:
+        return PlacedStrategy(3, {".*(embeddings|bias)": "device CPU:0"}, owned_from=1)
+
+
 def defined_on_the_page() -> dict[str, Any]:
     """The classes and functions of docs/custom_strategy.md, without what it does with them."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -76,5 +83,6 @@ MATRIX: dict[str, type[StrategyConformance]] = {
     "CentralStorageStrategy": CentralStorage,
     "OneDeviceStrategy": OneDevice,
     "StrategyTemplate": Template,
+    "PlacedStrategy": Placed,
     "Frugal, of this page": Frugal,
 }

@@ -4,7 +4,7 @@ The template with other hooks: `tests/strategies/test_template_contract.py`.
 `scripts/conformance` runs all checks on all of them.
 """
 
-from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Template
+from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Placed, Template
 
 
 class Less:
@@ -28,6 +28,10 @@ class TestOneDevice(Less, OneDevice):
 
 
 class TestTemplate(Less, Template):
+    pass
+
+
+class TestPlaced(Less, Placed):
     pass
 
 

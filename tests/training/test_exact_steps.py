@@ -213,6 +213,65 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     assert all(np.isfinite(weight).all() for weight in weights_of(ours))
 
 
+@pytest.mark.parametrize("scale", [2.0**18, 2.0**19])
+def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> None:
+    """The largest float16 is 65,504: what flows back to each row is scale / 8 in the first step."""
+
+    def build() -> keras.Model:
+        dense = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="zeros", dtype="mixed_float16"
+        )
+        model = keras.Sequential([keras.Input((5,)), dense])
+        inner = keras.optimizers.SGD(0.01)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale), "mse")
+        return model
+
+    x, y = X[:48] / 1000, np.ones_like(Y[:48])
+    plain, _ = plain_fit(build, x, y, batch_size=16)
+    ours, _ = distributed_fit(build, x, y, batch_size=16, strategy=mirrored(4))
+    assert int(plain.optimizer.iterations.numpy()) == (3 if scale == 2.0**18 else 2)
+    for name in ("iterations", "dynamic_scale", "step_counter"):
+        values = [getattr(m.optimizer, name).numpy() for m in (ours.keras_model, plain)]
+        assert values[0] == values[1], name
+    assert_same_weights(plain, ours, 1e-6)
+
+
+class Signs(keras.optimizers.SGD):
+    """Does something with gradients that does not go with a weight."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(tf.sign(g), v) for g, v in grads_and_vars])
+
+
+class Clips(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        variables = self.trainable_variables
+        gradients = [tf.clip_by_norm(g, 0.01) for g in tape.gradient(loss, variables)]
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"squares": loss}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [(Signs, keras.Model), (keras.optimizers.SGD, Clips)]
+)
+def test_what_comes_between_a_gradient_and_its_sum_sees_the_mean_of_the_part(
+    optimizer: Any, kind: Any
+) -> None:
+    """On the same rows for each replica it does what it does on one device."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        model = kind(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(optimizer(0.1), "mse")
+        return model
+
+    x, y = np.tile(X[:4], (6, 1)), np.tile(Y[:4], (6, 1))
+    same(build, x, y, replicas=3, batch_size=12)
+
+
 class LastSum(keras.metrics.Metric):
     """Declares how its states combine: one as a sum, one as a mean."""
 

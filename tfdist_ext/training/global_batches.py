@@ -68,7 +68,7 @@ class GlobalBatches:
         """A plain dataset: each element is the tuple of this task's replicas' parts.
 
         For replicas on CPUs, where nothing is to be moved. TensorFlow's distributed iterator
-        costs more than a small step there, and takes up to seconds to go away.
+        costs more than a small step there.
         """
         return self.parts_of(first, local, replicas).prefetch(tf.data.AUTOTUNE)
 
