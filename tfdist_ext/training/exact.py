@@ -39,6 +39,7 @@ from tfdist_ext.training.exact_losses import (
     loss_of_batch,
     losses_of,
     reduce_loss,
+    scale_loss,
 )
 from tfdist_ext.training.part import Part, part, set_part
 
@@ -57,6 +58,7 @@ def install() -> None:
         clear_losses=clear_losses,
         added_loss=added_loss,
         gradient=gradient,
+        scale_loss=scale_loss,
         update_mean=_update_mean,
         moments=_moments,
         masked_moments=_masked_moments,
@@ -69,9 +71,12 @@ def _apply(
     """`optimizer.apply` in a replica's context, with this replica's gradients."""
     grads = list(grads)
     variables = kp.trained_by(optimizer) if variables is None else list(variables)
-    weighted = [gradient for gradient in grads if gradient is not None]
-    if not here.gradients_are_weighted:
-        weighted = here.weighted(weighted)
+    of_loss = here.weighted_loss
+    weighted = [
+        g if of_loss is not None and of_loss.gave(g) else here.weighted([g])[0]
+        for g in grads
+        if g is not None
+    ]
 
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)
