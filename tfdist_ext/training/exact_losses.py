@@ -163,9 +163,12 @@ def gradient(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
     if to_variables and here.replicas > 1:
+        is_of_all = here.weighs_loss_for(sources)
+        if (scope := _scope()) is not None:
+            sources = tf.nest.map_structure(scope.source_of, sources)
         targets = tf.nest.flatten(target)
         output_gradients = _of_sums(here, targets, output_gradients)
-        if here.weighs_loss_for(sources):
+        if is_of_all:
             upstream = here.weighted(_upstream(targets, output_gradients))
             with here.loss_weighted():
                 return original(tape, target, sources, upstream, *options, **named_options)
