@@ -155,7 +155,9 @@ class DevicePlacer:
 
 def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
     if not spec.shape or pieces > spec.rows:
-        has = f"{spec.rows} rows" if spec.shape else "no rows, it is a scalar"
+        has = (
+            f"{spec.rows} row{'s' * (spec.rows != 1)}" if spec.shape else "no rows, it is a scalar"
+        )
         raise PlacementError(
             f"the rule {rule.pattern!r} ({rule.placement}) cannot cut {spec.path!r} of shape"
             f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"

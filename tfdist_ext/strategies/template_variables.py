@@ -93,7 +93,7 @@ class Creation:
             where.append((device, start, start + rows, {"device": device}))
             start += rows
         pieces = made_in_pieces(self._shared, kwargs, initial, where)
-        return PartitionedVariable(pieces, kwargs.get("name") or "Variable")
+        return PartitionedVariable(pieces, kwargs.get("name") or "Variable", self.spec.path)
 
 
 def made_on_each(

@@ -27,12 +27,13 @@ class PartitionedVariable(ShardedVariable):
     is here, or said to be missing.
 
     Attributes:
+        path: what messages call it.
         why: in words, what has cut it.
     """
 
-    def __init__(self, pieces: Sequence[Any], name: str, why: str = "create(in_pieces=True)"):
+    def __init__(self, pieces: Sequence[Any], name: str, path: str):
         super().__init__(list(pieces), name=name)
-        self.why = why
+        self.path, self.why = path, "create(in_pieces=True)"
         plain = [piece.get() for piece in pieces]
         self._plain = ShardedVariable(plain, name=name)
 
@@ -44,11 +45,16 @@ class PartitionedVariable(ShardedVariable):
     def handle(self) -> Any:
         # An AttributeError, as there is none: TensorFlow asks with hasattr.
         raise AttributeError(
-            f"{self.name!r} has no gradient of its own: {self.why} has cut it into"
+            f"{self.path!r} has no gradient of its own: {self.why} has cut it into"
             f" {len(self._variables)} pieces. Train with tfdist_ext.distribute(build, strategy)"
             " instead of Keras's own fit; in a loop of your own, differentiate by its pieces,"
             " variable.variables."
         )
+
+    @property
+    def device(self) -> str:
+        """That of the first piece; a checkpoint of a Keras model is written from there."""
+        return str(self._variables[0].device)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
