@@ -9,13 +9,18 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
+from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 
 __all__ = ["check_created", "check_dataset", "check_read", "check_reduced", "check_updated"]
 
 
-def check_created(strategy: Any, made: Any, spec: VariableSpec) -> None:
-    """Raise StrategyError unless it is a variable of that shape, made in the strategy's scope."""
-    if not isinstance(made, tf.Variable) and not getattr(made, "is_sharded_variable", False):
+def check_created(strategy: Any, made: Any, spec: VariableSpec, beside: Any = None) -> None:
+    """Raise StrategyError unless it is a variable of that shape, made in the strategy's scope.
+
+    Beside pieces it must be in such pieces, if it has rows for all of them: both are updated
+    piece by piece.
+    """
+    if not isinstance(made, tf.Variable) and not is_partitioned(made):
         raise _wrong(
             strategy, "create_variable", f"the variable that create() makes of {spec.path!r}", made
         )
@@ -23,6 +28,11 @@ def check_created(strategy: Any, made: Any, spec: VariableSpec) -> None:
         raise _wrong(
             strategy, "create_variable", f"a variable of the shape {list(spec.shape)}", made
         )
+    if is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
+        rows = [end for _, _, end in pieces_of(beside)]
+        if [end for _, _, end in pieces_of(made)] != rows:
+            what = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
+            raise _wrong(strategy, "create_variable", what, made)
 
 
 def check_read(strategy: Any, value: Any, variable: Any) -> Any:
@@ -81,6 +91,8 @@ def _shown(value: Any) -> str:
     """A tensor by its shape and dtype: its numbers may be many."""
     if isinstance(value, tf.IndexedSlices):
         return f"slices of {value.dtype.name}"
+    if is_partitioned(value):
+        return f"a variable of {len(value.variables)} pieces"
     if tf.is_tensor(value) or isinstance(value, tf.Variable):
         kind = "variable" if isinstance(value, tf.Variable) else "tensor"
         return f"a {kind} of shape {value.shape} and {value.dtype.name}"

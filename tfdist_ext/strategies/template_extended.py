@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.template_checks import (
     check_created,
@@ -97,7 +98,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         if creation.spec is None:
             return creation.create(self._devices)
         made = strategy.create_variable(creation.spec, creation.create, beside)
-        check_created(strategy, made, creation.spec)
+        check_created(strategy, made, creation.spec, beside)
         return made
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -118,12 +119,13 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         strategy = self._container_strategy()
-        copies = strategy.copies(var)
+        # One in pieces is assigned to as a whole, each piece where it is.
+        copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
 
         def update(number: int) -> Any:
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
-            with tf.device(copy.device), tp.updating(number), name:
+            with tf.device(getattr(copy, "device", None)), tp.updating(number), name:
                 mine = tp.of_replica(number, (tuple(args), kwargs))
                 return fn(copy, *mine[0], **mine[1])
 

@@ -25,6 +25,7 @@ from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
     UpdatesInPlace,
+    device_of_update,
     is_updated_once,
     local_copy,
     outside_of_strategies,
@@ -96,7 +97,13 @@ def _apply(
             with_gradient = [v for g, v in zip(grads, variables, strict=False) if g is not None]
             summed = _on_owners(gradients, with_gradient, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
-            with set_part(None), outside_of_strategies(optimizer, UpdatesInPlace()), copies:
+            updates = UpdatesInPlace(optimizer, copies)
+            with (
+                set_part(None),
+                outside_of_strategies(optimizer, updates),
+                copies,
+                kp.optimizer_keys(updates.whole_of),
+            ):
                 apply(summed)
             send_out(touched, strategy)
 
@@ -114,7 +121,7 @@ def _on_owners(
     gradients: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> list[Any]:
     """The sum over replicas of each gradient, on the device that computes its update alone."""
-    devices = [owner_copy(variable, strategy).device for variable in variables]
+    devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     pairs = list(zip(gradients, devices, strict=False))  # Keras says what is wrong with numbers
     return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))
 

@@ -172,6 +172,8 @@ def gradient(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
     if to_variables and here.replicas > 1:
+        if (scope := _scope()) is not None:
+            sources = tf.nest.map_structure(scope.source_of, sources)
         targets = tf.nest.flatten(target)
         output_gradients = _of_sums(here, targets, output_gradients)
         of_loss = here.weighted_loss
