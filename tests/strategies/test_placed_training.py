@@ -218,6 +218,22 @@ def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
     assert_equal(trained(PlacedStrategy(2, {".*": "owned"})), trained(StrategyTemplate(2)), 2e-6)
 
 
+@pytest.mark.parametrize("rules", [{}, {".*": "device CPU:1"}])
+def test_averages_of_weights_in_keras_s_own_fit(rules: Any) -> None:
+    """Replicas write them: the one copy takes what the first replica has, as all have the same."""
+
+    def trained(strategy: Any) -> Any:
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
+            adam = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
+            model.compile(adam, "mse")
+        model.fit(ROWS[:36], LABELS[:36], batch_size=12, epochs=2, shuffle=False, verbose=0)
+        return [0.0], [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
+
+    assert_equal(trained(PlacedStrategy(2, rules, owned_from=1)), trained(StrategyTemplate(2)))
+
+
 def test_an_existing_model_and_a_rule_that_matches_nothing() -> None:
     original = build("SGD")
     rules = {"hidden/kernel": "owned", "table/.*": "sharded"}

@@ -79,12 +79,18 @@ class DevicePlacer:
             PlacementError: a rule that matches no variable, or two that match one; one that cuts a
                 variable into more pieces than it has rows.
         """
-        # The counters of optimizers and the states of metrics are created with other names.
-        rules_of([spec.path for spec in specs], self._rules)
+        self.check_paths([spec.path for spec in specs])
         placements = {spec.path: self.placement_of(spec) for spec in specs}
         here = [spec for spec in specs if self._is_here(placements[spec.path])]
         self.plan = plan(here, devices=self.devices, otherwise=lambda spec: placements[spec.path])
         return self.plan
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raise PlacementError unless each rule matches one of a model's variables.
+
+        The counters of optimizers and the states of metrics are created with other names.
+        """
+        rules_of(paths, self._rules)
 
     def placement_of(self, spec: VariableSpec) -> Placement:
         """`Mirrored()`, `Owned()`, `Sharded`, or `OnDevice` with the short name of a device.
@@ -134,10 +140,11 @@ class DevicePlacer:
         placement = rule.placement
         named = short_name(placement.name) if isinstance(placement, OnDevice) else self._host
         if named not in (*self.devices, self._host):
+            host = "" if self._host in self.devices else f" or {self._host}, the host"
             raise PlacementError(
                 f"the rule {rule.pattern!r} ({placement}) names a device outside of the strategy,"
-                f" which has {', '.join(self.devices)}. Name one of these or {self._host}, the"
-                f" host; or give {named} to the strategy, too."
+                f" which has {', '.join(self.devices)}. Name one of these{host}; or give {named} to"
+                " the strategy, too."
             )
         if isinstance(placement, OnTask):
             raise PlacementError(

@@ -82,6 +82,14 @@ class PlacedStrategy(StrategyTemplate):
         """
         return self._placer.learn(specs)
 
+    def check_model(self, paths: Sequence[str]) -> None:
+        """Check the rules on a model that was built by its data, which nobody could plan before.
+
+        Raises:
+            PlacementError: a rule that matches no variable, or two that match one.
+        """
+        self._placer.check_paths(paths)
+
     def owner(self, variable: Any) -> int:
         """The number of the device that owns a variable; 0 of one that is not owned."""
         number: int = getattr(variable, _OWNER, 0)

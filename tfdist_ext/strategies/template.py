@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
@@ -41,6 +42,14 @@ class StrategyTemplate(tf.distribute.Strategy):
     def devices(self) -> tuple[str, ...]:
         """Names of the replicas' devices, in the order of replicas."""
         return self._names
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_extended":  # what all methods of a strategy begin with
+            raise StrategyError(
+                f"{type(self).__name__} has not been initialised: call super().__init__(devices) in"
+                " its __init__, before anything else of the strategy is used."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def copies(self, variable: Any) -> tuple[tf.Variable, ...]:
         """The plain variables behind a variable of this strategy: one for each replica, or one.

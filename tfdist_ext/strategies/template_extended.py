@@ -18,6 +18,7 @@ from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.template_checks import (
     check_created,
     check_dataset,
+    check_number,
     check_read,
     check_reduced,
     check_updated,
@@ -47,6 +48,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         super().__init__(strategy)
         self._devices = tuple(devices)
         self._host = tp.full_name("/device:CPU:0")
+        self._asking = ""  # path of the variable that the hook is asked for
 
     # Replicas
 
@@ -97,8 +99,18 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         creation = Creation(strategy, self._devices, next_creator, kwargs)
         if creation.spec is None:
             return creation.create(self._devices)
-        made = strategy.create_variable(creation.spec, creation.create, beside)
-        check_created(strategy, made, creation.spec, beside)
+        if self._asking:
+            raise StrategyError(
+                f"{type(strategy).__name__}.create_variable makes {self._asking!r} by creating a"
+                " variable itself, which would come to the hook again, without an end. Return what"
+                " create(devices) makes."
+            )
+        self._asking = creation.spec.path
+        try:
+            made = strategy.create_variable(creation.spec, creation.create, beside)
+        finally:
+            self._asking = ""
+        check_created(strategy, made, creation.spec, creation.made, beside)
         return made
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -123,6 +135,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
 
         def update(number: int) -> Any:
+            check_number(strategy, number, var, len(copies))
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
             with tf.device(getattr(copy, "device", None)), tp.updating(number), name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +29,7 @@ class Creation:
     Attributes:
         spec: what is known of it: Keras's path, else its name; shape, dtype and bytes. None where
             the shape is not known before it is created.
+        made: what `create` has returned.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Creation:
         self._next_creator = next_creator
         self._kwargs = dict(kwargs)
         self.spec = _spec(self._kwargs, devices[0])
+        self.made: list[Any] = []
 
     def create(self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any) -> Any:
         """The variable on these devices: those of all replicas, or one for all replicas.
@@ -52,9 +54,16 @@ class Creation:
                 replicas share.
             instead: other arguments for the variable, such as `initial_value` and `shape`.
         """
-        kwargs = {**self._kwargs, **instead}
+        self.made.append(self._created(devices, in_pieces, {**self._kwargs, **instead}))
+        return self.made[-1]
+
+    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> Any:
         of = f"{type(self._strategy).__name__}.create_variable"
         of += "" if self.spec is None else f", for {self.spec.path!r}"
+        if not isinstance(devices, Iterable):
+            raise StrategyError(
+                f"{of}: create() takes a device or a list of devices; {devices!r} arrived."
+            )
         picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
         if in_pieces and len(picked) > 1:
             return self._made_in_pieces([tp.full_name(name) for name in picked], kwargs, of)
@@ -69,11 +78,16 @@ class Creation:
         )
 
     def _shared(self, device: str, *, aggregation: Any = None, **kwargs: Any) -> Any:
-        """One plain variable on a device, for all replicas."""
+        """One plain variable on a device, for all replicas.
+
+        What replicas write to it without an aggregation is the first one's, as it is read where
+        each has a copy.
+        """
         with tp.across(device), tp.outside_of_tapes():
             plain = self._next_creator(**kwargs)
-        none = tf.VariableAggregation.NONE
-        return tp.shared_variable(self._strategy, plain, aggregation or none)
+        if aggregation in (None, tf.VariableAggregation.NONE):
+            aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return tp.shared_variable(self._strategy, plain, aggregation)
 
     def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> Any:
         if self.spec is None or kwargs["initial_value"] is None:

@@ -110,6 +110,8 @@ def build(
             build_by_trial(model, kind, batch)
         if kind != "predict" and has_own_step(model, "train") and not all_built(model):
             build_by_trial(model, "train", batch)
+    if isinstance(strategy, PlacedStrategy):
+        strategy.check_model([variable.path for variable in model.variables])
     make_readable(model)
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.partitioned import updates_by_row, with_each_piece
 
@@ -135,7 +136,8 @@ def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
     """The plain tf.Variable on which an update that is computed once is computed."""
     number = 0
     if isinstance(strategy, StrategyTemplate):
-        number = strategy.owner(kp.raw_value(variable))
+        raw = kp.raw_value(variable)
+        number = check_owner(strategy, strategy.owner(raw), raw)
     return local_copy(variable, strategy, number)
 
 
