@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tfdist_ext as tfd
-from tfdist_ext.testing.skeleton import write_strategy
+from tfdist_ext.testing.new_strategy import write_strategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,11 +35,31 @@ def test_it_passes_as_written(tmp_path: Path) -> None:
     assert " passed" in run.stdout
 
 
+def test_without_the_repository(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfdist_ext.testing.new_strategy"]
+    for argument, code in (("my_strategy.py", 0), ("keras.py", 1)):
+        made = subprocess.run(
+            [*command, argument], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert made.returncode == code, made.stderr
+    assert made.stderr.startswith(
+        "python -m tfdist_ext.testing.new_strategy: 'keras.py' cannot be the file of a strategy:"
+    )
+    assert sorted(file.name for file in tmp_path.glob("*.py")) == [
+        "my_strategy.py",
+        "test_my_strategy.py",
+    ]
+
+
 def test_the_names_follow_the_file(tmp_path: Path) -> None:
     strategy, test = write_strategy(tmp_path / "two_towers.py")
     assert "class TwoTowers(tfd.strategies.StrategyTemplate):" in strategy.read_text()
     assert "from two_towers import TwoTowers\n" in test.read_text()
     assert "class TestTwoTowers(StrategyConformance):" in test.read_text()
+    strategy, test = write_strategy(tmp_path / "TwoGPUTowers.py")
+    assert "class TwoGPUTowers(tfd.strategies.StrategyTemplate):" in strategy.read_text()
+    assert "from TwoGPUTowers import TwoGPUTowers\n" in test.read_text()
+    assert test.name == "test_TwoGPUTowers.py"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +69,11 @@ def test_the_names_follow_the_file(tmp_path: Path) -> None:
         ("my_strategy", "'my_strategy' cannot be"),
         ("class.py", r"'class\.py' cannot be"),
         ("__.py", r"'__\.py' cannot be"),
+        ("keras.py", "`import keras` would find it instead of the module that has this name"),
+        ("pytest.py", "`import pytest` would find it"),
+        ("types.py", "`import types` would find it"),
+        ("conftest.py", "`import conftest` would find it"),
+        ("__init__.py", "`import __init__` would find it"),
         ("nowhere/mine.py", "there is no folder .*nowhere: make it first"),
     ],
 )

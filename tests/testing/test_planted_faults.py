@@ -22,11 +22,91 @@ class FirstValue(StrategyTemplate):
         return [values[0]] * len(devices)
 
 
+class FirstOfManyAxes(StrategyTemplate):
+    """A tensor with more than two axes is not reduced."""
+
+    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        if len(values[0].shape) > 2:
+            return [values[0]] * len(devices)
+        return super().reduce_values(op, values, devices)
+
+
+class FirstOfFloat64(StrategyTemplate):
+    """A float64 is not reduced."""
+
+    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        if values[0].dtype == tf.float64:
+            return [values[0]] * len(devices)
+        return super().reduce_values(op, values, devices)
+
+
+class ThroughFloat32(StrategyTemplate):
+    """A dtype is reduced in float32."""
+
+    dtype: tf.DType
+
+    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        if values[0].dtype != self.dtype:
+            return super().reduce_values(op, values, devices)
+        values = [tf.cast(value, tf.float32) for value in values]
+        return [tf.cast(v, self.dtype) for v in super().reduce_values(op, values, devices)]
+
+
+class Int64ThroughFloat32(ThroughFloat32):
+    dtype = tf.int64
+
+
+class Float64ThroughFloat32(ThroughFloat32):
+    dtype = tf.float64
+
+
 class OneUpdated(StrategyTemplate):
     """An update is applied on one replica only."""
 
     def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
         return [update(0)] * len(copies)
+
+
+class CountedTwice(StrategyTemplate):
+    """A counter is updated twice."""
+
+    def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
+        if variable.dtype == tf.int64:
+            super().update_variable(variable, copies, update)
+        return super().update_variable(variable, copies, update)
+
+
+class CountedOnTheFirst(StrategyTemplate):
+    """A counter is updated on one replica only."""
+
+    def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
+        if variable.dtype == tf.int64:
+            return [update(0)] * len(copies)
+        return super().update_variable(variable, copies, update)
+
+
+class LargeOnesMissed(StrategyTemplate):
+    """Copies of a large variable begin different, and one is updated."""
+
+    def create_variable(self, spec: Any, create: Any, beside: Any = None) -> Any:
+        made = super().create_variable(spec, create, beside)
+        if spec.bytes > 1_000_000:
+            self.copies(made)[-1].assign(tf.zeros(spec.shape))
+        return made
+
+    def update_variable(self, variable: Any, copies: Any, update: Any) -> Any:
+        if variable.shape.num_elements() > 100_000:
+            return [update(0)] * len(copies)
+        return super().update_variable(variable, copies, update)
+
+
+class LargeSumsMissed(StrategyTemplate):
+    """A large tensor is not reduced."""
+
+    def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+        if values[0].shape.num_elements() > 100_000:
+            return [values[0]] * len(devices)
+        return super().reduce_values(op, values, devices)
 
 
 class WholeDataset(StrategyTemplate):
@@ -93,6 +173,43 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
             "update, read in replicas: [23.0, 23.0, 23.0] is right; [23.0, 1.0, 1.0] arrived.",
         ),
         (
+            FirstOfManyAxes,
+            ["all_reduce", "reduce", "reduce_to"],
+            "reduce SUM of rank_3: [[[6.0, 6.0, 6.0]], [[6.0, 6.0, 6.0]]] is right; [[[1.0, 1.0,",
+        ),
+        (
+            FirstOfFloat64,
+            ["all_reduce", "reduce", "reduce_to"],
+            "reduce SUM of float64: 6.0000000000027285 is right; 1.0000000000009095 arrived.",
+        ),
+        (
+            Int64ThroughFloat32,
+            ["all_reduce", "reduce", "reduce_to"],
+            "reduce SUM of int64: 50331654 is right; 50331652 arrived.",
+        ),
+        (
+            Float64ThroughFloat32,
+            ["all_reduce", "reduce", "reduce_to"],
+            "reduce SUM of float64: 6.0000000000027285 is right; 6.0 arrived.",
+        ),
+        (
+            CountedTwice,
+            ["assignments_in_replicas", "assignments_outside_of_replicas", "update"],
+            "an int64 counter, 1 added in replicas, eager, read in replicas: [6, 6, 6] is right;"
+            " [7, 7, 7] arrived.",
+        ),
+        (
+            CountedOnTheFirst,
+            ["assignments_in_replicas", "assignments_outside_of_replicas", "update"],
+            "update of an int64 counter, read in replicas: [8, 8, 8] is right; [8, 5, 5] arrived.",
+        ),
+        (
+            LargeOnesMissed,
+            ["variables_begin_equal", "update"],
+            "update, 1 MiB, read in replicas: how far off: [0.0, 0.0, 0.0] is right; [0.0, 6.0, 7.",
+        ),
+        (LargeSumsMissed, ["update"], "update, 1 MiB, read in replicas: how far off: [0.0, 0.0, 0"),
+        (
             WholeDataset,
             ["distribute_dataset", "distributed_dataset_in_a_function", "keras_metrics"],
             "the sum of all rows: 66.0 is right; 198.0 arrived.",
@@ -152,6 +269,24 @@ def test_a_fault_of_a_check_that_there_is_not() -> None:
         type("Wrong", (StrategyConformance,), {"known_faults": {"test_all": ""}})
 
 
+@pytest.mark.parametrize("faults", ["test_gather", ["test_gather"], None])
+def test_known_faults_that_are_no_dict(faults: Any) -> None:
+    message = r"Wrong\.known_faults must be a dict of checks and reasons; it is .*Write \{\"test_s"
+    with pytest.raises(tfd.StrategyError, match=message):
+        type("Wrong", (StrategyConformance,), {"known_faults": faults})
+
+
+def test_a_check_that_is_left_out_and_is_not_there() -> None:
+    message = r"Wrong: there is no check test_gahter; did you mean test_gather\?"
+    with pytest.raises(tfd.StrategyError, match=message):
+        type("Wrong", (StrategyConformance,), {"test_gahter": None})
+    less = type("Less", (), {"test_of_all": None, "test_scope": None})
+    with pytest.raises(tfd.StrategyError, match=r"no check test_of_all; .*test_run, test_errors"):
+        type("Wrong", (less, StrategyConformance), {})
+    own = type("Own", (StrategyConformance,), {"test_gahter": lambda self: None})
+    type("Right", (own,), {"test_gahter": None})
+
+
 def test_what_is_no_strategy() -> None:
     class Empty(StrategyConformance):
         pass
@@ -165,3 +300,25 @@ def test_what_is_no_strategy() -> None:
 
     with pytest.raises(tfd.StrategyError, match=r"Wrong\.strategy must return a tf\.distribute"):
         Wrong().test_scope()
+
+    class Made(StrategyConformance):
+        strategy = None
+
+    with pytest.raises(tfd.StrategyError, match=r"Made\.strategy must be a method that returns"):
+        Made().test_scope()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda self: StrategyTemplate([f"CPU:{number}" for number in range(6)]),
+        lambda self: StrategyTemplate(6),
+        lambda self: tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(6)]),
+    ],
+)
+def test_too_few_cpus(strategy: Any) -> None:
+    tests = type("Tests", (StrategyConformance,), {"strategy": strategy})
+    with pytest.raises(
+        tfd.StrategyError, match=r"all tfdist_ext\.testing\.logical_cpus\(6\) first\."
+    ):
+        tests().test_scope()

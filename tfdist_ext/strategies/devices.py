@@ -61,7 +61,8 @@ def make_logical_cpus(count: int) -> None:
         if there != count:
             raise StrategyError(
                 f"logical_cpus={count}: TensorFlow has started with {there} already, and the"
-                " number is fixed then. Make the strategy before the first TensorFlow operation."
+                " number is fixed then. Make the strategy, or call tfdist_ext.testing.logical_cpus,"
+                " before the first TensorFlow operation."
             ) from None
 
 
@@ -130,5 +131,5 @@ def pick_devices(
 def _more_cpus(count: int) -> str:
     return (
         f" For more CPUs pass logical_cpus={count} to create_strategy before the first TensorFlow"
-        " operation."
+        f" operation; in a test, call tfdist_ext.testing.logical_cpus({count}) first."
     )

@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["WAYS", "expect", "expect_close", "numbers", "quiet", "replica", "run"]
+__all__ = [
+    "WAYS",
+    "Wide",
+    "expect",
+    "expect_close",
+    "numbers",
+    "quiet",
+    "replica",
+    "run",
+    "sums_of_wide",
+    "wide",
+]
 
 WAYS = ("eager", "tf.function around", "tf.function within")
 
@@ -36,6 +47,37 @@ def replica() -> tf.Tensor:
     """1.0 on the first replica, 2.0 on the second, and so on."""
     context = tf.distribute.get_replica_context()
     return tf.cast(context.replica_id_in_sync_group, tf.float32) + 1
+
+
+class Wide(NamedTuple):
+    """What a reduction might cut short: 64 bits, which float32 does not hold, and many axes."""
+
+    int64: Any
+    float64: Any
+    rank_3: Any
+    rank_4: Any
+
+
+def wide() -> Wide:
+    """Of this replica."""
+    own = replica()
+    return Wide(
+        int64=tf.cast(own, tf.int64) + 2**24,
+        float64=tf.cast(own, tf.float64) + 2.0**-40,
+        rank_3=tf.fill([2, 1, 3], own),
+        rank_4=tf.fill([1, 2, 1, 2], own),
+    )
+
+
+def sums_of_wide(count: int) -> Wide:
+    """Of `wide()` over this many replicas: numbers of Python, and lists of them."""
+    total = count * (count + 1) // 2
+    return Wide(
+        int64=total + count * 2**24,
+        float64=total + count * 2.0**-40,
+        rank_3=[[[float(total)] * 3]] * 2,
+        rank_4=[[[[float(total)] * 2]] * 2],
+    )
 
 
 def expect(what: str, got: Any, wanted: Any) -> None:

@@ -10,6 +10,7 @@ AssertionError with what was asked, what is right and what arrived.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,8 @@ class StrategyConformance(
         tolerance: how far trained numbers may be from those of one device, 1e-6 by default.
 
     Raises:
-        StrategyError: when the class is defined: `known_faults` names what is no check.
+        StrategyError: when the class is defined: `known_faults` is no dict, or it or a
+            `test_... = None` names what is no check.
     """
 
     known_faults: Mapping[str, str] = {}
@@ -45,6 +47,17 @@ class StrategyConformance(
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         checks = names_of_checks(cls)
+        if not isinstance(cls.known_faults, Mapping):
+            raise StrategyError(
+                f"{cls.__name__}.known_faults must be a dict of checks and reasons; it is"
+                f' {cls.known_faults!r}. Write {{"test_saved_model": "why it fails"}}.'
+            )
+        for name in _left_out_for_nothing(cls):
+            near = difflib.get_close_matches(name, checks, 1, cutoff=0.8)
+            raise StrategyError(
+                f"{cls.__name__}: there is no check {name}"
+                + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(checks)}.")
+            )
         for name in cls.known_faults:
             if name not in checks:
                 raise StrategyError(
@@ -66,6 +79,15 @@ def names_of_checks(cls: type) -> list[str]:
     defined = [name for base in reversed(cls.__mro__) for name in vars(base)]
     tests = [name for name in dict.fromkeys(defined) if name.startswith("test_")]
     return [name for name in tests if getattr(cls, name) is not None]
+
+
+def _left_out_for_nothing(cls: type) -> list[str]:
+    """Names that are None in all classes that have them: what they leave out is not there."""
+    has: dict[str, bool] = {}
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            has[name] = has.get(name, False) or value is not None
+    return [name for name in has if name.startswith("test_") and not has[name]]
 
 
 def _expected_to_fail(check: Any, reason: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run
+from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run, sums_of_wide, wide
 from tfdist_ext.testing.subject import Subject
 
 __all__ = ["ReplicaChecks"]
@@ -77,6 +77,14 @@ class ReplicaChecks(Subject):
             expect(f"the mean, {way}", numbers(strategy, means["a"]), [mean] * count)
             matrices = numbers(strategy, means["b"][0])
             expect(f"the mean of a matrix, {way}", matrices, [[[mean] * 3] * 2] * count)
+
+        def wide_step() -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", wide())
+
+        for way in WAYS[:2]:
+            summed, right = run(strategy, wide_step, way), sums_of_wide(count)
+            for kind, each, wanted in zip(right._fields, summed, right, strict=True):
+                expect(f"the sum of {kind}, {way}", numbers(strategy, each), [wanted] * count)
 
     def test_all_reduce_of_slices(self) -> None:
         """Slices of a table are added by their rows, as gradients of embeddings are."""
@@ -155,6 +163,18 @@ class ReplicaChecks(Subject):
 
             expect(f"reduce {operation}", float(reduced()), wanted)
             expect(f"reduce {operation}, in a tf.function", float(tf.function(reduced)()), wanted)
+
+        def reduced_wide() -> Any:
+            values = strategy.run(wide)  # one at a time: not every strategy takes a structure
+            return [strategy.reduce("SUM", each, axis=None) for each in values]
+
+        sums = sums_of_wide(count)
+        for where, call in {
+            "": reduced_wide,
+            ", in a tf.function": tf.function(reduced_wide),
+        }.items():
+            for kind, each, wanted in zip(sums._fields, call(), sums, strict=True):
+                expect(f"reduce SUM of {kind}{where}", each.numpy().tolist(), wanted)
 
     def test_reduce_along_an_axis(self) -> None:
         """Along an axis every row counts the same, on whichever replica it is."""

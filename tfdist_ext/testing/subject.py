@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.devices import seen_devices
 
 __all__ = ["Subject"]
 
@@ -44,11 +45,27 @@ class Subject:
             return tf.Variable(value, aggregation=tf.VariableAggregation[aggregation], **options)
 
     def _checked_strategy(self) -> tf.distribute.Strategy:
+        name = f"{type(self).__name__}.strategy"
+        if not callable(self.strategy):
+            raise StrategyError(
+                f"{name} must be a method that returns the strategy to be tested; {self.strategy!r}"
+                " arrived."
+            )
         made = self.strategy()
         if not isinstance(made, tf.distribute.Strategy):
             raise StrategyError(
-                f"{type(self).__name__}.strategy must return a tf.distribute.Strategy; it returned"
-                f" {made!r}."
+                f"{name} must return a tf.distribute.Strategy; it returned {made!r}."
+            )
+        # TensorFlow's own strategies run on the first CPU, and say nothing.
+        devices = [device.rpartition("device:")[2] for device in made.extended.worker_devices]
+        seen = seen_devices()
+        missing = [device for device in devices if device not in seen]
+        if missing:
+            cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
+            raise StrategyError(
+                f"{name} returned a strategy on {', '.join(missing)}; devices seen are"
+                f" {', '.join(seen)}."
+                + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
         return made
 

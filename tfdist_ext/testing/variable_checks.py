@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run
+from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run, sums_of_wide, wide
 from tfdist_ext.testing.subject import Subject
 
 __all__ = ["VariableChecks"]
+
+# 1 MiB of float32, for strategies that decide by size.
+LARGE = [512, 512]
 
 
 class VariableChecks(Subject):
@@ -26,6 +30,25 @@ class VariableChecks(Subject):
         expect(f"{what}, in the copies", copies, [value] * len(copies))
         expect(f"{what}, read in Python", variable.numpy().tolist(), value)
 
+    def expect_large_everywhere(self, what: str, variable: Any, value: np.ndarray) -> None:
+        """The same of a variable of the shape LARGE, which may be in pieces, too."""
+        strategy = self.under_test()
+        # Converted: pieces have no read_value.
+        places = {
+            "read in replicas": strategy.run(lambda: tf.convert_to_tensor(variable)),
+            "in the copies": variable,
+            "read in Python": tf.convert_to_tensor(variable),
+        }
+        for place, there in places.items():
+            found = strategy.experimental_local_results(there)
+            off = [float(np.abs(each.numpy() - value).max()) for each in found]
+            expect(f"{what}, 1 MiB, {place}: how far off", off, [0.0] * len(found))
+
+    def counter(self) -> tf.Variable:
+        """As optimizers count their steps: in int64, all replicas alike, from 5 on."""
+        five = tf.constant(5, tf.int64)
+        return self.variable(five, "ONLY_FIRST_REPLICA", trainable=False)
+
     def test_variables_are_made_in_scope(self) -> None:
         """A variable made in the scope belongs to the strategy, and no other."""
         strategy = self.under_test()
@@ -39,6 +62,8 @@ class VariableChecks(Subject):
         """A random initial value is drawn once, not on each replica."""
         mine = self.variable(lambda: tf.random.normal([4]))
         self.expect_everywhere("a random initial value", mine, self.seen(mine)[0])
+        large = self.variable(lambda: tf.random.normal(LARGE))
+        self.expect_large_everywhere("a random initial value", large, large.numpy())
 
     def test_variables_made_in_a_function(self) -> None:
         """As Keras and tf.Module make them: at the first trace of a tf.function."""
@@ -87,6 +112,10 @@ class VariableChecks(Subject):
                 what = f"assignments in replicas, aggregation {aggregation}, {way}"
                 expect(f"{what}, read in the step", read, [2 * value] * count)
                 self.expect_everywhere(what, mine, 2 * value)
+        for way in WAYS[:2]:
+            steps = self.counter()
+            run(self.under_test(), lambda steps=steps: steps.assign_add(1), way)
+            self.expect_everywhere(f"an int64 counter, 1 added in replicas, {way}", steps, 6)
 
     def test_assignments_outside_of_replicas(self) -> None:
         """In Python, in the scope and out of it, each copy is written."""
@@ -100,6 +129,9 @@ class VariableChecks(Subject):
         with self.under_test().scope():
             mine.scatter_add(tf.IndexedSlices([1.0], [1]))
         self.expect_everywhere("scatter_add", mine, [2.5, 4.5])
+        steps = self.counter()
+        steps.assign_add(2)
+        self.expect_everywhere("an int64 counter, 2 added outside of replicas", steps, 7)
 
     def test_metric_variables(self) -> None:
         """Synchronized on read, as in metrics: what replicas added is summed when it is read."""
@@ -132,6 +164,15 @@ class VariableChecks(Subject):
             results = strategy.extended.update(mine, lambda v: v.assign(0.0), group=False)
         expect("update(group=False) has a result for each copy", bool(results), True)
         self.expect_everywhere("update to 0", mine, 0.0)
+        steps, large = self.counter(), self.variable(tf.ones(LARGE))
+        with strategy.scope():
+            strategy.extended.update(steps, lambda v: v.assign_add(tf.constant(3, tf.int64)))
+            values = strategy.run(lambda: tf.fill(LARGE, replica()))
+            reduced = strategy.extended.reduce_to("SUM", values, destinations=large)
+            strategy.extended.update(large, lambda v, x: v.assign_add(x), args=(reduced,))
+        self.expect_everywhere("update of an int64 counter", steps, 8)
+        right = np.full(LARGE, 1 + total, "float32")
+        self.expect_large_everywhere("update", large, right)
 
     def test_update_in_replicas(self) -> None:
         """In a step: with what is the same on all replicas, as optimizers do."""
@@ -155,10 +196,17 @@ class VariableChecks(Subject):
             values = strategy.run(replica)
             here = strategy.extended.reduce_to("MEAN", values, destinations=device)
             there = strategy.extended.reduce_to("SUM", values, destinations=mine)
+            sums = [
+                strategy.extended.reduce_to("SUM", each, destinations=device)
+                for each in strategy.run(wide)
+            ]
         expect("the mean", float(here), (count + 1) / 2)
         expect("the device that it is on", here.device, device)
         total = count * (count + 1) / 2
         expect("the sum where the variable is", set(numbers(strategy, there)), {total})
+        right = sums_of_wide(count)
+        for kind, each, wanted in zip(right._fields, sums, right, strict=True):
+            expect(f"the sum of {kind}", each.numpy().tolist(), wanted)
 
     def test_batch_reduce_to(self) -> None:
         """`extended.batch_reduce_to`: several at once, each to its own place, in their order."""

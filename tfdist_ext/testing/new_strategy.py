@@ -1,13 +1,29 @@
-"""A strategy to begin with, and its conformance test: what `scripts/new_strategy` writes."""
+"""Writes a strategy to begin with, and its conformance test beside it; overwrites nothing.
+
+python -m tfdist_ext.testing.new_strategy my_strategy.py && pytest test_my_strategy.py
+"""
 
 from __future__ import annotations
 
+import sys
 from keyword import iskeyword
 from pathlib import Path
 
 from tfdist_ext.errors import StrategyError
 
-__all__ = ["write_strategy"]
+__all__ = ["main", "write_strategy"]
+
+# Imported by both files, or by pytest: a file of such a name would be taken for them.
+_TAKEN = (
+    "tfdist_ext",
+    "tensorflow",
+    "keras",
+    "numpy",
+    "pytest",
+    "conftest",
+    "__init__",
+    "__main__",
+)
 
 _STRATEGY = '''"""{name}: say here what it does that no other strategy does."""
 
@@ -81,21 +97,28 @@ def write_strategy(path: str | Path) -> tuple[Path, Path]:
     """Write a commented strategy on the template to `path`, and its conformance test beside it.
 
     Args:
-        path: my_strategy.py makes a class MyStrategy and test_my_strategy.py.
+        path: my_strategy.py, or MyStrategy.py, for a class MyStrategy. The test is beside it, in
+            test_my_strategy.py or test_MyStrategy.py.
 
     Returns:
         The paths of both files.
 
     Raises:
-        StrategyError: a name that no module can have, a folder that is not there, or a file that
-            is: nothing is overwritten.
+        StrategyError: a name that no module can have, or that another one has, a folder that is
+            not there, or a file that is: nothing is overwritten.
     """
     strategy = Path(path)
     module = strategy.stem
-    name = "".join(word.capitalize() for word in module.split("_"))
+    name = "".join(word[:1].upper() + word[1:] for word in module.split("_"))
     if strategy.suffix != ".py" or not name.isidentifier() or iskeyword(module):
         raise StrategyError(
             f"{strategy.name!r} cannot be the file of a strategy: name a Python module, such as"
+            " my_strategy.py."
+        )
+    if module in _TAKEN or module in sys.stdlib_module_names:
+        raise StrategyError(
+            f"{strategy.name!r} cannot be the file of a strategy: `import {module}` would find it"
+            " instead of the module that has this name already. Take another, such as"
             " my_strategy.py."
         )
     if not strategy.parent.is_dir():
@@ -107,3 +130,22 @@ def write_strategy(path: str | Path) -> tuple[Path, Path]:
     strategy.write_text(_STRATEGY.format(name=name), encoding="utf-8")
     test.write_text(_TEST.format(name=name, module=module), encoding="utf-8")
     return strategy, test
+
+
+def main(command: str) -> None:
+    """Write the files that the command line names, and say so; what is wrong ends the process.
+
+    Args:
+        command: what it is called, for messages.
+    """
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: {command} my_strategy.py")
+    try:
+        strategy, test = write_strategy(sys.argv[1])
+    except StrategyError as error:
+        sys.exit(f"{command}: {error}")
+    print(f"wrote {strategy} and {test}\nnow: python -m pytest {test}")
+
+
+if __name__ == "__main__":
+    main("python -m tfdist_ext.testing.new_strategy")
