@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["SHOW_STACKS", "Supervisor", "run", "supervisor"]
+__all__ = ["SHOW_STACKS", "Supervisor", "TaskFailed", "run", "supervisor"]
 
 SHOW_STACKS = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
@@ -21,11 +21,21 @@ _PR_SET_PDEATHSIG = 1
 _supervisor: Supervisor | None = None
 
 
-class Supervisor:
-    """The process that has started this one, as this one sees it."""
+class TaskFailed(Exception):
+    """A failure that its text says all about."""
 
-    def __init__(self, name: str, connection: Connection):
+
+class Supervisor:
+    """The process that has started this one, as this one sees it.
+
+    Attributes:
+        name: of this task.
+        attempt: how often it was started again.
+    """
+
+    def __init__(self, name: str, attempt: int, connection: Connection):
         self.name = name
+        self.attempt = attempt
         self._connection = connection
 
     def tell(self, kind: str, value: Any) -> None:
@@ -48,6 +58,7 @@ def supervisor() -> Supervisor | None:
 
 def run(
     name: str,
+    attempt: int,
     connection: Connection,
     output: str,
     env: Mapping[str, str],
@@ -69,7 +80,7 @@ def run(
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
     os.environ.clear()
     os.environ.update(env)
-    _supervisor = Supervisor(name, connection)
+    _supervisor = Supervisor(name, attempt, connection)
     status = 0
     try:
         _supervisor.tell("result", function(*args))
@@ -79,6 +90,9 @@ def run(
             _supervisor.tell("error", f"SystemExit: {error.code}")
         else:
             _supervisor.tell("result", None)
+    except TaskFailed as error:
+        status = 1
+        _supervisor.tell("error", str(error))
     except BaseException as error:
         status = 1
         _supervisor.tell("error", "".join(traceback.format_exception(error)))

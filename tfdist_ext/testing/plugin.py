@@ -6,18 +6,17 @@ fixtures, its conftest files and its rewritten assertions. Reports come back.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tfdist_ext.testing import in_task
 from tfdist_ext.testing.cluster_fixture import Cluster
+from tfdist_ext.testing.logical import can_have_cpus
 from tfdist_ext.testing.matrix import DEFAULT, Case, case_of
-from tfdist_ext.testing.remote import OwnProcesses, in_own_processes, report_of
+from tfdist_ext.testing.remote import OwnProcesses, in_own_processes
 
 __all__: list[str] = []
 
@@ -82,4 +81,41 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _own_processes(item: pytest.Item) -> OwnProcesses | None:
-    ...
+    """The processes that a test needs, None where this one will do."""
+    case = _case(item)
+    cpus = _number_of_cpus(item, case)
+    marker = item.get_closest_marker("cluster")
+    if marker is not None:
+        wanted = {"timeout": 60.0, **marker.kwargs}
+        timeout = wanted.pop("timeout")
+        if marker.args or not wanted:
+            raise pytest.UsageError(
+                f"{item.nodeid}: write the mark as @pytest.mark.cluster(worker=2, ps=1);"
+                f" {marker.args!r} arrived."
+            )
+        return OwnProcesses(wanted, cpus or 1, timeout)
+    if case is not None and case.workers:
+        return OwnProcesses({"worker": case.workers}, cpus or 1)
+    if cpus and not can_have_cpus(cpus):
+        return OwnProcesses(None, cpus)
+    return None
+
+
+def _case(item: pytest.Item) -> Case | None:
+    """The strategy that the fixture of this plugin will give the test."""
+    given = getattr(item, "callspec", None)
+    case = None if given is None else given.params.get("strategy")
+    return case if isinstance(case, Case) else None
+
+
+def _number_of_cpus(item: pytest.Item, case: Case | None) -> int | None:
+    marker = item.get_closest_marker("logical_cpus")
+    wanted = case.logical_cpus if case is not None and case.logical_cpus > 1 else None
+    if marker is None:
+        return wanted
+    if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
+        raise pytest.UsageError(
+            f"{item.nodeid}: write the mark as @pytest.mark.logical_cpus(4);"
+            f" {marker.args!r} arrived."
+        )
+    return max(marker.args[0], wanted or 1)

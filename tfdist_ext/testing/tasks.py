@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing import in_task, warm
 
 __all__ = ["Results", "TasksFailed", "run_tasks", "supervise"]
@@ -81,7 +81,7 @@ def run_tasks(
 
 def supervise(
     fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int,
+    cluster: Mapping[str, int] | int | None,
     timeout: float,
     *,
     args: tuple[Any, ...] = (),
@@ -89,12 +89,18 @@ def supervise(
     told: Callable[[str, str, Any], None] = lambda task, kind, value: None,
     logical_cpus: int = 1,
 ) -> Results:
-    """`run_tasks` for who also wants to hear what tasks tell (`told(task, kind, value)`)."""
-    counts = _counts(cluster)
-    needed = addresses_needed(**counts)
+    """`run_tasks` for who also wants to hear what tasks tell (`told(task, kind, value)`).
+
+    Without a cluster (None) it is one process.
+    """
+    counts = {} if cluster is None else _counts(cluster)
+    needed = addresses_needed(**counts) if counts else 0
     env = dict(os.environ if env is None else env)
     with reserve_ports(needed) as ports, tempfile.TemporaryDirectory() as folder:
-        plan = plan_local([sys.executable], **counts, ports=ports, env=env)
+        if counts:
+            plan = plan_local([sys.executable], **counts, ports=ports, env=env)
+        else:
+            plan = LaunchPlan((TaskPlan("process", (sys.executable,)),))
         call = functools.partial(_call, logical_cpus, fn)
         run = _Run(plan, call, args, env, Path(folder), timeout, told)
         return run.run()
@@ -131,6 +137,7 @@ def _counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
 @dataclass
 class _Task:
     name: str
+    attempt: int
     process: BaseProcess
     connection: Connection
     output: Path
@@ -173,16 +180,25 @@ class _Run:
             for task in self._tasks.values():
                 _kill(task)
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, attempt: int = 0) -> None:
         here, there = Pipe()
         output = self._folder / f"{name.replace(':', '-')}.log"
         env = {**self._env, **self._plan[name].env}
         stay = self._coordinator is None
         process = warm.start(
-            in_task.run, name, there, str(output), env, stay, self._call, self._args, env=env
+            in_task.run,
+            name,
+            attempt,
+            there,
+            str(output),
+            env,
+            stay,
+            self._call,
+            self._args,
+            env=env,
         )
         there.close()
-        self._tasks[name] = _Task(name, process, here, output)
+        self._tasks[name] = _Task(name, attempt, process, here, output)
 
     def _until_the_end(self) -> None:
         """Listen to the tasks until all have ended, one has failed, or the time is up."""
@@ -237,7 +253,7 @@ class _Run:
         task.killed = True
         _kill(task)
         if kind == "restart":
-            self._start(name)
+            self._start(name, task.attempt + 1)
         return None
 
     def _ended(self, task: _Task) -> None:

@@ -19,7 +19,7 @@ from tfdist_ext.errors import LaunchError
 
 __all__ = ["start"]
 
-_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.in_task")
+_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
 # What libraries read when they are imported, and not later.
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "CUDA_", "PYTHON")
 _NOT_THEN = ("TF_CONFIG",)

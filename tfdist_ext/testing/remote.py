@@ -1,0 +1,124 @@
+"""A pytest test in processes of its own, each with a pytest that runs that test alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.testing.in_task import TaskFailed, supervisor
+from tfdist_ext.testing.tasks import TasksFailed, supervise
+
+__all__ = ["OwnProcesses", "in_own_processes"]
+
+
+@dataclass(frozen=True)
+class OwnProcesses:
+    """What a test needs.
+
+    Attributes:
+        cluster: numbers of tasks, None for one process without a cluster.
+        logical_cpus: that each process sees.
+        timeout: seconds.
+    """
+
+    cluster: Mapping[str, int] | None
+    logical_cpus: int = 1
+    timeout: float = 60.0
+
+
+def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestReport]:
+    """Run the test there; the reports that pytest is to be given."""
+    found: dict[str, list[pytest.TestReport]] = {}
+
+    def told(task: str, kind: str, value: Any) -> None:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=value)
+        found.setdefault(task, []).append(report)
+
+    arguments = _arguments(item)
+    folder = str(item.config.invocation_params.dir)
+    try:
+        supervise(
+            _run,
+            own.cluster,
+            own.timeout,
+            args=(arguments, folder),
+            told=told,
+            logical_cpus=own.logical_cpus,
+        )
+    except (LaunchError, TasksFailed) as error:
+        return [_report(item, "setup", "passed"), _report(item, "call", "failed", str(error))]
+    return _combined(item, list(found.values()))
+
+
+def _combined(item: pytest.Item, by_task: list[list[pytest.TestReport]]) -> list[pytest.TestReport]:
+    """The reports of a task in which the test ran, or of one that skipped it as all did."""
+    if not by_task:
+        return [_report(item, "call", "failed", "no task has run the test: all were ended.")]
+    ran = [reports for reports in by_task if any(r.when == "call" and r.passed for r in reports)]
+    chosen = (ran or by_task)[0]
+    for report in chosen:
+        report.nodeid, report.location = item.nodeid, item.location
+    return chosen
+
+
+def _report(item: pytest.Item, when: Any, outcome: Any, text: str = "") -> pytest.TestReport:
+    return pytest.TestReport(
+        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, text or None, when
+    )
+
+
+def _arguments(item: pytest.Item) -> list[str]:
+    """For the pytest of a task."""
+    config = item.config
+    _, *rest = item.nodeid.split("::")
+    arguments = ["::".join([str(item.path), *rest]), "--rootdir", str(config.rootpath)]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    for warning in config.getoption("pythonwarnings") or ():
+        arguments += ["-W", warning]
+    for setting in config.getoption("override_ini") or ():
+        arguments += ["-o", setting]
+    # The supervisor has the output, the time limit and the reports; modules were imported before
+    # this pytest could rewrite their assertions.
+    arguments += ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
+    for plugin, without in (("xdist", ["-n", "0"]), ("timeout", ["--timeout", "0"])):
+        if config.pluginmanager.hasplugin(plugin):
+            arguments += without
+    return arguments
+
+
+def _run(arguments: list[str], folder: str) -> None:
+    os.chdir(folder)
+    failed: list[str] = []
+
+    class Reporter:
+        @staticmethod
+        def pytest_configure(config: pytest.Config) -> None:
+            Reporter.config = config
+
+        @staticmethod
+        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+            if report.failed:
+                failed.append(report.longreprtext)
+            to_data = Reporter.config.hook.pytest_report_to_serializable
+            data = to_data(config=Reporter.config, report=report)
+            here = supervisor()
+            assert here is not None
+            here.tell("report", data)
+
+        @staticmethod
+        def pytest_collectreport(report: pytest.CollectReport) -> None:
+            if report.failed:
+                failed.append(report.longreprtext)
+
+    status = pytest.main(arguments, plugins=[Reporter()])
+    if status != pytest.ExitCode.OK:
+        text = "\n".join(failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
+        raise TaskFailed(text)
