@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.testing.in_task import Supervisor
+from tfdist_ext.testing.tasks.in_task import Supervisor
 
 __all__ = ["Cluster"]
 

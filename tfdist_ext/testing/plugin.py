@@ -7,16 +7,15 @@ fixtures, its conftest files and its rewritten assertions. Reports come back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tfdist_ext.testing import in_task
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.testing.cluster_fixture import Cluster
-from tfdist_ext.testing.logical import can_have_cpus
 from tfdist_ext.testing.matrix import DEFAULT, Case, case_of
-from tfdist_ext.testing.remote import OwnProcesses, in_own_processes
+from tfdist_ext.testing.own_processes import OwnProcesses, in_own_processes
+from tfdist_ext.testing.tasks import in_task
 
 __all__: list[str] = []
 
@@ -56,12 +55,12 @@ class _StrategyFixture:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Cluster:
     """The cluster of a test marked with `cluster`, as the task sees it that runs the test."""
     supervisor = in_task.supervisor()
     if supervisor is None or "TF_CONFIG" not in os.environ:
         pytest.fail("the fixture `cluster` is for tests marked with @pytest.mark.cluster(worker=2)")
-    yield Cluster(supervisor)
+    return Cluster(supervisor)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,7 +95,7 @@ def _own_processes(item: pytest.Item) -> OwnProcesses | None:
         return OwnProcesses(wanted, cpus or 1, timeout)
     if case is not None and case.workers:
         return OwnProcesses({"worker": case.workers}, cpus or 1)
-    if cpus and not can_have_cpus(cpus):
+    if cpus and not _can_have_cpus(cpus):
         return OwnProcesses(None, cpus)
     return None
 
@@ -119,3 +118,14 @@ def _number_of_cpus(item: pytest.Item, case: Case | None) -> int | None:
             f" {marker.args!r} arrived."
         )
     return max(marker.args[0], wanted or 1)
+
+
+def _can_have_cpus(count: int) -> bool:
+    """Have TensorFlow see this many CPUs in this process, unless it has started with others."""
+    from tfdist_ext.testing.devices import logical_cpus
+
+    try:
+        logical_cpus(count)
+    except StrategyError:
+        return False
+    return True

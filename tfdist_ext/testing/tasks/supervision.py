@@ -1,15 +1,12 @@
-"""run_tasks: a function in each task of a real cluster on this machine."""
+"""The tasks of a run: started, listened to, and ended, whatever happens."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -18,24 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local, reserve_ports
-from tfdist_ext.testing import in_task, warm
+from tfdist_ext.launch import LaunchPlan
+from tfdist_ext.testing.tasks import in_task, warm
+from tfdist_ext.testing.tasks.failure import failure, words_for
 
-__all__ = ["Results", "TasksFailed", "run_tasks", "supervise"]
+__all__ = ["Results", "Supervision"]
 
 _LINGER = 5.0  # seconds for servers to end after their coordinator
 _STACKS = 0.5  # seconds to write the stacks in a hang
-_TYPES = ("chief", "worker", "ps", "evaluator")
-
-
-class TasksFailed(LaunchError):
-    """A task failed, was killed, or did not end in time; the message has all that is known.
-
-    Attributes:
-        failed: names of the tasks, the first one is the root cause.
-    """
-
-    failed: tuple[str, ...] = ()
 
 
 class Results(dict[str, Any]):
@@ -46,92 +33,6 @@ class Results(dict[str, Any]):
     """
 
     outputs: dict[str, str]
-
-
-def run_tasks(
-    fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int,
-    timeout: float = 60.0,
-    *,
-    args: tuple[Any, ...] = (),
-    env: Mapping[str, str] | None = None,
-) -> Results:
-    """Run `fn(*args)` once in each task of a cluster of processes on this machine.
-
-    Each task has TF_CONFIG of its own, and a TensorFlow that is imported and has not started. Where
-    there are parameter servers, the coordinator's success is that of all: what does not end within
-    seconds after it is ended.
-
-    Args:
-        fn: a function at the top level of a module.
-        cluster: numbers of tasks, {"worker": 2, "ps": 1}; or that of workers. With ps there is a
-            chief, too: the coordinator.
-        timeout: seconds for all. Then each task's stacks are written to its output, and all end.
-        env: what the tasks' environment starts from; None: this process's.
-
-    Returns:
-        What `fn` returned in each task, by name: {"worker:0": ..., "worker:1": ...}.
-
-    Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
-        TasksFailed: a task raised (its traceback is in the message), was killed, or hung.
-    """
-    return supervise(fn, cluster, timeout, args=args, env=env)
-
-
-def supervise(
-    fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int | None,
-    timeout: float,
-    *,
-    args: tuple[Any, ...] = (),
-    env: Mapping[str, str] | None = None,
-    told: Callable[[str, str, Any], None] = lambda task, kind, value: None,
-    logical_cpus: int = 1,
-) -> Results:
-    """`run_tasks` for who also wants to hear what tasks tell (`told(task, kind, value)`).
-
-    Without a cluster (None) it is one process.
-    """
-    counts = {} if cluster is None else _counts(cluster)
-    needed = addresses_needed(**counts) if counts else 0
-    env = dict(os.environ if env is None else env)
-    with reserve_ports(needed) as ports, tempfile.TemporaryDirectory() as folder:
-        if counts:
-            plan = plan_local([sys.executable], **counts, ports=ports, env=env)
-        else:
-            plan = LaunchPlan((TaskPlan("process", (sys.executable,)),))
-        call = functools.partial(_call, logical_cpus, fn)
-        run = _Run(plan, call, args, env, Path(folder), timeout, told)
-        return run.run()
-
-
-def _call(logical_cpus: int, fn: Callable[..., Any], *args: Any) -> Any:
-    if logical_cpus > 1:
-        from tfdist_ext.testing.devices import logical_cpus as make
-
-        make(logical_cpus)
-    return fn(*args)
-
-
-def _counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
-    given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
-    if unknown := [name for name in given if name not in _TYPES]:
-        raise LaunchError(
-            f"a cluster has tasks of the types {', '.join(_TYPES)}; {unknown[0]!r} arrived."
-        )
-    for name, count in given.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise LaunchError(f"{name} is a number of tasks; {count!r} arrived.")
-    for name in ("chief", "evaluator"):
-        if given.get(name, 0) > 1:
-            raise LaunchError(f"there is one {name} at most; {given[name]} arrived.")
-    return {
-        "workers": given.get("worker", 0),
-        "chief": bool(given["chief"]) if "chief" in given else None,
-        "ps": given.get("ps", 0),
-        "evaluator": bool(given.get("evaluator", 0)),
-    }
 
 
 @dataclass
@@ -148,7 +49,9 @@ class _Task:
     killed: bool = False  # because the test asked for it
 
 
-class _Run:
+class Supervision:
+    """One run of a plan, from the start of its tasks to the end of the last."""
+
     def __init__(
         self,
         plan: LaunchPlan,
@@ -263,7 +166,7 @@ class _Run:
         task.ended = True
         if not task.done and not task.killed:
             self._failed.append(task.name)
-            task.error = f"its process ended with {_words(task.process.exitcode)}."
+            task.error = f"its process ended with {words_for(task.process.exitcode)}."
 
     def _hung(self, hung: list[_Task]) -> None:
         for task in hung:
@@ -275,17 +178,9 @@ class _Run:
             task.error = f"had not ended after {self._timeout:g} s; its stacks are in its output."
 
     def _raise_what_failed(self) -> None:
-        if not self._failed:
-            return
-        lines = []
-        for name in self._failed:
-            lines.append(f"{name}: {self._tasks[name].error}")
-        for task in self._tasks.values():
-            if text := _text(task).strip():
-                lines.append(f"---- output of {task.name}\n{text[-6000:]}")
-        error = TasksFailed("\n".join(lines))
-        error.failed = tuple(self._failed)
-        raise error
+        if self._failed:
+            errors = {name: self._tasks[name].error or "" for name in self._failed}
+            raise failure(errors, {task.name: _text(task) for task in self._tasks.values()})
 
 
 def _waitables(task: _Task) -> Iterator[Any]:
@@ -295,12 +190,6 @@ def _waitables(task: _Task) -> Iterator[Any]:
 
 def _text(task: _Task) -> str:
     return task.output.read_text(errors="replace") if task.output.exists() else ""
-
-
-def _words(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"status {status}"
-    return signal.Signals(-status).name
 
 
 def _kill(task: _Task) -> None:

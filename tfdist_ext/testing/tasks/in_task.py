@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["SHOW_STACKS", "Supervisor", "TaskFailed", "run", "supervisor"]
+__all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "run", "supervisor"]
 
 SHOW_STACKS = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
@@ -21,8 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _supervisor: Supervisor | None = None
 
 
-class TaskFailed(Exception):
-    """A failure that its text says all about."""
+class SaidError(Exception):
+    """A failure that its text says all about: without a traceback."""
 
 
 class Supervisor:
@@ -74,7 +74,7 @@ def run(
             alone the first one takes the others' connections with it.
     """
     global _supervisor
-    _die_with_parent()
+    _end_with(os.getppid())
     os.setsid()  # what the task starts is ended with it
     _write_to(output)
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
@@ -90,12 +90,15 @@ def run(
             _supervisor.tell("error", f"SystemExit: {error.code}")
         else:
             _supervisor.tell("result", None)
-    except TaskFailed as error:
+    except SaidError as error:
         status = 1
         _supervisor.tell("error", str(error))
     except BaseException as error:
         status = 1
-        _supervisor.tell("error", "".join(traceback.format_exception(error)))
+        trace = error.__traceback__
+        while trace is not None and "/tfdist_ext/testing/" in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        _supervisor.tell("error", "".join(traceback.format_exception(error.with_traceback(trace))))
     if stay:
         connection.poll(None)
     atexit._run_exitfuncs()  # a coordinator tells its servers; multiprocessing calls none
@@ -104,10 +107,12 @@ def run(
     os._exit(status)  # TensorFlow's threads may wait for peers for ever
 
 
-def _die_with_parent() -> None:
-    """End with the forkserver, which ends with who started it, however that ended."""
+def _end_with(parent: int) -> None:
+    """End with the forkserver, which ends with the process that started it, however that ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _write_to(path: str) -> None:
@@ -115,6 +120,5 @@ def _write_to(path: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    for stream, number in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, stream, os.fdopen(number, "w", buffering=1, errors="replace", closefd=False))
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.testing.in_task import TaskFailed, supervisor
-from tfdist_ext.testing.tasks import TasksFailed, supervise
+from tfdist_ext.testing.tasks import supervise
+from tfdist_ext.testing.tasks.in_task import SaidError, supervisor
 
 __all__ = ["OwnProcesses", "in_own_processes"]
 
@@ -50,7 +50,7 @@ def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestRe
             told=told,
             logical_cpus=own.logical_cpus,
         )
-    except (LaunchError, TasksFailed) as error:
+    except LaunchError as error:
         return [_report(item, "setup", "passed"), _report(item, "call", "failed", str(error))]
     return _combined(item, list(found.values()))
 
@@ -96,29 +96,30 @@ def _arguments(item: pytest.Item) -> list[str]:
 
 def _run(arguments: list[str], folder: str) -> None:
     os.chdir(folder)
-    failed: list[str] = []
-
-    class Reporter:
-        @staticmethod
-        def pytest_configure(config: pytest.Config) -> None:
-            Reporter.config = config
-
-        @staticmethod
-        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-            if report.failed:
-                failed.append(report.longreprtext)
-            to_data = Reporter.config.hook.pytest_report_to_serializable
-            data = to_data(config=Reporter.config, report=report)
-            here = supervisor()
-            assert here is not None
-            here.tell("report", data)
-
-        @staticmethod
-        def pytest_collectreport(report: pytest.CollectReport) -> None:
-            if report.failed:
-                failed.append(report.longreprtext)
-
-    status = pytest.main(arguments, plugins=[Reporter()])
+    reporter = _Reporter()
+    status = pytest.main(arguments, plugins=[reporter])
     if status != pytest.ExitCode.OK:
-        text = "\n".join(failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
-        raise TaskFailed(text)
+        text = "\n".join(reporter.failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
+        raise SaidError(text)
+
+
+class _Reporter:
+    """A plugin of a task's pytest: sends its reports to the supervisor."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.longreprtext)
+        to_data = self._config.hook.pytest_report_to_serializable
+        there = supervisor()
+        assert there is not None
+        there.tell("report", to_data(config=self._config, report=report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.longreprtext)
