@@ -88,6 +88,8 @@ def _arguments(item: pytest.Item) -> list[str]:
     arguments += ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
+    for name in config.getoption("plugins") or ():
+        arguments += ["-p", name]
     for plugin, without in (("xdist", ["-n", "0"]), ("timeout", ["--timeout", "0"])):
         if config.pluginmanager.hasplugin(plugin):
             arguments += without

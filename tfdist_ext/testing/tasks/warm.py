@@ -7,10 +7,12 @@ has not started: no device, no server and no cluster of an earlier test is left 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,6 +26,7 @@ _IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.p
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "CUDA_", "PYTHON")
 _NOT_THEN = ("TF_CONFIG",)
 
+_started: list[bool] = []
 _environment: dict[str, str] | None = None  # of the first process, which is also the server's
 
 
@@ -53,8 +56,26 @@ def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
     if _read_at_import(env) != _environment:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    if not _started:
+        context.set_forkserver_preload(list(_IMPORTED))
+        with _nothing_on_stderr():
+            forkserver.ensure_running()
+        _started.append(True)
     return context
+
+
+@contextlib.contextmanager
+def _nothing_on_stderr() -> Iterator[None]:
+    """What TensorFlow writes while it is imported is of no test; processes write to files."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
