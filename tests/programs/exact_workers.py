@@ -1,4 +1,5 @@
-"""One worker of a cluster: losses of rows, state written in a loop, a shuffled PyDataset.
+"""One worker of a cluster: losses of rows, state written in a loop, a shuffled PyDataset, and a
+table whose gradient has fewer slices in the last step of an execution than in those before.
 
 Prints the weights, as JSON. `trained` is the same training for a test in one process.
 """
@@ -61,7 +62,21 @@ def trained(strategy: Any, seed: int) -> dict[str, Any]:
     model = tfd.distribute(build, strategy)
     history = model.fit(Batches(), epochs=3, verbose=0).history
     values = [np.asarray(v.numpy()).tolist() for v in model.keras_model.weights]
-    return {"weights": values, "loss": history["loss"]}
+
+    def table() -> keras.Model:
+        layers = keras.layers
+        ids = keras.Input([3], dtype="int32")
+        rows = layers.Flatten()(layers.Embedding(9, 4)(ids))
+        model = keras.Model(ids, layers.Dense(1)(rows))
+        model.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=5)
+        return model
+
+    keras.utils.set_random_seed(7)
+    tables = tfd.distribute(table, strategy)
+    ids = rng.integers(0, 9, (40, 3))  # 4 rows in the last batch: fewer, and as many on each worker
+    tables.fit(ids, y[:40], batch_size=BATCH, epochs=2, verbose=0)
+    rows = [np.asarray(v.numpy()).tolist() for v in tables.keras_model.weights]
+    return {"weights": values, "loss": history["loss"], "table": rows}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training._tf_private import keys_of_turn
 
 __all__ = ["Part", "current_graph", "outside_of_inner_graphs", "part", "set_part"]
 
@@ -32,6 +33,7 @@ class Part:
         batch: what the replica's step gets, a structure of tensors.
         trained: of a step that gives all gradients to the optimizer as they are, the variables
             for which it asks them; else none.
+        turn: the number of the step in a loop in the graph; None where there is no loop.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Part:
         local_replicas: int,
         batch: Any,
         trained: Sequence[Any] = (),
+        turn: tf.Tensor | None = None,
     ):
         self.replicas = replicas
         self.local_replicas = local_replicas
@@ -51,6 +54,7 @@ class Part:
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
         self._trained = list(map(id, trained))
+        self._turn = turn
         self._loss_is_weighted = False
         self.gradients_are_weighted = False
 
@@ -129,8 +133,15 @@ class Part:
             return list(values)
         self.check_graph()
         context = tf.distribute.get_replica_context()
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, list(values))
-        return list(reduced)
+        slices = [value for value in values if isinstance(value, tf.IndexedSlices)]
+        dense = [value for value in values if not isinstance(value, tf.IndexedSlices)]
+        keys = contextlib.nullcontext() if self._turn is None else keys_of_turn(self._turn)
+        summed = []
+        for part, scope in ((slices, keys), (dense, contextlib.nullcontext())):
+            with scope:
+                all_of = context.all_reduce(tf.distribute.ReduceOp.SUM, part) if part else ()
+            summed.append(iter(all_of))
+        return [next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values]
 
     def total(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sum of each tensor over all replicas, to be used inside a model.

@@ -75,6 +75,7 @@ class StepProgram:
         self._agreed = compiled(self._run_agreed)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._states: States = []
+        self._turn: Any = None
 
     def reset(self, *, going_on: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
@@ -119,7 +120,7 @@ class StepProgram:
             return self._run_eagerly(iterator, n, seconds, states)
 
         def body(i: Any, states: States, outputs: Any) -> Any:
-            states, outputs = self._one_step(next(iterator), states)
+            states, outputs = self._one_step(next(iterator), states, turn=i)
             return i + 1, states, outputs
 
         start = (tf.constant(0), states, self._empty_outputs(iterator, states))
@@ -135,7 +136,7 @@ class StepProgram:
             more = self._reduction.on_all_workers(batch.has_value())
             states, outputs = tf.cond(
                 more,
-                lambda: self._one_step(batch.get_value(), states),
+                lambda: self._one_step(batch.get_value(), states, turn=i),
                 lambda: (states, outputs),
             )
             return i + tf.cast(more, tf.int32), more, states, outputs
@@ -157,7 +158,7 @@ class StepProgram:
             more = real > 0
             states, outputs = tf.cond(
                 rows > 0,
-                lambda: self._one_step(batch, states, rows),
+                lambda: self._one_step(batch, states, rows, turn=i),
                 lambda: (states, outputs),
             )
             return i + tf.cast(more, tf.int32), more, states, outputs
@@ -187,9 +188,10 @@ class StepProgram:
         return self._finish(states, outputs, tf.constant(done), seconds)
 
     def _one_step(
-        self, batch: Any, states: States, rows: Any = None
+        self, batch: Any, states: States, rows: Any = None, turn: Any = None
     ) -> tuple[States, dict[str, Any]]:
-        """One global batch, in cross-replica context."""
+        """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
+        self._turn = turn
         with kp.rows_taken_by(self._rows):
             new, written, outputs = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
@@ -219,7 +221,7 @@ class StepProgram:
         if tf.distribute.has_strategy():
             on = self._reduction
             trained = self._model.trainable_weights if self._hands_gradients_on else ()
-            here = Part(rows, of, on.replicas, on.local_replicas, batch, trained)
+            here = Part(rows, of, on.replicas, on.local_replicas, batch, trained, self._turn)
         with (
             set_part(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
