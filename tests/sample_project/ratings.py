@@ -10,7 +10,7 @@ def build():
     layers = keras.layers
     users = keras.Input([2], dtype="int32")
     rows = layers.Flatten()(layers.Embedding(USERS, 4)(users))
-    hidden = layers.BatchNormalization(synchronized=True)(layers.Dense(8, "tanh")(rows))
+    hidden = layers.Dense(8, "tanh")(layers.BatchNormalization(synchronized=True)(rows))
     model = keras.Model(users, layers.Dense(1)(hidden))
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return model
