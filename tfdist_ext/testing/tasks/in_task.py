@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import signal
@@ -16,7 +15,6 @@ from typing import Any
 __all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "run", "supervisor"]
 
 SHOW_STACKS = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1
 
 _supervisor: Supervisor | None = None
 
@@ -74,7 +72,6 @@ def run(
             alone the first one takes the others' connections with it.
     """
     global _supervisor
-    _end_with(os.getppid())
     os.setsid()  # what the task starts is ended with it
     _write_to(output)
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
@@ -105,14 +102,6 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # TensorFlow's threads may wait for peers for ever
-
-
-def _end_with(parent: int) -> None:
-    """End with the forkserver, which ends with the process that started it, however that ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _write_to(path: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -16,6 +17,7 @@ from typing import Any
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan
+from tfdist_ext.launch.guard import Guard
 from tfdist_ext.testing.tasks import in_task, warm
 from tfdist_ext.testing.tasks.failure import failure, words_for
 
@@ -69,6 +71,7 @@ class Supervision:
         self._tasks: dict[str, _Task] = {}
         self._began = time.monotonic()
         self._failed: list[str] = []
+        self._guard = Guard(uuid.uuid4().hex, os.environ)
 
     def run(self) -> Results:
         try:
@@ -82,6 +85,7 @@ class Supervision:
         finally:
             for task in self._tasks.values():
                 _kill(task)
+            self._guard.dismiss()
 
     def _start(self, name: str, attempt: int = 0) -> None:
         here, there = Pipe()
@@ -100,6 +104,8 @@ class Supervision:
             self._args,
             env=env,
         )
+        assert process.pid is not None
+        self._guard.add(process.pid)
         there.close()
         self._tasks[name] = _Task(name, attempt, process, here, output)
 
