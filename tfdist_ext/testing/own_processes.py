@@ -13,7 +13,7 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.testing.tasks import supervise
 from tfdist_ext.testing.tasks.in_task import SaidError, supervisor
 
-__all__ = ["OwnProcesses", "in_own_processes"]
+__all__ = ["OwnProcesses", "failed", "in_own_processes"]
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,19 @@ def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestRe
             logical_cpus=own.logical_cpus,
         )
     except LaunchError as error:
-        return [_report(item, "setup", "passed"), _report(item, "call", "failed", str(error))]
+        return failed(item, str(error))
     return _combined(item, list(found.values()))
+
+
+def failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    """The reports of a test that failed, for a reason that the text says all about."""
+    return [_report(item, "setup", "passed"), _report(item, "call", "failed", text)]
 
 
 def _combined(item: pytest.Item, by_task: list[list[pytest.TestReport]]) -> list[pytest.TestReport]:
     """The reports of a task in which the test ran, or of one that skipped it as all did."""
     if not by_task:
-        return [_report(item, "call", "failed", "no task has run the test: all were ended.")]
+        return failed(item, "no task has run the test: all were ended.")
     ran = [reports for reports in by_task if any(r.when == "call" and r.passed for r in reports)]
     chosen = (ran or by_task)[0]
     for report in chosen:
@@ -98,6 +103,11 @@ def _arguments(item: pytest.Item) -> list[str]:
 
 def _run(arguments: list[str], folder: str) -> None:
     os.chdir(folder)
+    here = supervisor()
+    assert here is not None
+    # Not the folder that all runs of pytest share: those that begin at once would meet in it.
+    own = os.path.join(here.folder, f"{here.name.replace(':', '-')}-{here.attempt}")
+    arguments = [*arguments, "--basetemp", own]
     reporter = _Reporter()
     status = pytest.main(arguments, plugins=[reporter])
     if status != pytest.ExitCode.OK:

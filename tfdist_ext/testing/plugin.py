@@ -6,6 +6,7 @@ fixtures, its conftest files and its rewritten assertions. Reports come back.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.testing.cluster_fixture import Cluster
 from tfdist_ext.testing.matrix import DEFAULT, Case, case_of
-from tfdist_ext.testing.own_processes import OwnProcesses, in_own_processes
+from tfdist_ext.testing.own_processes import OwnProcesses, failed, in_own_processes
 from tfdist_ext.testing.tasks import in_task
 
 __all__: list[str] = []
@@ -69,11 +70,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     del nextitem
     if in_task.supervisor() is not None:
         return None
-    own = _own_processes(item)
-    if own is None:
-        return None
+    try:
+        own = _own_processes(item)
+        if own is None:
+            return None
+        run = functools.partial(in_own_processes, item, own)
+    except StrategyError as error:
+        run = functools.partial(failed, item, str(error))
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in in_own_processes(item, own):
+    for report in run():
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -88,9 +93,8 @@ def _own_processes(item: pytest.Item) -> OwnProcesses | None:
         wanted = {"timeout": 60.0, **marker.kwargs}
         timeout = wanted.pop("timeout")
         if marker.args or not wanted:
-            raise pytest.UsageError(
-                f"{item.nodeid}: write the mark as @pytest.mark.cluster(worker=2, ps=1);"
-                f" {marker.args!r} arrived."
+            raise StrategyError(
+                f"write the mark as @pytest.mark.cluster(worker=2, ps=1); {marker.args!r} arrived."
             )
         return OwnProcesses(wanted, cpus or 1, timeout)
     if case is not None and case.workers:
@@ -113,9 +117,8 @@ def _number_of_cpus(item: pytest.Item, case: Case | None) -> int | None:
     if marker is None:
         return wanted
     if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
-        raise pytest.UsageError(
-            f"{item.nodeid}: write the mark as @pytest.mark.logical_cpus(4);"
-            f" {marker.args!r} arrived."
+        raise StrategyError(
+            f"write the mark as @pytest.mark.logical_cpus(4); {marker.args!r} arrived."
         )
     return max(marker.args[0], wanted or 1)
 

@@ -29,11 +29,13 @@ class Supervisor:
     Attributes:
         name: of this task.
         attempt: how often it was started again.
+        folder: for files that are gone when all tasks have ended.
     """
 
-    def __init__(self, name: str, attempt: int, connection: Connection):
+    def __init__(self, name: str, attempt: int, folder: str, connection: Connection):
         self.name = name
         self.attempt = attempt
+        self.folder = folder
         self._connection = connection
 
     def tell(self, kind: str, value: Any) -> None:
@@ -77,7 +79,7 @@ def run(
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
     os.environ.clear()
     os.environ.update(env)
-    _supervisor = Supervisor(name, attempt, connection)
+    _supervisor = Supervisor(name, attempt, os.path.dirname(output), connection)
     status = 0
     try:
         _supervisor.tell("result", function(*args))
