@@ -71,14 +71,14 @@ def assert_trains_like_one_device(
         keras.utils.set_random_seed(_SEED)
         given = {"shuffle": False, "verbose": 0, "sample_weight": weights, **fit}
         history = model.fit(x, y, **given).history
-        inner = getattr(model, "keras_model", model)
+        inner: Any = getattr(model, "keras_model", model)
         found.append(
             {
                 **{variable.path: variable.numpy() for variable in inner.weights},
                 **{f"{name} of fit": np.asarray(values) for name, values in history.items()},
             }
         )
-    _assert_equal(*found, atol)
+    _assert_equal(found[0], found[1], atol)
 
 
 def _assert_equal(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray], atol: float) -> None:
