@@ -75,6 +75,37 @@ def test_a_known_model_is_planned_as_a_whole() -> None:
     assert placer.choose_owner(spec("0", 7)) == 0
 
 
+def test_pieces_go_where_that_balances() -> None:
+    specs = [spec("a", 8), spec("b", 8), spec("c", 4)]
+    rules = {"a": "sharded(2)", "b": Sharded(2), "c": "sharded"}
+    placer = DevicePlacer(FOUR, rules)
+    a, b, c = ((each, placer.placement_of(each)) for each in specs)
+    assert placer.devices_of_pieces(*a) == placer.devices_of_pieces(*b) == FOUR[:2], "unknown yet"
+    assert placer.rule_of(a[0]) == "the rule 'a' (sharded(2))"
+    plan = placer.learn(specs)
+    assert {*placer.devices_of_pieces(*a), *placer.devices_of_pieces(*b)} == {*FOUR}
+    assert placer.devices_of_pieces(*c) == FOUR
+    assert plan.bytes_by_task == (5 * KIB,) * 4
+    assert placer.devices_of_pieces(spec("a", 7), a[1]) == FOUR[:2], "another than the planned one"
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape", "said"),
+    [
+        ("sharded(4)", (3, 2), r"the rule 'v' \(sharded\(4\)\) cannot cut 'v' .* has 3 rows"),
+        ("sharded(2)", (), r"\(sharded\(2\)\) cannot cut 'v' of shape \(\), which has no rows"),
+        ("sharded", (), r"the rule 'v' \(sharded\) .* it is a scalar. Narrow the pattern"),
+    ],
+)
+def test_too_few_rows(placement: str, shape: Any, said: str) -> None:
+    placer = DevicePlacer(FOUR, {"v": placement})
+    variable = VariableSpec("v", shape)
+    with pytest.raises(PlacementError, match=said):
+        placer.placement_of(variable)
+    with pytest.raises(PlacementError, match=said):
+        placer.learn([variable])
+
+
 def test_the_host_is_no_owner() -> None:
     placer = DevicePlacer(FOUR[:2], {"table": "device CPU:0", "other": "device GPU:0"})
     specs = [spec("table", 99, 2), spec("other", 8, 2), spec("a", 4, 2), spec("b", 4, 2)]
@@ -90,7 +121,7 @@ def test_the_host_is_no_owner() -> None:
         ({"a.*": "device GPU:4"}, [r"the rule 'a.*' (device GPU:4)", "outside", "GPU:3", "CPU:0"]),
         ({"a": "device CPU:1"}, ["the rule 'a'", "give CPU:1 to the strategy"]),
         ([Rule("a", OnTask(0))], ["the rule 'a' (task 0) is for parameter servers."]),
-        ([Rule("a", Sharded(2))], ["the rule 'a' (sharded(2))", "write mirrored, owned"]),
+        ([Rule("a", Sharded(5))], ["the rule 'a' (sharded(5))", "has 4: GPU:0", "up to 4"]),
         ({"a": "everywhere"}, ["the rule 'a'", "no placement is written 'everywhere'"]),
         ({"(": "owned"}, ["the pattern '('"]),
         ([("a", "owned")], ['rules are Rule("pattern", placement)']),

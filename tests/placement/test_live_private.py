@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -16,7 +17,7 @@ from tfdist_ext.placement.live._keras_private import (
     leaving_no_names,
     variable_behind,
 )
-from tfdist_ext.placement.live._tf_private import partitioned
+from tfdist_ext.placement.live._tf_private import PartitionedVariable, partitioned
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -65,3 +66,20 @@ def test_a_variable_of_pieces() -> None:
     assert variable.shape == (3, 3)
     assert list(variable.variables) == pieces
     assert tf.convert_to_tensor(variable).numpy().sum() == 6
+
+
+def test_a_variable_of_shared_pieces() -> None:
+    """What Keras asks a tf.Variable for, and TensorFlow's class has not."""
+    with tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:2").scope():
+        pieces = [tf.Variable(tf.ones([2, 3])), tf.Variable(tf.zeros([1, 3]))]
+    variable = PartitionedVariable(pieces, "both", "layer/both")
+    assert np.array(variable).sum() == 6
+    assert variable.device == pieces[0].device
+    assert [*variable.get().variables] == [piece.get() for piece in pieces]
+    assert not hasattr(variable, "handle"), (
+        f"the ShardedVariable of TensorFlow {tf.__version__} has a handle"
+    )
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(variable)
+    with pytest.raises(AttributeError, match="'layer/both' has no gradient of its own: create"):
+        tape.gradient(total, variable)

@@ -18,6 +18,7 @@ from tfdist_ext.placement import (
     Owned,
     Placement,
     PlacementError,
+    PlacementPlan,
     Rule,
     Sharded,
     VariableSpec,
@@ -134,7 +135,7 @@ def test_what_is_no_variable(arguments: dict[str, Any], named: str) -> None:
 
 PLACEMENTS = st.one_of(
     st.sampled_from([Mirrored(), Owned(), Balanced()]),
-    st.builds(Sharded, st.integers(1, 10**9 - 1)),
+    st.builds(Sharded, st.one_of(st.none(), st.integers(1, 10**9 - 1))),
     st.builds(OnTask, st.integers(0, 10**9 - 1)),
     st.builds(
         OnDevice, st.from_regex(r"(/job:ps/task:[0-9]/device:)?[CG]PU:[0-9]", fullmatch=True)
@@ -150,7 +151,7 @@ def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "sharded", "sharded(-1)", "task", "task one", "gpu 0", 4, None]
+    "text", ["", "sharded()", "sharded(-1)", "task", "task one", "gpu 0", 4, None]
 )
 def test_what_is_no_placement(text: Any) -> None:
     with pytest.raises(PlacementError, match=r"no placement is written .*sharded\(4\), task 0"):
@@ -194,6 +195,18 @@ def test_a_rule_for_the_path_settles_two_expressions() -> None:
 def test_a_path_that_is_no_expression_is_still_a_path() -> None:
     made = plan([VariableSpec("a(b", (2,)), VariableSpec("c", (2,))], 2, rules={"a(b": "task 1"})
     assert made.tasks_of("a(b") == (1,)
+
+
+@pytest.mark.parametrize("where", [{"tasks": 3}, {"devices": ["CPU:0", "CPU:1", "CPU:2"]}])
+def test_a_piece_on_each_task_or_device(where: Any) -> None:
+    rules = {"table": "sharded", "rows": Sharded(), "scale": Sharded()}
+    specs = [VariableSpec("table", (7, 2)), VariableSpec("rows", (2,)), VariableSpec("scale", ())]
+    made = plan(specs, rules=rules, **where)
+    assert [shard.stop - shard.start for shard in made.shards_of("table")] == [3, 2, 2]
+    assert made.tasks_of("table") == (0, 1, 2)
+    assert len(made.tasks_of("rows")) == 2, "no more pieces than rows"
+    assert len(made.tasks_of("scale")) == 1
+    assert PlacementPlan.from_json(made.to_json()) == made
 
 
 @pytest.mark.parametrize(

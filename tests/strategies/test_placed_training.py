@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tfdist_ext as tfd
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 
 ROWS = np.random.default_rng(0).normal(size=(41, 5)).astype("float32")
@@ -31,12 +32,26 @@ OPTIMIZERS = {
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(0.01, clipnorm=0.2), initial_scale=8.0, dynamic_growth_steps=3
     ),
+    "Lamb, accumulating, EMA": lambda: keras.optimizers.Lamb(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
+    ),
 }
 RULES = {
     "mirrored": {".*": "mirrored"},
     "owned": {".*": "owned"},
     "one device": {".*": "device CPU:2"},
-    "mixed": {"table/.*": "device CPU:0", ".*kernel": "owned", ".*bias": "mirrored"},
+    "sharded": {
+        "table/.*": "sharded(3)",
+        ".*kernel": "sharded(2)",
+        "hidden/bias": "sharded",
+        "norm/.*": "sharded(2)",
+    },
+    "mixed": {
+        "table/.*": "device CPU:0",
+        "hidden/kernel": "sharded(2)",
+        "head/kernel": "owned",
+        ".*bias": "mirrored",
+    },
 }
 
 
@@ -81,6 +96,8 @@ def one_device(four_cpus: None) -> dict[str, Any]:
 def assert_copies_equal(model: Any) -> None:
     inner = model.keras_model
     for variable in [*inner.weights, *inner.optimizer.variables]:
+        if is_partitioned(variable.value):
+            continue  # one copy, in pieces
         one, *others = [copy.numpy() for copy in model.strategy.copies(variable.value)]
         for other in others:
             np.testing.assert_array_equal(one, other)
@@ -94,26 +111,29 @@ def test_trained_as_on_one_device(rules: str, one_device: Any) -> None:
     assert_copies_equal(model)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "EMA" not in name])
-def test_with_other_optimizers(optimizer: str, one_device: Any) -> None:
-    model = tfd.distribute(lambda: build(optimizer), PlacedStrategy(4, RULES["mixed"]))
+@pytest.mark.parametrize("rules", ["sharded", "mixed"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "AdamW" not in name])
+def test_with_other_optimizers(optimizer: str, rules: str, one_device: Any) -> None:
+    model = tfd.distribute(lambda: build(optimizer), PlacedStrategy(4, RULES[rules]))
     assert_equal(train(model), one_device[optimizer])
     assert_copies_equal(model)
 
 
-def test_without_rules_and_in_eager_steps(one_device: Any) -> None:
+@pytest.mark.parametrize("rules", [{}, {"table/.*": "sharded", "hidden/kernel": "sharded(2)"}])
+def test_in_eager_steps(rules: Any, one_device: Any) -> None:
     def eager() -> keras.Model:
         model = build("SGD")
         model.run_eagerly = True
         return model
 
-    model = tfd.distribute(eager, PlacedStrategy(2, owned_from=64))
-    assert model.strategy.owner(model.keras_model.get_layer("table").embeddings.value) in (0, 1)
+    model = tfd.distribute(eager, PlacedStrategy(2, rules, owned_from=64))
     assert_equal(train(model), one_device["SGD"])
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("rules", "policy"), [("sharded", "mixed_bfloat16"), ("mixed", "mixed_float16")]
+)
+def test_mixed_precision(rules: str, policy: str) -> None:
     """As near to one device as half precision is, and every copy the same."""
 
     def half() -> keras.Model:
@@ -125,7 +145,7 @@ def test_mixed_precision(policy: str) -> None:
             keras.config.set_dtype_policy(before)
 
     expected = train(half())
-    model = tfd.distribute(half, PlacedStrategy(3, RULES["mixed"]))
+    model = tfd.distribute(half, PlacedStrategy(3, RULES[rules]))
     assert_equal(train(model)[:1] + ([],), expected[:1] + ([],), 0.02)
     assert_copies_equal(model)
 
@@ -172,12 +192,13 @@ def test_gradients_go_to_the_owner_alone() -> None:
     assert {tuple(devices) for shape, devices in asked if shape == [12, 4]} == {("CPU:2",)}
 
 
-def test_checkpoints_to_and_from_mirrored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", ["sharded", "mixed"])
+def test_checkpoints_to_and_from_mirrored(rules: str, tmp_path: Path) -> None:
     """One epoch under one strategy, the next under another."""
     plain = build()
     train(plain, epochs=1)
     expected = train(plain, epochs=1)
-    placed, mirrored = PlacedStrategy(3, RULES["mixed"]), tfd.create_strategy("mirrored", devices=2)
+    placed, mirrored = PlacedStrategy(3, RULES[rules]), tfd.create_strategy("mirrored", devices=2)
     for first, second in ((placed, mirrored), (mirrored, placed)):
         path = str(tmp_path / type(first).__name__)
         one, other = tfd.distribute(build, first), tfd.distribute(build, second)
@@ -197,34 +218,52 @@ def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
     assert_equal(trained(PlacedStrategy(2, {".*": "owned"})), trained(StrategyTemplate(2)), 2e-6)
 
 
+@pytest.mark.parametrize("rules", [{}, {".*": "device CPU:1"}])
+def test_averages_of_weights_in_keras_s_own_fit(rules: Any) -> None:
+    """Replicas write them: the one copy takes what the first replica has, as all have the same."""
+
+    def trained(strategy: Any) -> Any:
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
+            adam = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
+            model.compile(adam, "mse")
+        model.fit(ROWS[:36], LABELS[:36], batch_size=12, epochs=2, shuffle=False, verbose=0)
+        return [0.0], [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
+
+    assert_equal(trained(PlacedStrategy(2, rules, owned_from=1)), trained(StrategyTemplate(2)))
+
+
 def test_an_existing_model_and_a_rule_that_matches_nothing() -> None:
     original = build("SGD")
-    model = tfd.distribute(original, PlacedStrategy(2, {"hidden/kernel": "owned"}))
+    rules = {"hidden/kernel": "owned", "table/.*": "sharded"}
+    model = tfd.distribute(original, PlacedStrategy(2, rules))
     plan = model.strategy.placement_plan
     assert plan is not None
     assert plan.owner_of("hidden/kernel") is not None
-    np.testing.assert_array_equal(
-        model.keras_model.get_layer("hidden").kernel.numpy(),
-        original.get_layer("hidden").kernel.numpy(),
-    )
+    for ours, theirs in zip(model.keras_model.weights, original.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert_equal(train(model), train(original))
     with pytest.raises(tfd.PlacementError, match=r"hiden/kernel.* matches no variable"):
         tfd.distribute(build, PlacedStrategy(2, {"hiden/kernel": "owned"}))
 
 
-def test_a_model_that_is_built_by_its_data() -> None:
-    """Its variables are not known before, and are owned as they come."""
+@pytest.mark.parametrize("rules", [{}, {".*dense/kernel": "sharded"}])
+def test_a_model_that_is_built_by_its_data(rules: Any) -> None:
+    """Its variables are not known before, and are owned or cut as they come."""
 
     def unbuilt() -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.layers.Dense(4, name="dense"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
     plain = unbuilt()
     plain.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
-    model = tfd.distribute(unbuilt, PlacedStrategy(2, owned_from=1))
+    model = tfd.distribute(unbuilt, PlacedStrategy(2, rules, owned_from=1))
     model.fit(ROWS, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
     assert model.strategy.placement_plan is None
     assert {model.strategy.owner(v.value) for v in model.keras_model.weights} == {0, 1}
+    assert is_partitioned(model.keras_model.layers[0].kernel.value) == bool(rules)
     for ours, theirs in zip(model.keras_model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=1e-6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tensorflow as tf
 from template_cases import Mixed, OwnedAndPairwise, Shared
 
+from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.testing import StrategyConformance
 
 
@@ -24,3 +25,8 @@ class TestShared(StrategyConformance):
 class TestOwnedAndPairwise(StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return OwnedAndPairwise(2)
+
+
+class TestInPieces(StrategyConformance):
+    def strategy(self) -> tf.distribute.Strategy:
+        return PlacedStrategy(3, {".*/(kernel|embeddings)": "sharded(2)"})

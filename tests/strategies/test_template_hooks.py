@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -220,6 +221,9 @@ def hook(name: str, answer: Any) -> Any:
     return type("Wrong", (StrategyTemplate,), body)(2)
 
 
+OF_NOBODY: list[Any] = []  # a variable that no strategy has made
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -244,9 +248,23 @@ def hook(name: str, answer: Any) -> Any:
         ),
         (lambda self, spec, create, beside: create(["CPU:9"]), "for 'v': there is no CPU:9"),
         (lambda self, spec, create, beside: create([]), r"for 'v': devices takes names"),
+        (
+            lambda self, spec, create, beside: create(2),
+            r"for 'v': create\(\) takes a device or a list of devices; 2 arrived",
+        ),
+        (
+            lambda self, spec, create, beside: tf.Variable([1.0, 2.0]),
+            r"Wrong.create_variable makes 'v' by creating a variable itself.* create\(devices\)",
+        ),
+        (
+            lambda self, spec, create, beside: OF_NOBODY[0],
+            r"must return the variable that create\(\) makes of 'v'; it returned a variable of"
+            " shape",
+        ),
     ],
 )
 def test_a_wrong_variable(answer: Any, message: str) -> None:
+    OF_NOBODY[:] = [tf.Variable([1.0, 2.0], name="o")]
     strategy = hook("create_variable", answer)
     with strategy.scope(), pytest.raises(tfd.StrategyError, match=message):
         tf.Variable([1.0, 2.0], name="v")
@@ -282,6 +300,10 @@ def test_a_wrong_reading(answer: Any, message: str) -> None:
             " of 'v:0'; it returned None",
         ),
         (lambda self, v, copies, update: [update(0)], "it returned a list of 1"),
+        (
+            lambda self, v, copies, update: [update(0), update(2)],
+            r"Wrong.update_variable calls update\(2\) for 'v:0', which has 2 copies, from number 0",
+        ),
     ],
 )
 def test_a_wrong_update(answer: Any, message: str) -> None:
@@ -328,3 +350,30 @@ def test_a_wrong_dataset() -> None:
     strategy = hook("distribute_dataset", lambda self, dataset, options: dataset)
     with pytest.raises(tfd.StrategyError, match=r"Wrong.distribute_dataset must return a tf\.dist"):
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+
+
+def test_a_constructor_that_forgets_its_base() -> None:
+    class Forgets(StrategyTemplate):
+        def __init__(self) -> None:
+            self.limit = 3
+
+    with pytest.raises(tfd.StrategyError, match=r"Forgets has not been .* super\(\).__init__\(dev"):
+        Forgets().scope()
+
+
+@pytest.mark.parametrize("number", [2, -1, None, "CPU:0", True])
+def test_a_wrong_owner(number: Any) -> None:
+    class Wrong(Owned):
+        def owner(self, variable: Any) -> Any:
+            return number
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = tfd.distribute(build, Wrong(2))
+    with pytest.raises(
+        tfd.StrategyError, match=r"Wrong.owner must return the number of a device, f"
+    ):
+        model.fit(tf.zeros([4, 2]), tf.zeros([4, 1]), verbose=0)

@@ -272,6 +272,64 @@ def test_what_comes_between_a_gradient_and_its_sum_sees_the_mean_of_the_part(
     same(build, x, y, replicas=3, batch_size=12)
 
 
+class PenaltyOfGradients(keras.Model):
+    """Its loss has gradients by all weights in it, of something else than the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.build((None, 5))
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+        loss = super().compute_loss(*arguments, **more)
+        weights = self.trainable_weights
+        with tf.GradientTape() as tape:
+            cubes = tf.add_n([tf.reduce_sum(tf.convert_to_tensor(w) ** 3) for w in weights])
+        return loss + 0.1 * tf.add_n([tf.reduce_sum(g * g) for g in tape.gradient(cubes, weights)])
+
+
+class SecondOptimizer(keras.Model):
+    """Applies another optimizer after Keras's step has applied the model's."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if not hasattr(self, "other"):
+            return super().compute_metrics(x, y, y_pred, sample_weight)
+        if not tf.distribute.in_cross_replica_context():
+            self.other.apply([tf.reduce_mean(y_pred, axis=0)], [self.level])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def penalized() -> keras.Model:
+    model = PenaltyOfGradients()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def with_second_optimizer() -> keras.Model:
+    inputs = keras.Input((5,))
+    model = SecondOptimizer(inputs, keras.layers.Dense(3)(inputs))
+    model.level = model.add_weight(shape=(3,), trainable=False, name="level")
+    model.other = keras.optimizers.SGD(0.1)
+    model.other.build([model.level])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "name"), [(penalized, "central_storage"), (with_second_optimizer, "mirrored")]
+)
+def test_the_loss_alone_is_weighted(build: Callable, name: str) -> None:
+    """Neither what other tapes give, nor what other optimizers get."""
+    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)
+
+
 class LastSum(keras.metrics.Metric):
     """Declares how its states combine: one as a sum, one as a mean."""
 

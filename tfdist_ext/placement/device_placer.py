@@ -33,7 +33,8 @@ class DevicePlacer:
     """Decides for the variables of a strategy on the devices of one machine.
 
     A model that is known before it is created is planned as a whole (`learn`): its owners hold
-    nearly equal bytes. What comes one by one is owned by the device that owns the fewest bytes.
+    nearly equal bytes, and fewer pieces than devices go where that balances. What comes one by one
+    is owned by the device that owns the fewest bytes, and piece i is on device i.
     """
 
     def __init__(
@@ -70,25 +71,32 @@ class DevicePlacer:
             self._check(rule)
 
     def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
-        """Plan the owners of a model that is about to be created; returns the plan.
+        """Plan the owners and pieces of a model that is about to be created; returns the plan.
 
         It holds what is on the replicas' devices, and nothing that is on the host beside them.
 
         Raises:
-            PlacementError: a rule that matches no variable, or two that match one.
+            PlacementError: a rule that matches no variable, or two that match one; one that cuts a
+                variable into more pieces than it has rows.
         """
-        # The counters of optimizers and the states of metrics are created with other names.
-        rules_of([spec.path for spec in specs], self._rules)
+        self.check_paths([spec.path for spec in specs])
         placements = {spec.path: self.placement_of(spec) for spec in specs}
         here = [spec for spec in specs if self._is_here(placements[spec.path])]
         self.plan = plan(here, devices=self.devices, otherwise=lambda spec: placements[spec.path])
         return self.plan
 
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raise PlacementError unless each rule matches one of a model's variables.
+
+        The counters of optimizers and the states of metrics are created with other names.
+        """
+        rules_of(paths, self._rules)
+
     def placement_of(self, spec: VariableSpec) -> Placement:
-        """`Mirrored()`, `Owned()`, or `OnDevice` with the short name of a device.
+        """`Mirrored()`, `Owned()`, `Sharded`, or `OnDevice` with the short name of a device.
 
         Raises:
-            PlacementError: two rules match the path.
+            PlacementError: two rules match the path; or its rule asks for more pieces than rows.
         """
         rule = rule_for(spec.path, self._rules)
         placement: Placement = Balanced() if rule is None else rule.placement
@@ -97,7 +105,23 @@ class DevicePlacer:
         if isinstance(placement, Balanced):
             owned = spec.trainable and spec.weight_bytes >= self._owned_from
             return Owned() if owned else Mirrored()
+        if rule is not None and isinstance(placement, Sharded):
+            _check_rows(rule, spec, placement.pieces_on(len(self.devices), spec.rows))
         return placement
+
+    def rule_of(self, spec: VariableSpec) -> str:
+        """The rule of a variable as messages name it, as "the rule 'users/.*' (sharded(4))"."""
+        rule = rule_for(spec.path, self._rules)
+        return "no rule" if rule is None else f"the rule {rule.pattern!r} ({rule.placement})"
+
+    def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
+        """The devices of the even pieces of a variable that is now created, in the order of rows.
+
+        No two pieces are on one device.
+        """
+        if self.plan is not None and self.plan.holds(spec):
+            return tuple(self.devices[shard.task] for shard in self.plan.shards_of(spec.path))
+        return self.devices[: placement.pieces_on(len(self.devices), spec.rows)]
 
     def choose_owner(self, spec: VariableSpec) -> int:
         """The number of the device that owns an `Owned` variable that is now created."""
@@ -116,14 +140,33 @@ class DevicePlacer:
         placement = rule.placement
         named = short_name(placement.name) if isinstance(placement, OnDevice) else self._host
         if named not in (*self.devices, self._host):
+            host = "" if self._host in self.devices else f" or {self._host}, the host"
             raise PlacementError(
                 f"the rule {rule.pattern!r} ({placement}) names a device outside of the strategy,"
-                f" which has {', '.join(self.devices)}. Name one of these or {self._host}, the"
-                f" host; or give {named} to the strategy, too."
+                f" which has {', '.join(self.devices)}. Name one of these{host}; or give {named} to"
+                " the strategy, too."
             )
-        if isinstance(placement, OnTask | Sharded):
-            what = "parameter servers" if isinstance(placement, OnTask) else "parameter servers yet"
+        if isinstance(placement, OnTask):
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) is for {what}. On the devices of one"
-                f" machine write mirrored, owned, balanced, or device {self.devices[0]}."
+                f"the rule {rule.pattern!r} ({placement}) is for parameter servers. On the devices"
+                " of one machine write mirrored, owned, balanced, sharded(n), or device"
+                f" {self.devices[0]}."
             )
+        if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
+            raise PlacementError(
+                f"the rule {rule.pattern!r} ({placement}) asks for a device for each piece, and the"
+                f" strategy has {len(self.devices)}: {', '.join(self.devices)}. Write sharded for"
+                f" a piece on each, or a number up to {len(self.devices)}."
+            )
+
+
+def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
+    if not spec.shape or pieces > spec.rows:
+        has = (
+            f"{spec.rows} row{'s' * (spec.rows != 1)}" if spec.shape else "no rows, it is a scalar"
+        )
+        raise PlacementError(
+            f"the rule {rule.pattern!r} ({rule.placement}) cannot cut {spec.path!r} of shape"
+            f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"
+            " its own."
+        )

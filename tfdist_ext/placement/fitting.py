@@ -89,7 +89,8 @@ def _why(plan: PlacementPlan, budget: int) -> str:
         if isinstance(asked, OnTask):
             fixed[asked.task] += spec.bytes
             continue
-        pieces = asked.pieces if isinstance(asked, Sharded) else max(spec.rows, 1)
+        given = asked.pieces if isinstance(asked, Sharded) else None
+        pieces = given or max(spec.rows, 1)
         largest = spec.largest_piece(pieces)
         if largest > budget:
             why = f"by the rule {rule.pattern!r}" if rule else "and cannot be cut further"

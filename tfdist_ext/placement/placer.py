@@ -140,7 +140,9 @@ class Placer:
         if task is not None:
             self._filled_by_rules[task] += spec.bytes
             return spec.shards((task,))
-        pieces = {spec.path: placement.pieces} if isinstance(placement, Sharded) else {}
+        pieces = {}
+        if isinstance(placement, Sharded):
+            pieces[spec.path] = placement.pieces_on(self._targets.count, spec.rows)
         if self._policy in (greedy, balanced):
             filled, specs = tuple(self.bytes_by_task), [spec]
         else:  # it may count what came before

@@ -160,7 +160,7 @@ class _Order:
                 on_all += spec.weight_bytes
             free.append(index)
             if isinstance(placement, Sharded):
-                pieces[spec.path] = placement.pieces
+                pieces[spec.path] = placement.pieces_on(targets.count, spec.rows)
             elif targets.devices is not None:
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
         filled = [held + on_all for held in filled]

@@ -4,6 +4,7 @@ In a file a placement is a text, the same that `str(placement)` writes:
 
     [strategy.placement]
     "embedding/.*" = "sharded(4)"    # four even pieces along axis 0, tasks chosen by the policy
+    "words/.*" = "sharded"           # a piece on each task or device
     "head/kernel" = "task 0"
     "norm/.*" = "balanced"           # as if there were no rule
     # on the devices of one machine: "mirrored", "owned", "device CPU:0"
@@ -68,15 +69,23 @@ class Sharded(Placement):
 
     The policy chooses the tasks. The planner takes as many different ones as there are pieces, and
     where there are more pieces than tasks, those that balance.
+
+    Attributes:
+        pieces: how many; None: one for each task or device, as far as there are rows.
     """
 
-    pieces: int
+    pieces: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count(self.pieces, 1, "Sharded takes a number of pieces from 1")
+        if self.pieces is not None:
+            _check_count(self.pieces, 1, "Sharded takes a number of pieces from 1")
 
     def __str__(self) -> str:
-        return f"sharded({self.pieces})"
+        return "sharded" if self.pieces is None else f"sharded({self.pieces})"
+
+    def pieces_on(self, targets: int, rows: int) -> int:
+        """How many pieces a variable of so many rows gets on so many tasks or devices."""
+        return max(min(targets, rows), 1) if self.pieces is None else self.pieces
 
 
 @dataclass(frozen=True)
@@ -138,14 +147,14 @@ class Rule:
 
 
 def placement_from(text: str) -> Placement:
-    """The placement of a text: "mirrored", "owned", "balanced", "sharded(4)", "task 0", "device
-    GPU:0".
+    """The placement of a text: "mirrored", "owned", "balanced", "sharded", "sharded(4)", "task 0",
+    "device GPU:0".
 
     Raises:
         PlacementError: none of these.
     """
     written = text.strip() if isinstance(text, str) else ""
-    for plain in (Mirrored, Owned, Balanced):
+    for plain in (Mirrored, Owned, Balanced, Sharded):
         if written.lower() == str(plain()):
             return plain()
     if match := re.fullmatch(rf"sharded\s*\(\s*{_NUMBER}\s*\)", written, re.IGNORECASE):
@@ -156,7 +165,7 @@ def placement_from(text: str) -> Placement:
         return OnDevice(match[1])
     raise PlacementError(
         f"no placement is written {shown(text)}. Write one of: mirrored, owned, balanced,"
-        " sharded(4), task 0, device GPU:0."
+        " sharded, sharded(4), task 0, device GPU:0."
     )
 
 

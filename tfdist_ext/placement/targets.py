@@ -71,7 +71,9 @@ class Targets:
             PlacementError: there is no such task or device, it is not for this kind of target, or
                 the variable has too few rows for that many pieces.
         """
-        if isinstance(placement, Sharded) and placement.pieces > (spec.rows if spec.shape else 1):
+        if isinstance(placement, Sharded) and (
+            placement.pieces_on(self.count, spec.rows) > (spec.rows if spec.shape else 1)
+        ):
             rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
             raise PlacementError(
                 f"{spec.path!r} of shape {spec.shape} cannot be {placement}: it has {rows}."

@@ -14,9 +14,11 @@ from tfdist_ext.placement import (
     Placement,
     PlacementPlan,
     Rule,
+    Sharded,
     VariableSpec,
 )
 from tfdist_ext.placement.device_placer import DevicePlacer
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["PlacedStrategy"]
@@ -35,6 +37,9 @@ class PlacedStrategy(StrategyTemplate):
       alone, the owner. The gradient is reduced to it, it computes the update, and sends the new
       value to the others: optimizer state partitioned as in ZeRO, stage 1 (Rajbhandari et al.
       2020, https://arxiv.org/abs/1910.02054), by whole variables.
+    - `Sharded(n)`: cut by rows into n even pieces, with the slots of each beside it, on n of the
+      devices; `Sharded()` on all of them. Each piece is updated where it is; `tfd.distribute`
+      moves the rows that an Embedding looks up.
 
     Trained variables without a rule are owned from a size on, and mirrored below. Owners hold
     nearly equal bytes where variables are no larger than a fair share.
@@ -77,6 +82,14 @@ class PlacedStrategy(StrategyTemplate):
         """
         return self._placer.learn(specs)
 
+    def check_model(self, paths: Sequence[str]) -> None:
+        """Check the rules on a model that was built by its data, which nobody could plan before.
+
+        Raises:
+            PlacementError: a rule that matches no variable, or two that match one.
+        """
+        self._placer.check_paths(paths)
+
     def owner(self, variable: Any) -> int:
         """The number of the device that owns a variable; 0 of one that is not owned."""
         number: int = getattr(variable, _OWNER, 0)
@@ -92,6 +105,11 @@ class PlacedStrategy(StrategyTemplate):
         placement = self._placer.placement_of(spec)
         if isinstance(placement, OnDevice):
             return create([placement.name])
+        if isinstance(placement, Sharded):
+            made = create(self._placer.devices_of_pieces(spec, placement), in_pieces=True)
+            if is_partitioned(made):
+                made.why = self._placer.rule_of(spec)
+            return made
         made = super().create_variable(spec, create)
         if isinstance(placement, Owned) and len(self.devices) > 1:
             setattr(made, _OWNER, self._placer.choose_owner(spec))

@@ -12,7 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
 from tfdist_ext.strategies.template_extended import TemplateExtended
@@ -41,8 +43,21 @@ class StrategyTemplate(tf.distribute.Strategy):
         """Names of the replicas' devices, in the order of replicas."""
         return self._names
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_extended":  # what all methods of a strategy begin with
+            raise StrategyError(
+                f"{type(self).__name__} has not been initialised: call super().__init__(devices) in"
+                " its __init__, before anything else of the strategy is used."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def copies(self, variable: Any) -> tuple[tf.Variable, ...]:
-        """The plain variables behind a variable of this strategy: one for each replica, or one."""
+        """The plain variables behind a variable of this strategy: one for each replica, or one.
+
+        Of a variable in pieces these are its pieces, in the order of rows.
+        """
+        if is_partitioned(variable):
+            return tuple(variable.get().variables)
         copies = self.experimental_local_results(variable)
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
@@ -82,8 +97,11 @@ class StrategyTemplate(tf.distribute.Strategy):
             spec: path (of a variable that is none of Keras's: its name), shape, dtype, bytes,
                 and whether it is trained.
             create: `create(devices)` makes it: on the devices of all replicas, a copy on each; on
-                one device, one copy that all replicas use.
-            beside: the variable that it belongs to, as an optimizer's slot does, or None.
+                one device, one copy that all replicas use. `create(devices, in_pieces=True)` cuts
+                it along axis 0 into even pieces, one on each of these devices, no more than it has
+                rows; all replicas use them.
+            beside: the variable that it belongs to, as an optimizer's slot does, or None. With as
+                many rows as one that is in pieces it must be in such pieces, too.
 
         Returns:
             What `create` returned. By default copies on all devices, and beside a variable where
@@ -91,7 +109,12 @@ class StrategyTemplate(tf.distribute.Strategy):
         """
         if beside is None:
             return create(self.devices)
-        return create([copy.device for copy in self.copies(beside)])
+        devices = [copy.device for copy in self.copies(beside)]
+        if not is_partitioned(beside):
+            return create(devices)
+        if spec.shape[:1] == tuple(beside.shape[:1]):
+            return create(devices, in_pieces=True)
+        return create(devices[:1])
 
     def read_variable(self, variable: Any, copies: Sequence[tf.Variable]) -> tf.Tensor:
         """Hook: how a variable is read outside of replicas; a checkpoint holds what is read.
@@ -112,7 +135,8 @@ class StrategyTemplate(tf.distribute.Strategy):
         already.
 
         Args:
-            copies: the plain variables, one for each replica, or one.
+            copies: the plain variables, one for each replica, or one; of a variable in pieces the
+                one that consists of them, as it is updated as a whole.
             update: `update(number)` applies it to the copy of that number, on its device.
 
         Returns:

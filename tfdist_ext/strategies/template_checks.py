@@ -9,13 +9,31 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
+from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 
-__all__ = ["check_created", "check_dataset", "check_read", "check_reduced", "check_updated"]
+__all__ = [
+    "check_created",
+    "check_dataset",
+    "check_number",
+    "check_owner",
+    "check_read",
+    "check_reduced",
+    "check_updated",
+]
 
 
-def check_created(strategy: Any, made: Any, spec: VariableSpec) -> None:
-    """Raise StrategyError unless it is a variable of that shape, made in the strategy's scope."""
-    if not isinstance(made, tf.Variable) and not getattr(made, "is_sharded_variable", False):
+def check_created(
+    strategy: Any, made: Any, spec: VariableSpec, by_create: Sequence[Any], beside: Any = None
+) -> None:
+    """Raise StrategyError unless it is a variable of that shape, and one that `create` has made.
+
+    Beside pieces it must be in such pieces, if it has rows for all of them: both are updated
+    piece by piece.
+
+    Args:
+        by_create: what `create` has returned to the hook.
+    """
+    if not any(made is each for each in by_create):
         raise _wrong(
             strategy, "create_variable", f"the variable that create() makes of {spec.path!r}", made
         )
@@ -23,6 +41,20 @@ def check_created(strategy: Any, made: Any, spec: VariableSpec) -> None:
         raise _wrong(
             strategy, "create_variable", f"a variable of the shape {list(spec.shape)}", made
         )
+    if is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
+        rows = [end for _, _, end in pieces_of(beside)]
+        if [end for _, _, end in pieces_of(made)] != rows:
+            what = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
+            raise _wrong(strategy, "create_variable", what, made)
+
+
+def check_owner(strategy: Any, number: Any, variable: Any) -> int:
+    """The number that `owner` returned, or StrategyError."""
+    count = len(strategy.devices)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        what = f"the number of a device, from 0 to {count - 1}, for {variable.name!r}"
+        raise _wrong(strategy, "owner", what, number)
+    return number
 
 
 def check_read(strategy: Any, value: Any, variable: Any) -> Any:
@@ -36,6 +68,15 @@ def check_read(strategy: Any, value: Any, variable: Any) -> Any:
         what = f"a tensor of shape {variable.shape} and {variable.dtype.name} for {variable.name!r}"
         raise _wrong(strategy, "read_variable", what, value)
     return value
+
+
+def check_number(strategy: Any, number: Any, variable: Any, copies: int) -> None:
+    """Raise StrategyError unless `update_variable` calls `update` for a copy that there is."""
+    if number not in range(copies):
+        raise StrategyError(
+            f"{type(strategy).__name__}.update_variable calls update({number!r}) for"
+            f" {variable.name!r}, which has {copies} copies, from number 0 on."
+        )
 
 
 def check_updated(strategy: Any, results: Any, variable: Any, copies: int) -> None:
@@ -81,6 +122,8 @@ def _shown(value: Any) -> str:
     """A tensor by its shape and dtype: its numbers may be many."""
     if isinstance(value, tf.IndexedSlices):
         return f"slices of {value.dtype.name}"
+    if is_partitioned(value):
+        return f"a variable of {len(value.variables)} pieces"
     if tf.is_tensor(value) or isinstance(value, tf.Variable):
         kind = "variable" if isinstance(value, tf.Variable) else "tensor"
         return f"a {kind} of shape {value.shape} and {value.dtype.name}"

@@ -13,10 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.template_checks import (
     check_created,
     check_dataset,
+    check_number,
     check_read,
     check_reduced,
     check_updated,
@@ -46,6 +48,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         super().__init__(strategy)
         self._devices = tuple(devices)
         self._host = tp.full_name("/device:CPU:0")
+        self._asking = ""  # path of the variable that the hook is asked for
 
     # Replicas
 
@@ -96,8 +99,18 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         creation = Creation(strategy, self._devices, next_creator, kwargs)
         if creation.spec is None:
             return creation.create(self._devices)
-        made = strategy.create_variable(creation.spec, creation.create, beside)
-        check_created(strategy, made, creation.spec)
+        if self._asking:
+            raise StrategyError(
+                f"{type(strategy).__name__}.create_variable makes {self._asking!r} by creating a"
+                " variable itself, which would come to the hook again, without an end. Return what"
+                " create(devices) makes."
+            )
+        self._asking = creation.spec.path
+        try:
+            made = strategy.create_variable(creation.spec, creation.create, beside)
+        finally:
+            self._asking = ""
+        check_created(strategy, made, creation.spec, creation.made, beside)
         return made
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -118,12 +131,14 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         strategy = self._container_strategy()
-        copies = strategy.copies(var)
+        # One in pieces is assigned to as a whole, each piece where it is.
+        copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
 
         def update(number: int) -> Any:
+            check_number(strategy, number, var, len(copies))
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
-            with tf.device(copy.device), tp.updating(number), name:
+            with tf.device(getattr(copy, "device", None)), tp.updating(number), name:
                 mine = tp.of_replica(number, (tuple(args), kwargs))
                 return fn(copy, *mine[0], **mine[1])
 

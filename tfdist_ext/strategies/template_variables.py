@@ -1,15 +1,18 @@
-"""Variables of a StrategyTemplate: a copy for each replica, or one for all of them."""
+"""Variables of a StrategyTemplate: a copy for each replica, or one for all, whole or in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
+from tfdist_ext.placement.live._tf_private import PartitionedVariable
+from tfdist_ext.placement.live.creating import Where, made_in_pieces
 from tfdist_ext.placement.live.initial_values import InitialValue
+from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
 
@@ -26,6 +29,7 @@ class Creation:
     Attributes:
         spec: what is known of it: Keras's path, else its name; shape, dtype and bytes. None where
             the shape is not known before it is created.
+        made: what `create` has returned.
     """
 
     def __init__(
@@ -40,34 +44,70 @@ class Creation:
         self._next_creator = next_creator
         self._kwargs = dict(kwargs)
         self.spec = _spec(self._kwargs, devices[0])
+        self.made: list[Any] = []
 
-    def create(self, devices: Sequence[str], **instead: Any) -> Any:
+    def create(self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any) -> Any:
         """The variable on these devices: those of all replicas, or one for all replicas.
 
         Args:
+            in_pieces: cut along axis 0 into even pieces, one on each of these devices, which all
+                replicas share.
             instead: other arguments for the variable, such as `initial_value` and `shape`.
         """
-        kwargs = {**self._kwargs, **instead}
-        names = self._checked(devices)
-        if len(names) == len(self._devices):
-            return made_on_each(self._strategy, names, self._next_creator, kwargs)
-        aggregation = kwargs.pop("aggregation", None) or tf.VariableAggregation.NONE
-        with tp.across(names[0]), tp.outside_of_tapes():
-            plain = self._next_creator(**kwargs)
-        return tp.shared_variable(self._strategy, plain, aggregation)
+        self.made.append(self._created(devices, in_pieces, {**self._kwargs, **instead}))
+        return self.made[-1]
 
-    def _checked(self, devices: Sequence[str]) -> tuple[str, ...]:
+    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> Any:
         of = f"{type(self._strategy).__name__}.create_variable"
         of += "" if self.spec is None else f", for {self.spec.path!r}"
-        picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
-        if picked == list(self._strategy.devices):
-            return self._devices
-        if len(picked) != 1:
+        if not isinstance(devices, Iterable):
             raise StrategyError(
-                f"{of}: create() takes one device for all replicas, or the devices of all replicas"
-                f" in their order, {list(self._strategy.devices)}; {picked} arrived."
+                f"{of}: create() takes a device or a list of devices; {devices!r} arrived."
             )
-        return (tp.full_name(picked[0]),)
+        picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
+        if in_pieces and len(picked) > 1:
+            return self._made_in_pieces([tp.full_name(name) for name in picked], kwargs, of)
+        if picked == list(self._strategy.devices):
+            return made_on_each(self._strategy, self._devices, self._next_creator, kwargs)
+        if len(picked) == 1:
+            return self._shared(tp.full_name(picked[0]), **kwargs)
+        raise StrategyError(
+            f"{of}: create() takes one device for all replicas, or the devices of all replicas in"
+            f" their order, {list(self._strategy.devices)}; {picked} arrived. With in_pieces=True"
+            " it takes the device of each piece."
+        )
+
+    def _shared(self, device: str, *, aggregation: Any = None, **kwargs: Any) -> Any:
+        """One plain variable on a device, for all replicas.
+
+        What replicas write to it without an aggregation is the first one's, as it is read where
+        each has a copy.
+        """
+        with tp.across(device), tp.outside_of_tapes():
+            plain = self._next_creator(**kwargs)
+        if aggregation in (None, tf.VariableAggregation.NONE):
+            aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return tp.shared_variable(self._strategy, plain, aggregation)
+
+    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> Any:
+        if self.spec is None or kwargs["initial_value"] is None:
+            raise StrategyError(
+                f"{of}: create() cannot cut a variable whose value is loaded from a SavedModel, or"
+                " whose shape is not known. Create it on one device, or on those of all replicas."
+            )
+        initial = InitialValue(kwargs, where=devices[0])
+        if not initial.spec.shape or initial.spec.rows < len(devices):
+            raise StrategyError(
+                f"{of}: create() cannot cut a variable of shape {list(initial.spec.shape)} into"
+                f" {len(devices)} pieces of rows. Give it fewer devices."
+            )
+        where: Where = []
+        start = 0
+        for device, rows in zip(devices, piece_rows(initial.spec.rows, len(devices)), strict=True):
+            where.append((device, start, start + rows, {"device": device}))
+            start += rows
+        pieces = made_in_pieces(self._shared, kwargs, initial, where)
+        return PartitionedVariable(pieces, kwargs.get("name") or "Variable", self.spec.path)
 
 
 def made_on_each(

@@ -31,6 +31,7 @@ def replace_in_steps(
     clear_losses: Callable[..., Any],
     added_loss: Callable[..., Any],
     gradient: Callable[..., Any],
+    scale_loss: Callable[..., Any],
     update_mean: Callable[..., Any],
     moments: Callable[..., Any],
     masked_moments: Callable[..., Any],
@@ -60,6 +61,9 @@ def replace_in_steps(
 
     instead(keras.optimizers.Optimizer, "apply", apply)
     instead(keras.optimizers.LossScaleOptimizer, "apply", apply)
+    # What Keras's own step then asks the gradients of.
+    instead(keras.optimizers.Optimizer, "scale_loss", scale_loss)
+    instead(keras.optimizers.LossScaleOptimizer, "scale_loss", scale_loss)
     instead(loss_module, "reduce_weighted_values", reduce_loss)
     instead(LossFunctionWrapper, "call", loss_of_batch)
     # Whose losses these are, which Keras keeps in the layer, for all replicas together.

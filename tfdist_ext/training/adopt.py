@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.placement.specs import VariableSpec
-from tfdist_ext.strategies import PlacedStrategy
+from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.again import (
@@ -22,8 +22,8 @@ from tfdist_ext.training.again import (
     made_again,
     model_made_again,
 )
-from tfdist_ext.training.coordinated.sharded_variables import make_readable, slots_beside_pieces
 from tfdist_ext.training.optimizers import all_built
+from tfdist_ext.training.partitioned import make_readable, slots_beside_pieces
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
 from tfdist_ext.training.states import check_states
 from tfdist_ext.training.step_trial import build_by_trial, has_own_step
@@ -36,7 +36,8 @@ def creation_scope(strategy: tf.distribute.Strategy) -> Any:
     scope = contextlib.ExitStack()
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
-    scope.enter_context(slots_beside_pieces())
+    if not isinstance(strategy, StrategyTemplate):
+        scope.enter_context(slots_beside_pieces())
     return scope
 
 
@@ -109,6 +110,8 @@ def build(
             build_by_trial(model, kind, batch)
         if kind != "predict" and has_own_step(model, "train") and not all_built(model):
             build_by_trial(model, "train", batch)
+    if isinstance(strategy, PlacedStrategy):
+        strategy.check_model([variable.path for variable in model.variables])
     make_readable(model)
 
 

@@ -15,13 +15,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.partitioned import updates_by_row, with_each_piece
 
 __all__ = [
     "LocalCopies",
     "UpdatesInPlace",
     "copies_per_worker",
+    "device_of_update",
     "is_updated_once",
     "local_copy",
     "outside_of_strategies",
@@ -34,27 +38,53 @@ class LocalCopies(keras.StatelessScope):
     """Scope in which each Keras variable is a plain tf.Variable, read and assigned at once.
 
     Args:
-        copy_of: Keras variable -> the plain variable to use for it.
+        copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
     """
 
     def __init__(self, copy_of: Callable[[Any], Any]):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
+        self._piece: int | None = None
 
     def get_current_value(self, variable: Any) -> Any:
-        return self._copy_of(variable)
+        copy = self._copy_of(variable)
+        if self._piece is None or not is_partitioned(copy):
+            return copy
+        return copy.variables[self._piece]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        copy = self._copy_of(variable)
+        copy = self.get_current_value(variable)
         copy.assign(tf.cast(value, copy.dtype))
+
+    @contextlib.contextmanager
+    def as_piece(self, number: int) -> Iterator[None]:
+        """Scope in which variables in pieces are their pieces of this number."""
+        before, self._piece = self._piece, number
+        try:
+            yield
+        finally:
+            self._piece = before
 
 
 class UpdatesInPlace:
     """What an optimizer takes for its strategy: each update is computed where the variable is.
 
+    One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
     It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+
+    Args:
+        copies: the scope in which the optimizer runs.
     """
+
+    def __init__(self, optimizer: Any, copies: LocalCopies):
+        self._by_row = updates_by_row(optimizer)
+        self._copies = copies
+        self._wholes: dict[int, Any] = {}  # id of a piece -> what it is a piece of
+
+    def whole_of(self, value: Any) -> Any:
+        """The variable that a piece belongs to; any other value as it is."""
+        return self._wholes.get(id(value), value)
 
     @property
     def extended(self) -> UpdatesInPlace:
@@ -68,10 +98,22 @@ class UpdatesInPlace:
         kwargs: Any = None,
         group: bool = True,
     ) -> None:
-        """Call `fn(variable, *args)` on the variable's device."""
+        """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
         del group
-        with tf.device(var.device):
+        if is_partitioned(var) and self._by_row:
+            for number, piece, mine in with_each_piece(var, args):
+                self._wholes[id(piece)] = var
+                with tf.device(piece.device), self._copies.as_piece(number):
+                    fn(piece, *mine, **(kwargs or {}))
+            return
+        with tf.device(device_of_update(var)):
             fn(var, *args, **(kwargs or {}))
+
+
+def device_of_update(copy: Any) -> str:
+    """Where an update of a plain variable as a whole is computed; of one in pieces at the first."""
+    device: str = pieces_of(copy)[0][0].device
+    return device
 
 
 def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
@@ -80,10 +122,13 @@ def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
 
 
 def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> Any:
-    """The plain tf.Variable that is a Keras variable's copy of the given number."""
+    """The plain tf.Variable that is a Keras variable's copy of the given number.
+
+    Of one in pieces, the ShardedVariable of plain pieces.
+    """
     copies = strategy.experimental_local_results(kp.raw_value(variable))
     copy = copies[number % len(copies)]
-    # The one copy of central storage comes in a wrapper that insists on its strategy.
+    # One copy for all replicas comes in a wrapper that insists on its strategy.
     return copy.get() if hasattr(copy, "get") else copy
 
 
@@ -91,7 +136,8 @@ def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
     """The plain tf.Variable on which an update that is computed once is computed."""
     number = 0
     if isinstance(strategy, StrategyTemplate):
-        number = strategy.owner(kp.raw_value(variable))
+        raw = kp.raw_value(variable)
+        number = check_owner(strategy, strategy.owner(raw), raw)
     return local_copy(variable, strategy, number)
 
 

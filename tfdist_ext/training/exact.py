@@ -25,6 +25,7 @@ from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
     UpdatesInPlace,
+    device_of_update,
     is_updated_once,
     local_copy,
     outside_of_strategies,
@@ -39,6 +40,7 @@ from tfdist_ext.training.exact_losses import (
     loss_of_batch,
     losses_of,
     reduce_loss,
+    scale_loss,
 )
 from tfdist_ext.training.part import Part, part, set_part
 
@@ -57,6 +59,7 @@ def install() -> None:
         clear_losses=clear_losses,
         added_loss=added_loss,
         gradient=gradient,
+        scale_loss=scale_loss,
         update_mean=_update_mean,
         moments=_moments,
         masked_moments=_masked_moments,
@@ -69,9 +72,12 @@ def _apply(
     """`optimizer.apply` in a replica's context, with this replica's gradients."""
     grads = list(grads)
     variables = kp.trained_by(optimizer) if variables is None else list(variables)
-    weighted = [gradient for gradient in grads if gradient is not None]
-    if not here.gradients_are_weighted:
-        weighted = here.weighted(weighted)
+    of_loss = here.weighted_loss
+    weighted = [
+        g if of_loss is not None and of_loss.gave(g) else here.weighted([g])[0]
+        for g in grads
+        if g is not None
+    ]
 
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)
@@ -91,7 +97,13 @@ def _apply(
             with_gradient = [v for g, v in zip(grads, variables, strict=False) if g is not None]
             summed = _on_owners(gradients, with_gradient, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
-            with set_part(None), outside_of_strategies(optimizer, UpdatesInPlace()), copies:
+            updates = UpdatesInPlace(optimizer, copies)
+            with (
+                set_part(None),
+                outside_of_strategies(optimizer, updates),
+                copies,
+                kp.optimizer_keys(updates.whole_of),
+            ):
                 apply(summed)
             send_out(touched, strategy)
 
@@ -109,7 +121,7 @@ def _on_owners(
     gradients: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> list[Any]:
     """The sum over replicas of each gradient, on the device that computes its update alone."""
-    devices = [owner_copy(variable, strategy).device for variable in variables]
+    devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     pairs = list(zip(gradients, devices, strict=False))  # Keras says what is wrong with numbers
     return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))
 

@@ -26,6 +26,7 @@ __all__ = [
     "loss_of_batch",
     "losses_of",
     "reduce_loss",
+    "scale_loss",
 ]
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -144,6 +145,14 @@ def added_loss(here: Part, original: Callable[..., Any], model: Any, loss: Any) 
     return tf.math.divide_no_nan(total, here.share(total.dtype))
 
 
+def scale_loss(here: Part, original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
+    """An optimizer's loss scaling, or its loss as it is."""
+    scaled = original(optimizer, loss)
+    if here.weighted_loss is not None:
+        here.weighted_loss.scaled(optimizer, scaled)
+    return scaled
+
+
 def gradient(
     here: Part,
     original: Callable[..., Any],
@@ -157,18 +166,23 @@ def gradient(
     """A tape's gradient of a loss for each example: that of their sum, which is no mean.
 
     Only with respect to variables, which sum over the rows; what belongs to a row stays with it.
-    Where the optimizer gets these very gradients, they are of the loss times the part's share.
+    Those of a `WeightedLoss` are of the loss times the part's share.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
     if to_variables and here.replicas > 1:
+        if (scope := _scope()) is not None:
+            sources = tf.nest.map_structure(scope.source_of, sources)
         targets = tf.nest.flatten(target)
         output_gradients = _of_sums(here, targets, output_gradients)
-        if here.weighs_loss_for(sources):
+        of_loss = here.weighted_loss
+        if of_loss is not None and of_loss.is_target(target):
             upstream = here.weighted(_upstream(targets, output_gradients))
-            with here.loss_weighted():
-                return original(tape, target, sources, upstream, *options, **named_options)
+            with of_loss.gradients_of() as known:
+                made = original(tape, target, sources, upstream, *options, **named_options)
+                known += [each for each in tf.nest.flatten(made) if each is not None]
+            return made
     return original(tape, target, sources, output_gradients, *options, **named_options)
 
 

@@ -1,7 +1,7 @@
 """Lookups of rows in a variable of which all replicas share one copy: rows move, not the table.
 
 Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
-of each replica. Here the rows are gathered where the table is.
+of each replica. Here the rows are gathered where the table is, or its pieces.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.copies import copies_per_worker, local_copy
+from tfdist_ext.training.partitioned import take_rows
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 __all__ = ["rows_of_shared"]
@@ -31,11 +33,23 @@ def rows_of_shared(
         if isinstance(ids, tf.SparseTensor) or not is_shared(variable):
             return None
         if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(rows(variable, ids.flat_values))
+            flat = rows(variable, ids.flat_values)
+            return None if flat is None else ids.with_flat_values(flat)
         ids = tf.convert_to_tensor(ids)
         ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
-        taken = tf.gather(local_copy(variable, strategy, 0), ids)
+        if is_partitioned(kp.raw_value(variable)):
+            taken = of_pieces(variable, ids)
+        else:
+            taken = tf.gather(local_copy(variable, strategy, 0), ids)
+        if taken is None:
+            return None
         return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+
+    def of_pieces(variable: Any, ids: tf.Tensor) -> Any:
+        scope = kp.stateless_scope()
+        if isinstance(scope, ReplicaScope):
+            return scope.rows(variable, ids)
+        return take_rows(kp.raw_value(variable), ids)
 
     def is_shared(variable: Any) -> bool:
         raw = kp.raw_value(variable)
@@ -46,6 +60,8 @@ def rows_of_shared(
         scope = kp.stateless_scope()
         if scope is None:
             return True
+        if isinstance(scope, ReplicaScope) and is_partitioned(raw):
+            return True  # it is asked for the rows
         return isinstance(scope, ReplicaScope) and scope.get_current_value(variable) is raw
 
     return rows

@@ -17,13 +17,13 @@ from tfdist_ext.training.adopt import belongs_to, build, recompile
 from tfdist_ext.training.called_back import called_back_as
 from tfdist_ext.training.chiefs_part import follow_chief
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
-from tfdist_ext.training.coordinated.sharded_variables import make_readable
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.evaluator import evaluate_checkpoints
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.leaving import leave_together
 from tfdist_ext.training.loop import Loop
+from tfdist_ext.training.partitioned import make_readable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
 from tfdist_ext.training.saving.checkpoints import Progress

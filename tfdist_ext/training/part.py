@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._tf_private import keys_of_turn
+from tfdist_ext.training.weighted_loss import WeightedLoss
 
 __all__ = ["Part", "current_graph", "outside_of_inner_graphs", "part", "set_part"]
 
@@ -31,8 +32,7 @@ class Part:
         replicas: parts of the global batch, over all workers.
         local_replicas: parts on this worker.
         batch: what the replica's step gets, a structure of tensors.
-        trained: of a step that gives all gradients to the optimizer as they are, the variables
-            for which it asks them; else none.
+        weighted_loss: of a step whose loss can be weighted; else None.
         turn: the number of the step in a loop in the graph; None where there is no loop.
     """
 
@@ -43,7 +43,7 @@ class Part:
         replicas: int,
         local_replicas: int,
         batch: Any,
-        trained: Sequence[Any] = (),
+        weighted_loss: WeightedLoss | None = None,
         turn: tf.Tensor | None = None,
     ):
         self.replicas = replicas
@@ -53,10 +53,8 @@ class Part:
         self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
-        self._trained = list(map(id, trained))
+        self.weighted_loss = weighted_loss
         self._turn = turn
-        self._loss_is_weighted = False
-        self.gradients_are_weighted = False
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -95,24 +93,6 @@ class Part:
             else self._times_share(value)
             for value in values
         ]
-
-    def weighs_loss_for(self, sources: Any) -> bool:
-        """Whether the loss itself can be weighted, and so each gradient, which then costs nothing.
-
-        Not where a step may do something with its gradients before the optimizer gets them: clipped
-        after they are weighted they would be larger than clipped before.
-        """
-        return list(map(id, tf.nest.flatten(sources))) == self._trained != []
-
-    @contextlib.contextmanager
-    def loss_weighted(self) -> Iterator[None]:
-        """Scope of computing the gradients of a loss that is weighted with this part's share."""
-        self._loss_is_weighted = True
-        try:
-            yield
-        finally:
-            self._loss_is_weighted = False
-        self.gradients_are_weighted = True
 
     def contribution(self, value: tf.Tensor) -> tf.Tensor:
         """What this replica adds to the mean over all rows; what is no float stays as it is."""
@@ -154,7 +134,7 @@ class Part:
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> Any:
-                if self._loss_is_weighted:
+                if self.weighted_loss is not None and self.weighted_loss.computing:
                     return self.sum_up(upstream)
                 reduced = self.sum_up(self.weighted(upstream))
                 shares = [self.share(value.dtype) for value in reduced]

@@ -18,9 +18,11 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import current_graph, outside_of_inner_graphs, part
+from tfdist_ext.training.partitioned import PartitionedRead, take_rows
 
 __all__ = ["ReplicaScope", "metric_variables_on_one_copy"]
 
@@ -47,6 +49,7 @@ class ReplicaScope(keras.StatelessScope):
         self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
+        self._reads: dict[int, PartitionedRead] = {}
         self.losses_by_layer: dict[int, list[Any]] = {}  # what add_loss was given, by id of layer
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self._own.written.values():
@@ -77,7 +80,37 @@ class ReplicaScope(keras.StatelessScope):
         if key in self.state_mapping:
             return self.state_mapping[key]
         # Never None: Keras reads regularized weights through the scope.
-        return self._own.of(variable) if key in self._apart else kp.raw_value(variable)
+        if key in self._apart:
+            return self._own.of(variable)
+        raw = kp.raw_value(variable)
+        if not is_partitioned(raw) or not variable.trainable:
+            return raw
+        read = self._read_of(raw)
+        # Not in a loop of a layer's, whose gradient has the shape of its inputs.
+        with outside_of_inner_graphs(self._graph):
+            return read.whole()
+
+    def rows(self, variable: Any, ids: tf.Tensor) -> Any:
+        """The rows of a variable in pieces, moved without the rest of it.
+
+        None in inner graphs, and where the step has given it another value.
+        """
+        key = id(variable)
+        if self._in_inner_graph() or key in self.state_mapping or key in self._apart:
+            return None
+        raw = kp.raw_value(variable)
+        return self._read_of(raw).rows(ids) if variable.trainable else take_rows(raw, ids)
+
+    def source_of(self, variable: Any) -> Any:
+        """What a tape knows a variable by: one in pieces is no source, its reads have one."""
+        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
+        return self._read_of(raw).handle if is_partitioned(raw) else variable
+
+    def _read_of(self, raw: Any) -> PartitionedRead:
+        if id(raw) not in self._reads:
+            with outside_of_inner_graphs(self._graph):
+                self._reads[id(raw)] = PartitionedRead(raw)
+        return self._reads[id(raw)]
 
     @property
     def written(self) -> dict[int, Any]:
@@ -116,7 +149,7 @@ class ReplicaScope(keras.StatelessScope):
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
             kp.write(variable, value)
-        else:  # the one copy of central storage, in a wrapper that asks how replicas combine
+        else:  # the one copy of all replicas, in a wrapper that asks how they combine
             raw.get().assign(tf.cast(value, raw.dtype))
 
     def _check_metric(self, variable: Any) -> None:

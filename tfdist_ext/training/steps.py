@@ -7,7 +7,6 @@ end; so logs are the same on every worker.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
+from tfdist_ext.training.weighted_loss import WeightedLoss, hands_gradients_on
 
 __all__ = ["Execution", "StepProgram"]
 
@@ -55,7 +55,7 @@ class StepProgram:
         # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
-        self._hands_gradients_on = _hands_gradients_on(self._step, model)
+        self._weighs_loss = hands_gradients_on(self._step, model)
         check_built(model)
         self._reduction = reduction
         metrics = [variable for metric in model.metrics for variable in metric.variables]
@@ -220,8 +220,8 @@ class StepProgram:
         here = None
         if tf.distribute.has_strategy():
             on = self._reduction
-            trained = self._model.trainable_weights if self._hands_gradients_on else ()
-            here = Part(rows, of, on.replicas, on.local_replicas, batch, trained, self._turn)
+            loss = WeightedLoss(self._model.optimizer) if self._weighs_loss else None
+            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, self._turn)
         with (
             set_part(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
@@ -261,17 +261,6 @@ class StepProgram:
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             logs = results(self._model, last, self._updated)
         return logs, values, states, steps, chief_seconds
-
-
-def _hands_gradients_on(step: Any, model: keras.Model) -> bool:
-    """Whether a step gives its gradients, as they are, to an optimizer that sums them so."""
-    if getattr(inspect.unwrap(step), "__func__", None) is not keras.Model.train_step:
-        return False
-    known = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-    return all(
-        getattr(type(model.optimizer), name, None) in [getattr(kind, name) for kind in known]
-        for name in ("apply", "apply_gradients")
-    )
 
 
 def _sum(values: tuple[Any, ...]) -> Any:

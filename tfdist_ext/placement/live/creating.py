@@ -24,10 +24,18 @@ from tfdist_ext.placement.placer import Placer
 from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 
-__all__ = ["beside_pieces", "has_the_last_word", "is_partitioned", "pieces_of", "placing"]
+__all__ = [
+    "Where",
+    "beside_pieces",
+    "has_the_last_word",
+    "is_partitioned",
+    "made_in_pieces",
+    "pieces_of",
+    "placing",
+]
 
 # Of each piece: device, first row, row after its last, and what else its creator is told.
-_Where: TypeAlias = list[tuple[str, int, int, dict[str, Any]]]
+Where: TypeAlias = list[tuple[str, int, int, dict[str, Any]]]
 
 # The device of the piece that is being created.
 _device: ContextVar[str | None] = ContextVar("device", default=None)
@@ -37,7 +45,8 @@ _PS = re.compile(r"/job:ps/.*task:([0-9]+)")
 
 def is_partitioned(value: Any) -> bool:
     """Whether a variable's raw value consists of pieces (a ShardedVariable)."""
-    return bool(getattr(value, "is_sharded_variable", False))
+    # Of the class: a variable with copies is read when an instance is asked for what it has not.
+    return hasattr(type(value), "is_sharded_variable")
 
 
 def pieces_of(value: Any) -> list[tuple[Any, int, int]]:
@@ -100,15 +109,11 @@ def beside_pieces(next_creator: Any, **kwargs: Any) -> Any:
     if not is_partitioned(beside):
         return next_creator(colocate_with=beside, **kwargs)
     initial = InitialValue(kwargs, where=beside.variables[0].device)
-    return _in_pieces(
-        next_creator,
-        kwargs,
-        initial,
-        [
-            (piece.device, start, stop, {"colocate_with": piece})
-            for piece, start, stop in pieces_of(beside)
-        ],
-    )
+    where: Where = [
+        (piece.device, start, stop, {"colocate_with": piece})
+        for piece, start, stop in pieces_of(beside)
+    ]
+    return partitioned(made_in_pieces(next_creator, kwargs, initial, where), _name(kwargs))
 
 
 def _placed(placer: Placer, next_creator: Any, kwargs: dict[str, Any]) -> Any:
@@ -124,27 +129,31 @@ def _placed(placer: Placer, next_creator: Any, kwargs: dict[str, Any]) -> Any:
     if len(shards) == 1:
         with _on(_of_task(shards[0].task)):
             return next_creator(**{**kwargs, "initial_value": initial.given})
-    where: _Where = [(_of_task(shard.task), shard.start, shard.stop, {}) for shard in shards]
-    return _in_pieces(next_creator, kwargs, initial, where)
+    where: Where = [(_of_task(shard.task), shard.start, shard.stop, {}) for shard in shards]
+    return partitioned(made_in_pieces(next_creator, kwargs, initial, where), _name(kwargs))
 
 
-def _in_pieces(
+def made_in_pieces(
     next_creator: Callable[..., Any],
     kwargs: dict[str, Any],
     initial: InitialValue,
-    where: _Where,
-) -> Any:
-    name = kwargs.get("name") or "Variable"
+    where: Where,
+) -> list[Any]:
+    """The pieces of a variable, each made by `next_creator` with its own rows' initial value."""
     pieces = []
     for number, (device, start, stop, more) in enumerate(where):
         own = {
             "initial_value": initial.rows(start, stop),
-            "name": f"{name}/part_{number}",
+            "name": f"{_name(kwargs)}/part_{number}",
             "shape": (stop - start, *initial.spec.shape[1:]),
         }
         with _on(device):
             pieces.append(next_creator(**{**kwargs, **own, **more}))
-    return partitioned(pieces, name)
+    return pieces
+
+
+def _name(kwargs: dict[str, Any]) -> str:
+    return kwargs.get("name") or "Variable"
 
 
 @contextlib.contextmanager

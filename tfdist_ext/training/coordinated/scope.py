@@ -16,29 +16,16 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.coordinated.sharded_variables import (
-    PartitionedRead,
-    rows_in_range,
-    take_rows,
-)
 from tfdist_ext.training.optimizers import optimizers_of
 from tfdist_ext.training.part import current_graph
+from tfdist_ext.training.partitioned import (
+    PartitionedRead,
+    take_rows,
+    updates_by_row,
+    with_each_piece,
+)
 
 __all__ = ["WorkerScope", "updates_on_servers"]
-
-# Their update of a row depends on no other row, so each piece can be updated by itself.
-_BY_ROW = (
-    keras.optimizers.SGD,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adamax,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Nadam,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
 
 
 class WorkerScope(keras.StatelessScope):
@@ -205,8 +192,7 @@ class _UpdatesOnServers:
 
     def __init__(self, scope: WorkerScope, optimizer: Any):
         self._scope = scope
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        self._by_row = type(inner) in _BY_ROW
+        self._by_row = updates_by_row(optimizer)
 
     @property
     def extended(self) -> _UpdatesOnServers:
@@ -227,21 +213,9 @@ class _UpdatesOnServers:
             with self._scope.updating(raw, None):
                 fn(raw, *args, **(kwargs or {}))
             return
-        rows = raw.shape[0] if raw.shape.rank else 1
-        for number, (piece, first, end) in enumerate(pieces_of(raw)):
-            mine = args
-            if is_partitioned(raw):
-                mine = [_of_piece(arg, raw, rows, first, end) for arg in args]
+        for number, piece, mine in with_each_piece(raw, args):
             with tf.device(piece.device), self._scope.updating(raw, number):
                 fn(piece, *mine, **(kwargs or {}))
-
-
-def _of_piece(arg: Any, raw: Any, rows: int, first: int, end: int) -> Any:
-    """The rows of a gradient; other arguments, and variables with pieces of their own, as is."""
-    if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
-        return arg
-    whole = isinstance(arg, tf.IndexedSlices) or arg.shape[:1] == [rows]
-    return rows_in_range(arg, first, end) if whole else arg
 
 
 def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:

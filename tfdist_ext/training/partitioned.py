@@ -1,12 +1,13 @@
-"""Variables of a parameter server cluster that are partitioned into pieces by rows.
+"""Variables that are partitioned into pieces by rows, on parameter servers or on devices.
 
 TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
-rows of it, nor keep an optimizer's slots beside its pieces. What is missing is here; a step on a
-worker uses it through `WorkerScope`.
+rows of it, nor update its pieces, nor keep an optimizer's slots beside them. What is missing is
+here; a step uses it through `WorkerScope` or `ReplicaScope`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,7 +25,47 @@ __all__ = [
     "rows_in_range",
     "slots_beside_pieces",
     "take_rows",
+    "updates_by_row",
+    "with_each_piece",
 ]
+
+# Their update of a row depends on no other row, so each piece can be updated by itself.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def updates_by_row(optimizer: Any) -> bool:
+    """Whether an optimizer can update each piece of a variable by itself."""
+    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
+
+
+def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:
+    """(number, piece, its part of an update's arguments) of a raw value; a plain one is one piece.
+
+    Of a gradient a piece gets its rows. Other arguments, and variables with pieces of their own,
+    are for all.
+    """
+    rows = raw.shape[0] if raw.shape.rank else 1
+
+    def part(arg: Any, first: int, end: int) -> Any:
+        if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
+            return arg
+        whole = isinstance(arg, tf.IndexedSlices) or arg.shape[:1] == [rows]
+        return rows_in_range(arg, first, end) if whole else arg
+
+    for number, (piece, first, end) in enumerate(pieces_of(raw)):
+        mine = [part(arg, first, end) for arg in args] if is_partitioned(raw) else list(args)
+        yield number, piece, mine
 
 
 def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
@@ -39,10 +80,14 @@ def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
     owner = tf.searchsorted(bounds, flat, side="right")
     places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, len(pieces))
     wanted = tf.dynamic_partition(flat, owner, len(pieces))
-    rows = [
-        tf.raw_ops.ResourceGather(resource=piece.handle, indices=mine - first, dtype=piece.dtype)
-        for (piece, first, _), mine in zip(pieces, wanted, strict=True)
-    ]
+    rows = []
+    for (piece, first, _), mine in zip(pieces, wanted, strict=True):
+        with tf.device(piece.device):
+            rows.append(
+                tf.raw_ops.ResourceGather(
+                    resource=piece.handle, indices=mine - first, dtype=piece.dtype
+                )
+            )
     row_shape = value.shape[1:]
     result = tf.reshape(tf.dynamic_stitch(places, rows), [-1, *row_shape])
     result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
@@ -110,10 +155,12 @@ class PartitionedRead:
         @tf.custom_gradient
         def read(source: tf.Tensor) -> Any:
             del source
-            values = [
-                tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
-                for piece, _, _ in pieces_of(self._raw)
-            ]
+            values = []
+            for piece, _, _ in pieces_of(self._raw):
+                with tf.device(piece.device):
+                    values.append(
+                        tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
+                    )
             whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
             return whole, lambda upstream: upstream
 
@@ -141,7 +188,7 @@ def make_readable(model: keras.Model) -> None:
     for optimizer in optimizers_of(model).values():
         variables += optimizer.variables
     for raw in map(kp.raw_value, variables):
-        if is_partitioned(raw):
+        if is_partitioned(raw) and not hasattr(raw, "__array__"):
             raw.__array__ = _as_array(raw)
 
 

@@ -1,0 +1,406 @@
+"""Variables in pieces over the devices of one machine: where they are, and what can be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.lookups import rows_of_shared
+from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.replica_scope import ReplicaScope
+
+FULL = "/job:localhost/replica:0/task:0/device:"
+SUM = tf.VariableAggregation.SUM
+TABLE = np.arange(14, dtype="float32").reshape(7, 2)
+
+
+def pieces_of(strategy: Any, variable: Any) -> list[tuple[str, int]]:
+    """(device, rows) of each piece."""
+    return [
+        (copy.device.removeprefix(FULL), copy.shape.as_list()[0] if copy.shape.rank else 0)
+        for copy in strategy.copies(variable)
+    ]
+
+
+@pytest.fixture
+def strategy() -> PlacedStrategy:
+    return PlacedStrategy(["CPU:1", "CPU:2", "CPU:3"], {"table": "sharded"})
+
+
+@pytest.fixture
+def table(strategy: PlacedStrategy) -> Any:
+    with strategy.scope():
+        return tf.Variable(TABLE, name="table", aggregation=SUM)
+
+
+def test_where_pieces_and_their_slots_are(strategy: Any, table: Any) -> None:
+    with strategy.scope(), strategy.extended.colocate_vars_with(table):
+        slot = tf.Variable(lambda: tf.ones([7, 5]), name="slot")
+        counter = tf.Variable(0.0, name="counter")
+    assert is_partitioned(table)
+    assert pieces_of(strategy, table) == [("CPU:1", 3), ("CPU:2", 2), ("CPU:3", 2)]
+    assert pieces_of(strategy, slot) == pieces_of(strategy, table)
+    assert pieces_of(strategy, counter) == [("CPU:1", 0)]
+    assert strategy.owner(table) == 0
+    assert strategy.extended.variable_created_in_scope(slot)
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+    np.testing.assert_array_equal(slot.numpy(), np.ones([7, 5]))
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_reads_in_replicas(strategy: Any, table: Any, how: str) -> None:
+    def read() -> Any:
+        ids = tf.constant([0, 3, 6])
+        return tf.gather(table, ids), tf.nn.embedding_lookup(table, ids), table[2:4], 2 * table
+
+    run = lambda: strategy.run(read)  # noqa: E731
+    gathered, looked_up, cut, doubled = (tf.function(run) if how == "graph" else run)()
+    for number in range(3):
+        gathered_here, looked_up_here, cut_here, doubled_here = (
+            strategy.experimental_local_results(value)[number].numpy()
+            for value in (gathered, looked_up, cut, doubled)
+        )
+        np.testing.assert_array_equal(gathered_here, TABLE[[0, 3, 6]])
+        np.testing.assert_array_equal(looked_up_here, TABLE[[0, 3, 6]])
+        np.testing.assert_array_equal(cut_here, TABLE[2:4])
+        np.testing.assert_array_equal(doubled_here, 2 * TABLE)
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_assignments(strategy: Any, table: Any, how: str) -> None:
+    run = tf.function(autograph=False) if how == "graph" else lambda function: function
+    add = lambda copy, value: copy.assign_add(value)  # noqa: E731
+
+    def outside() -> None:
+        table.assign_sub(tf.ones([7, 2]))
+
+    def update() -> None:
+        with strategy.scope():
+            strategy.extended.update(table, add, args=(10 * tf.ones([7, 2]),))
+
+    def in_replicas() -> None:
+        strategy.run(lambda: table.assign_add(100 * tf.ones([7, 2])))
+
+    for function in (outside, update, in_replicas):
+        run(function)()
+    np.testing.assert_array_equal(table.numpy(), TABLE + 309)
+    table.assign(TABLE)
+    np.testing.assert_array_equal(np.array(table), TABLE)
+
+
+def test_gradients_by_pieces_in_a_loop_of_ones_own(strategy: Any, table: Any) -> None:
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [0, 0, 6]))
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", [*tape.gradient(loss, table.variables)][::2])
+
+    first, last = (strategy.experimental_local_results(value)[0] for value in strategy.run(step))
+    np.testing.assert_array_equal(tf.convert_to_tensor(first), [[6, 6], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(tf.convert_to_tensor(last), [[0, 0], [3, 3]])
+
+
+def test_a_step_moves_rows() -> None:
+    """No tensor of a piece's size is in its graph, from the lookup to the update."""
+    rows, width = 60, 3
+    strategy = PlacedStrategy(["CPU:1", "CPU:2"], {".*embeddings": "sharded"})
+    with strategy.scope():
+        layer = keras.layers.Embedding(rows, width)
+        layer.build()
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([layer.embeddings])
+    before = np.arange(rows * width, dtype="float32").reshape(rows, width)
+    layer.embeddings.assign(before)
+
+    def step() -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        ids = tf.constant([[4, 4, 59]]) - number
+        here = Part(tf.constant(1), tf.constant(2), 2, 2, ids)
+        with set_part(here), ReplicaScope([]):
+            with tf.GradientTape() as tape:
+                taken = layer(ids)
+            (gradient,) = tape.gradient(taken, [layer.embeddings])
+            optimizer.apply([gradient], [layer.embeddings])
+        return taken, gradient.values, gradient.indices
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        with kp.rows_taken_by(rows_of_shared(strategy, 2)):
+            return strategy.run(step)
+
+    sizes = [
+        tensor.shape.num_elements()
+        for operation in run.get_concrete_function().graph.get_operations()
+        for tensor in operation.outputs
+        if tensor.dtype == tf.float32 and tensor.shape.is_fully_defined()
+    ]
+    assert sizes
+    assert max(sizes) < rows * width / 2
+    taken, values, indices = map(strategy.experimental_local_results, run())
+    assert taken[0].numpy()[0, :, 0].tolist() == [12, 12, 177]
+    assert taken[1].numpy()[0, :, 0].tolist() == [9, 9, 174]
+    assert [part.numpy().tolist() for part in indices] == [[4, 4, 59], [3, 3, 58]]
+    assert [part.shape for part in values] == [(3, width)] * 2
+    expected = before.copy()
+    np.subtract.at(expected, [4, 4, 59, 3, 3, 58], 1)
+    np.testing.assert_array_equal(layer.embeddings.numpy(), expected)
+
+
+def build(optimizer: str = "Adam") -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    ids = keras.Input([3], dtype="int32")
+    hidden = layers.Flatten()(layers.Embedding(12, 4, name="users")(ids))
+    model = keras.Model(ids, layers.Dense(2, name="head")(hidden))
+    model.compile(getattr(keras.optimizers, optimizer)(), "mse")
+    return model
+
+
+IDS = np.random.default_rng(1).integers(0, 12, (36, 3))
+RATINGS = np.random.default_rng(2).normal(size=(36, 2)).astype("float32")
+RULES = {"users/.*": "sharded(3)", "head/kernel": "sharded(2)"}
+
+
+def trained(strategy: Any, optimizer: str = "Adam") -> Any:
+    model = tfd.distribute(lambda: build(optimizer), strategy)
+    model.fit(IDS, RATINGS, batch_size=12, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize(("optimizer", "by_piece"), [("SGD", True), ("Lamb", False)])
+def test_an_update_is_computed_once_where_the_piece_is(
+    optimizer: str, by_piece: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, str]] = set()
+    kind = getattr(keras.optimizers, optimizer)
+    original = kind.update_step
+
+    def noting(self: Any, gradient: Any, variable: Any, rate: Any) -> None:
+        seen.add((variable.shape[0], tf.zeros([]).device.removeprefix(FULL)))
+        original(self, gradient, variable, rate)
+
+    monkeypatch.setattr(kind, "update_step", noting)
+    trained(PlacedStrategy(3, RULES), optimizer)
+    pieces = {(4, "CPU:0"), (4, "CPU:1"), (4, "CPU:2"), (6, "CPU:0"), (6, "CPU:1")}
+    whole = {(12, "CPU:0")}
+    assert seen - {(2, "CPU:0")} == (pieces if by_piece else whole)
+
+
+def test_the_plan_counts_pieces_where_they_are() -> None:
+    strategy = PlacedStrategy(4, RULES | {"head/bias": "mirrored"})
+    model = tfd.distribute(build, strategy)
+    model.fit(IDS, RATINGS, batch_size=12, verbose=0)
+    optimizer = model.keras_model.optimizer
+    held = dict.fromkeys(strategy.devices, 0)
+    for variable in [*model.keras_model.weights, *optimizer.variables]:
+        for copy in strategy.copies(variable.value):
+            held[copy.device.removeprefix(FULL)] += copy.shape.num_elements() * copy.dtype.size
+    plan = strategy.placement_plan
+    assert plan is not None
+    assert tuple(held.values()) == plan.bytes_by_task
+    assert len(set(plan.tasks_of("users/embeddings")) | set(plan.tasks_of("head/kernel"))) == 4
+    for path in ("users/embeddings", "head/kernel"):
+        variable = next(v for v in model.keras_model.weights if v.path == path)
+        expected = [strategy.devices[shard.task] for shard in plan.shards_of(path)]
+        assert [device for device, _ in pieces_of(strategy, variable.value)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
+def test_what_is_read_saved_and_assigned(tmp_path: Path) -> None:
+    model = trained(PlacedStrategy(3, RULES))
+    inner = model.keras_model
+    model.save(tmp_path / "model.keras")
+    inner.save_weights(tmp_path / "only.weights.h5")
+    model.export(tmp_path / "exported", verbose=False)
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(
+        [*inner.weights, *inner.optimizer.variables],
+        [*plain.weights, *plain.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    np.testing.assert_allclose(
+        exported.serve(tf.constant(IDS, tf.int32)), model.predict(IDS, verbose=0), atol=1e-6
+    )
+    again = trained(PlacedStrategy(2, {"users/.*": "sharded"}))
+    again.keras_model.load_weights(tmp_path / "only.weights.h5")
+    for ours, theirs in zip(again.keras_model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    again.keras_model.set_weights([2 * value for value in plain.get_weights()])
+    users = again.keras_model.get_layer("users").embeddings
+    np.testing.assert_array_equal(users.numpy(), 2 * plain.get_layer("users").embeddings.numpy())
+
+
+@pytest.mark.parametrize("target", ["fewer pieces", "mirrored"])
+def test_tensorflow_s_checkpoints(target: str, tmp_path: Path) -> None:
+    """Of a variable, before and after it is created, and of a Keras model; there and back."""
+    source = PlacedStrategy(3, RULES)
+    others = {
+        "fewer pieces": lambda: PlacedStrategy(2, {"users/.*": "sharded"}),
+        "mirrored": lambda: StrategyTemplate(2),
+    }
+    other = others[target]()
+
+    def made(strategy: Any, scale: float) -> Any:
+        module = tf.Module()
+        with strategy.scope():
+            module.variable = tf.Variable(scale * TABLE, name="users/variable")
+        module.model = tfd.distribute(build, strategy).keras_model
+        module.model.set_weights([scale * value for value in module.model.get_weights()])
+        return module
+
+    for number, (first, second) in enumerate(((source, other), (other, source))):
+        saved, restored = made(first, 3.0), made(second, 5.0)
+        path = tf.train.Checkpoint(saved).save(str(tmp_path / str(number)))
+        tf.train.Checkpoint(restored).restore(path).assert_existing_objects_matched()
+        later = tf.Module()
+        tf.train.Checkpoint(later).restore(path).expect_partial()
+        with second.scope():
+            later.variable = tf.Variable(0 * TABLE, name="users/variable")
+        np.testing.assert_array_equal(restored.variable.numpy(), 3 * TABLE)
+        np.testing.assert_array_equal(later.variable.numpy(), 3 * TABLE)
+        for one, two in zip(saved.model.get_weights(), restored.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_keras_s_own_fit_says_why_not() -> None:
+    with PlacedStrategy(2, {"users/.*": "sharded(2)"}).scope():
+        model = build()
+    said = r"'users/embeddings' has no gradient .* the rule 'users/\.\*' \(sharded\(2\)\) has cut"
+    with pytest.raises(AttributeError, match=said + r".*tfdist_ext\.distribute\(build, strategy\)"):
+        model.fit(IDS, RATINGS, batch_size=12, verbose=0)
+    plain = build()
+    assert model.evaluate(IDS, RATINGS, batch_size=12, verbose=0) == pytest.approx(
+        plain.evaluate(IDS, RATINGS, batch_size=12, verbose=0)
+    )
+    np.testing.assert_allclose(
+        model.predict(IDS, batch_size=12, verbose=0), plain.predict(IDS, verbose=0), atol=1e-6
+    )
+
+
+class Loops(keras.layers.Layer):
+    """Looks rows up in a loop of its own, and writes statistics, one of them in a cond."""
+
+    def build(self, input_shape: Any) -> None:
+        self.table = self.add_weight(shape=(12, 4), name="table", initializer="uniform")
+        self.seen = self.add_weight(shape=(4,), name="seen", trainable=False)
+        self.counted = self.add_weight(shape=(4,), name="counted", trainable=False)
+
+    def call(self, ids: Any, training: bool = False) -> Any:
+        ops = keras.ops
+
+        def add(number: Any, total: Any) -> Any:
+            return number + 1, total + ops.take(self.table, ids[:, number], axis=0)
+
+        start = (0, ops.zeros((ops.shape(ids)[0], 4)))
+        _, total = ops.while_loop(lambda number, _: number < 3, add, start)
+        if training:
+            self.seen.assign(0.9 * self.seen + ops.mean(total, axis=0))
+            ops.cond(
+                ops.sum(self.counted) < 1e9,
+                lambda: self.counted.assign(self.counted + 1),
+                lambda: self.counted.assign(self.counted),
+            )
+        return total
+
+
+def test_loops_and_statistics_in_pieces() -> None:
+    def looping() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        ids = keras.Input([3], dtype="int32")
+        embedded = layers.Embedding(12, 4, mask_zero=True, name="words")(ids)
+        parts = [layers.GRU(6, reset_after=False, name="gru")(embedded), Loops(name="loops")(ids)]
+        model = keras.Model(ids, layers.Dense(2, name="head")(layers.Concatenate()(parts)))
+        model.compile("adam", "mse")
+        return model
+
+    def values(model: Any) -> list[np.ndarray]:
+        model.fit(IDS, RATINGS, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        weights = getattr(model, "keras_model", model).get_weights()
+        return [*weights, model.predict(IDS, batch_size=12, verbose=0)]
+
+    rules = {"words/.*": "sharded", "loops/.*": "sharded(2)", "gru/.*kernel": "sharded(2)"}
+    model = tfd.distribute(looping, PlacedStrategy(3, rules))
+    assert all(is_partitioned(v.value) for v in model.keras_model.get_layer("loops").weights)
+    for ours, theirs in zip(values(model), values(looping()), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_rule_that_cuts_what_has_too_few_rows(strategy: Any) -> None:
+    said = r"the rule 'table' \(sharded\) cannot cut 'table' of shape \(\), which has no rows"
+    with strategy.scope(), pytest.raises(tfd.PlacementError, match=said):
+        tf.Variable(1.0, name="table")
+    with pytest.raises(tfd.PlacementError, match=r"cannot cut 'head/bias' .* which has 2 rows"):
+        tfd.distribute(build, PlacedStrategy(3, {"head/.*": "sharded(3)"}))
+
+
+def template(answer: Any) -> Any:
+    body = {"create_variable": lambda self, spec, create, beside: answer(spec, create, beside)}
+    return type("Mine", (StrategyTemplate,), body)(2)
+
+
+def test_a_strategy_of_ones_own_cuts() -> None:
+    """Over other devices than those of its replicas, with another value."""
+    devices = ["CPU:2", "CPU:3", "CPU:0"]
+    mine = template(
+        lambda spec, create, beside: create(devices, in_pieces=True, initial_value=2 * TABLE)
+    )
+    with mine.scope():
+        variable = tf.Variable(TABLE)
+    assert pieces_of(mine, variable) == [("CPU:2", 3), ("CPU:3", 2), ("CPU:0", 2)]
+    np.testing.assert_array_equal(variable.numpy(), 2 * TABLE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda devices, create: create(devices[:1], in_pieces=True), None),
+        (
+            lambda devices, create: create([*devices, "CPU:9"], in_pieces=True),
+            "Mine.create_variable, for 'v': there is no CPU:9",
+        ),
+        (
+            lambda devices, create: create(devices, in_pieces=True, initial_value=[0.0]),
+            r"'v': create\(\) cannot cut a variable of shape \[1\] into 4 pieces of rows. Give it",
+        ),
+        (
+            lambda devices, create: create(devices, in_pieces=True, initial_value=0.0),
+            r"'v': create\(\) cannot cut a variable of shape \[\] into 4 pieces",
+        ),
+    ],
+)
+def test_what_cannot_be_cut(answer: Any, said: str | None) -> None:
+    devices = [f"CPU:{number}" for number in range(4)]
+    mine = template(lambda spec, create, beside: answer(devices, create))
+    with mine.scope():
+        if said is None:
+            assert not is_partitioned(tf.Variable(TABLE, name="v"))
+            return
+        with pytest.raises(tfd.StrategyError, match=said):
+            tf.Variable(TABLE, name="v")
+
+
+def test_a_slot_must_be_cut_alike() -> None:
+    def answer(spec: Any, create: Any, beside: Any) -> Any:
+        return create(["CPU:0", "CPU:1"], in_pieces=beside is None)
+
+    mine = template(answer)
+    said = r"must return a variable of 2 pieces, as 'v' beside it has; it returned a variable of"
+    with mine.scope():
+        variable = tf.Variable(TABLE, name="v")
+        with (
+            mine.extended.colocate_vars_with(variable),
+            pytest.raises(tfd.StrategyError, match=said),
+        ):
+            tf.Variable(0 * TABLE, name="slot")
