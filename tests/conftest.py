@@ -6,13 +6,17 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+
+sys.path.insert(0, str(Path(__file__).parent))
+from warm_programs import Program
 
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
@@ -78,16 +82,28 @@ def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
     def run(command: list[str], *, workers: int = 2, timeout: float = 120) -> list[str]:
         folder = tmp_path_factory.mktemp("cluster")
         env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
-        env["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        with (
-            open(os.devnull, "w") as nowhere,
-            reserve_ports(addresses_needed(workers=workers)) as ports,
-        ):
-            plan = plan_local(command, workers=workers, ports=ports, log_dir=str(folder), env=env)
-            result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
-        logs = [(folder / f"worker-{i}.log").read_text() for i in range(workers)]
-        assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)
-        return logs
+        with reserve_ports(addresses_needed(workers=workers)) as ports:
+            plan = plan_local(command, workers=workers, ports=ports, env=env)
+            logs = [folder / f"worker-{i}.log" for i in range(workers)]
+            programs = [
+                Program(command, output=log, env={**env, **task.env})
+                for task, log in zip(plan.tasks, logs, strict=True)
+            ]
+            deadline = time.monotonic() + timeout
+            try:
+                # The first that fails is the cause: the others wait for it.
+                while any(program.poll() is None for program in programs):
+                    failed = any(program.poll() not in (None, 0) for program in programs)
+                    if failed or time.monotonic() > deadline:
+                        break
+                    time.sleep(0.02)
+                statuses = [program.poll() for program in programs]
+            finally:
+                for program in programs:
+                    program.kill()
+        texts = [log.read_text() for log in logs]
+        assert statuses == [0] * workers, "\n".join(f"--- {text[-3000:]}" for text in texts)
+        return texts
 
     return run
 

@@ -90,10 +90,11 @@ def run(
         else:
             _supervisor.tell("result", None)
     except SaidError as error:
-        status = 1
+        status, sys.last_value = 1, error
         _supervisor.tell("error", str(error))
     except BaseException as error:
-        status = 1
+        # As Python does where an exception ends a program, for who asks at exit.
+        status, sys.last_value = 1, error
         trace = error.__traceback__
         while trace is not None and "/tfdist_ext/testing/" in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next

@@ -23,8 +23,8 @@ __all__ = ["start"]
 
 _IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
 # What libraries read when they are imported, and not later.
-_READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "CUDA_", "PYTHON")
-_NOT_THEN = ("TF_CONFIG",)
+_READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
+_OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")  # read later, or of no consequence
 
 _started: list[bool] = []
 _environment: dict[str, str] | None = None  # of the first process, which is also the server's
@@ -82,5 +82,5 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _NOT_THEN
+        if name.startswith(_READ_AT_IMPORT) and name not in _OTHERWISE
     }
