@@ -6,17 +6,14 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_together
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
-
-sys.path.insert(0, str(Path(__file__).parent))
-from warm_programs import Program
 
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
@@ -84,26 +81,11 @@ def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
         env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
         with reserve_ports(addresses_needed(workers=workers)) as ports:
             plan = plan_local(command, workers=workers, ports=ports, env=env)
-            logs = [folder / f"worker-{i}.log" for i in range(workers)]
-            programs = [
-                Program(command, output=log, env={**env, **task.env})
-                for task, log in zip(plan.tasks, logs, strict=True)
-            ]
-            deadline = time.monotonic() + timeout
-            try:
-                # The first that fails is the cause: the others wait for it.
-                while any(program.poll() is None for program in programs):
-                    failed = any(program.poll() not in (None, 0) for program in programs)
-                    if failed or time.monotonic() > deadline:
-                        break
-                    time.sleep(0.02)
-                statuses = [program.poll() for program in programs]
-            finally:
-                for program in programs:
-                    program.kill()
-        texts = [log.read_text() for log in logs]
-        assert statuses == [0] * workers, "\n".join(f"--- {text[-3000:]}" for text in texts)
-        return texts
+            statuses, logs = run_together(plan, folder, env, timeout=timeout)
+        assert list(statuses.values()) == [0] * workers, "\n".join(
+            f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
+        )
+        return list(logs.values())
 
     return run
 

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist_ext.launch import LaunchPlan
 from tfdist_ext.testing.tasks import warm
 
 
@@ -85,6 +87,33 @@ def run_program(
     return done
 
 
+def run_together(
+    plan: LaunchPlan, folder: Path, env: Mapping[str, str], *, timeout: float
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """Run all tasks of a plan until they have ended, or one has failed, which ends the others.
+
+    Returns:
+        The statuses of tasks, by name, and what they wrote to files in `folder`.
+    """
+    files = {task.name: folder / f"{task.name.replace(':', '-')}.log" for task in plan.tasks}
+    programs = {
+        task.name: Program(task.argv, output=files[task.name], env={**env, **task.env})
+        for task in plan.tasks
+    }
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            statuses = {name: program.poll() for name, program in programs.items()}
+            running = {name for name, status in statuses.items() if status is None}
+            if running <= plan.services or any(statuses[name] for name in statuses):
+                break
+            time.sleep(0.02)
+    finally:
+        for program in programs.values():
+            program.kill()
+    return statuses, {name: file.read_text(errors="replace") for name, file in files.items()}
+
+
 def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:
     """What the process does: as Python does with these words on its command line."""
     os.setsid()
@@ -102,6 +131,9 @@ def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd:
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]
             exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(words)
             sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
