@@ -37,5 +37,8 @@ setup(
         ],
         "dev": ["ruff", "mypy"],
     },
-    entry_points={"console_scripts": ["tfdist=tfdist_ext.cli:main"]},
+    entry_points={
+        "console_scripts": ["tfdist=tfdist_ext.cli:main"],
+        "pytest11": ["tfdist_ext=tfdist_ext.testing.plugin"],
+    },
 )

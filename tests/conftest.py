@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_together
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
@@ -78,16 +79,13 @@ def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
     def run(command: list[str], *, workers: int = 2, timeout: float = 120) -> list[str]:
         folder = tmp_path_factory.mktemp("cluster")
         env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
-        env["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        with (
-            open(os.devnull, "w") as nowhere,
-            reserve_ports(addresses_needed(workers=workers)) as ports,
-        ):
-            plan = plan_local(command, workers=workers, ports=ports, log_dir=str(folder), env=env)
-            result = run_plan(plan, env=env, stream=nowhere, timeout=timeout)
-        logs = [(folder / f"worker-{i}.log").read_text() for i in range(workers)]
-        assert result.exit_status == 0, "\n".join(f"--- {log[-3000:]}" for log in logs)
-        return logs
+        with reserve_ports(addresses_needed(workers=workers)) as ports:
+            plan = plan_local(command, workers=workers, ports=ports, env=env)
+            statuses, logs = run_together(plan, folder, env, timeout=timeout)
+        assert list(statuses.values()) == [0] * workers, "\n".join(
+            f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
+        )
+        return list(logs.values())
 
     return run
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_programs import run_program
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
@@ -38,9 +39,9 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
             assert log.endswith("is done\n")
     else:
         command.append("--epochs=8")  # enough for the accuracy asked for
-        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=200)
-        text = run.stdout.decode()
-        assert run.returncode == 0, run.stderr.decode()[-3000:]
+        run = run_program(command, tmp_path, cwd=ROOT, timeout=200)
+        text = run.stdout
+        assert run.returncode == 0, run.stderr[-3000:]
     assert settings["strategy"]["name"] in text
     assert "test accuracy" in text
 
@@ -62,9 +63,7 @@ def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str
 
 def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/train.py", "--epochs=1", f"--output={tmp_path}"]
-    run = subprocess.run(
-        [*command, "--config=configs/digits_one_device.toml"],
-        cwd=ROOT, capture_output=True, timeout=100,
-    )  # fmt: skip
+    command.append("--config=configs/digits_one_device.toml")
+    run = run_program(command, tmp_path, cwd=ROOT, timeout=100)
     assert run.returncode != 0
-    assert b"is under the 0.95 asked for" in run.stderr
+    assert "is under the 0.95 asked for" in run.stderr

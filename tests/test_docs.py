@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_program
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -26,16 +26,13 @@ def test_python_blocks_run(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks
     page_as_program = "\n".join(blocks)
-    run = subprocess.run(
-        [sys.executable, "-c", page_as_program],
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=100,
-        text=True,
-    )
+    here = tmp_path / "here"
+    here.mkdir()
+    command = [sys.executable, "-c", page_as_program]
+    run = run_program(command, tmp_path, cwd=here, timeout=100)
     assert run.returncode == 0, run.stderr[-3000:]
     if page == "README.md":
-        assert (tmp_path / "model.keras").exists()
+        assert (here / "model.keras").exists()
 
 
 def test_links_lead_somewhere() -> None:

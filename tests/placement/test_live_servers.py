@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_program
 
 from tfdist_ext.placement import PlacementPlan
 
@@ -17,15 +16,9 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "placed_servers.py"
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("live_servers")
+    run = run_program([sys.executable, str(PROGRAM)], folder, timeout=200)
     assert "RESULT " in run.stdout, run.stderr[-3000:]
     found: dict[str, Any] = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
     return found

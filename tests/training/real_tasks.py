@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from warm_programs import Program
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
@@ -23,15 +24,14 @@ class Tasks:
     def __init__(self, commands: dict[str, tuple[Sequence[str], dict[str, str]]], folder: Path):
         self._commands = commands
         self._folder = folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Program] = {}
         self._watchers: list[threading.Thread] = []
         self._ended: dict[str, float] = {}
 
     def start(self, *names: str) -> None:
         for name in names:
             argv, env = self._commands[name]
-            with open(self._folder / f"{name}.log", "wb") as log:
-                process = subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT)
+            process = Program(argv, output=self._folder / f"{name}.log", env=env)
             self._processes[name] = process
             watcher = threading.Thread(target=self._watch, args=(name, process), daemon=True)
             watcher.start()
@@ -68,7 +68,7 @@ class Tasks:
             process.kill()  # nothing else ends a TensorFlow that waits
             process.wait()
 
-    def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, name: str, process: Program) -> None:
         process.wait()
         self._ended[name] = time.monotonic()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from test_export import SERVES, in_a_fresh_process
 from training_cases import mirrored, strategy_of
+from warm_programs import run_program
 
 import tfdist_ext as tfd
 from tfdist_ext.training.saving.checkpoint_state import state_of
@@ -53,13 +52,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Servers:
     model = tfd.distribute(tables.build, mirrored(2))
     model.fit(*tables.data(), batch_size=tables.BATCH, verbose=0)
     model.save_checkpoint(folder / "one_device.h5")
-    run = subprocess.run(
-        [sys.executable, str(PROGRAMS / "checkpoint_servers.py"), str(folder)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=120,  # and then SIGKILL
-    )
+    command = [sys.executable, str(PROGRAMS / "checkpoint_servers.py"), str(folder)]
+    run = run_program(command, folder, timeout=120)
     assert run.returncode == 0, run.stderr[-4000:]
     result = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
     return Servers(result, folder, state(model))

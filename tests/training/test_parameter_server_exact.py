@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_program
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_parameter_server_exact.py"
 TOLERANCE = 5e-7
@@ -22,15 +22,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[
     """Pieces of each variable -> the program's run. Both run at once: each keeps a core busy."""
 
     def run(pieces: int) -> subprocess.CompletedProcess[str]:
-        path = tmp_path_factory.mktemp("exact") / "model.keras"
-        return subprocess.run(
-            [sys.executable, str(PROGRAM), str(pieces), str(path)],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        folder = tmp_path_factory.mktemp("exact")
+        command = [sys.executable, str(PROGRAM), str(pieces), str(folder / "model.keras")]
+        return run_program(command, folder, timeout=240)
 
     with ThreadPoolExecutor(2) as pool:
         yield {pieces: pool.submit(run, pieces) for pieces in (2, 0)}

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from training_cases import strategy_of
+from warm_programs import run_together
 
 import tfdist_ext as tfd
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -41,19 +42,17 @@ def train(pattern: str, workers: int, folder: Path, kill_at: int = 0, data_worke
     command = [sys.executable, str(PROGRAMS / "sharded_workers.py")]
     command += [pattern, str(folder / "checkpoints"), str(kill_at)]
     logs = folder / f"logs of {workers}"
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with (
-        open(os.devnull, "w") as nowhere,
-        reserve_ports(addresses_needed(workers=workers, data_workers=data_workers)) as ports,
-    ):
-        tasks: dict[str, Any] = {"workers": workers, "data_workers": data_workers}
-        plan = plan_local(command, **tasks, ports=ports, log_dir=str(logs), env=env)
-        ended = run_plan(plan, env=env, stream=nowhere, timeout=150, grace=1)
-    texts = [(logs / f"worker-{i}.log").read_text() for i in range(workers)]
-    assert (ended.exit_status == 0) == (kill_at == 0), texts[0][-3000:]
+    logs.mkdir()
+    tasks: dict[str, Any] = {"workers": workers, "data_workers": data_workers}
+    with reserve_ports(addresses_needed(**tasks)) as ports:
+        plan = plan_local(command, **tasks, ports=ports, env=os.environ)
+        statuses, texts = run_together(plan, logs, os.environ, timeout=150)
+    texts = {name: text for name, text in texts.items() if name.startswith("worker:")}
+    ended_well = all(statuses[name] == 0 for name in texts)
+    assert ended_well == (kill_at == 0), "\n".join(texts.values())[-3000:]
     if kill_at:
         return None
-    return [json.loads(text.rsplit("RESULT ", 1)[1].splitlines()[0]) for text in texts]
+    return [json.loads(text.rsplit("RESULT ", 1)[1].splitlines()[0]) for text in texts.values()]
 
 
 @pytest.fixture(scope="module")

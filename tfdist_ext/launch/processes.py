@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import watchdog
+from tfdist_ext.launch.guard import Guard
 from tfdist_ext.launch.plan import TaskPlan
 
 __all__ = ["ProcessSet", "TaskProcess"]
@@ -83,16 +83,7 @@ class ProcessSet:
             **env,
             watchdog.MARK: watchdog.mark_for(self._run_id, env.get(watchdog.MARK, "")),
         }
-        # Not marked itself, and away from the launcher's group, so that what ends the tasks or
-        # the launcher does not end it.
-        self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog.__file__, self._run_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=dict(env),
-        )
+        self._guard = Guard(self._run_id, env)
 
     def start(self, plan: TaskPlan) -> TaskProcess:
         """Start one task.
@@ -120,7 +111,7 @@ class ProcessSet:
             ) from error
         task = TaskProcess(plan, popen)
         self.tasks.append(task)
-        self._tell_watchdog(f"{task.pid}\n")
+        self._guard.add(task.pid)
         return task
 
     def running(self) -> list[TaskProcess]:
@@ -150,19 +141,9 @@ class ProcessSet:
 
     def close(self) -> None:
         """Dismiss the watchdog and reap everything; after `end`."""
-        self._tell_watchdog("done\n")
-        assert self._watchdog.stdin is not None
-        with contextlib.suppress(OSError):
-            self._watchdog.stdin.close()
-        self._watchdog.wait()
+        self._guard.dismiss()
         for task in self.tasks:
             task.close()
-
-    def _tell_watchdog(self, line: str) -> None:
-        assert self._watchdog.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # killed by somebody: the run goes on
-            self._watchdog.stdin.write(line.encode())
-            self._watchdog.stdin.flush()
 
 
 def _group_of(pid: int) -> int | None:

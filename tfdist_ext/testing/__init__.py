@@ -1,15 +1,12 @@
-"""Testing code that runs on strategies: logical CPUs, and the conformance kit for a strategy.
+"""Testing code that runs on strategies and clusters, with pytest or without.
 
-    from tfdist_ext.testing import StrategyConformance, logical_cpus
+- Logical CPUs, and the matrix of strategies: `logical_cpus`, `strategy_matrix`.
+- Real processes: `run_tasks(fn, {"worker": 2})`.
+- What tests ask: `assert_same_on_all_replicas`, `assert_trains_like_one_device`.
+- A strategy of one's own: `StrategyConformance`.
 
-    logical_cpus(4)
-
-    class TestMyStrategy(StrategyConformance):
-        def strategy(self):
-            return MyStrategy(devices=3)
-
-pytest runs the checks. Names are looked up when they are first used; pytest itself is needed where
-a known fault is named, and TensorFlow for all but writing a new strategy's files.
+The pytest plugin that comes with the package has markers and fixtures of the first two
+(docs/testing.md). Names are looked up when they are first used.
 """
 
 from __future__ import annotations
@@ -18,15 +15,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfdist_ext.testing.asserting import (
+        assert_same_on_all_replicas,
+        assert_trains_like_one_device,
+    )
     from tfdist_ext.testing.conformance import StrategyConformance
     from tfdist_ext.testing.devices import logical_cpus
+    from tfdist_ext.testing.matrix import strategy_matrix
+    from tfdist_ext.testing.tasks import TaskError, run_tasks
 
 _HOME = {
     "StrategyConformance": "tfdist_ext.testing.conformance",
+    "TaskError": "tfdist_ext.testing.tasks",
+    "assert_same_on_all_replicas": "tfdist_ext.testing.asserting",
+    "assert_trains_like_one_device": "tfdist_ext.testing.asserting",
     "logical_cpus": "tfdist_ext.testing.devices",
+    "run_tasks": "tfdist_ext.testing.tasks",
+    "strategy_matrix": "tfdist_ext.testing.matrix",
 }
 
-__all__ = ["StrategyConformance", "logical_cpus"]
+__all__ = [
+    "StrategyConformance",
+    "TaskError",
+    "assert_same_on_all_replicas",
+    "assert_trains_like_one_device",
+    "logical_cpus",
+    "run_tasks",
+    "strategy_matrix",
+]
 
 
 def __getattr__(name: str) -> Any:

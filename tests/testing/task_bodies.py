@@ -1,0 +1,80 @@
+"""Functions that tests run in tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def index() -> int:
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def summed(offset: float = 0.0) -> tuple[float, int]:
+    """The sum of the workers' numbers, and this process."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    print("worker", index(), "has", strategy.num_replicas_in_sync, "replicas")
+
+    def add() -> Any:
+        number = tf.constant(float(index() + 1) + offset)
+        return tf.distribute.get_replica_context().all_reduce("SUM", number)
+
+    return float(strategy.run(add)), os.getpid()
+
+
+def on_servers() -> Any:
+    import tensorflow as tf
+
+    import tfdist_ext as tfd
+
+    def main() -> float:
+        strategy = tfd.create_strategy("parameter_server")
+        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            total = tf.Variable(0.0)
+        add = tf.function(lambda: total.assign_add(1.0))
+        for _ in range(6):
+            coordinator.schedule(add)
+        coordinator.join()
+        return float(total.numpy())
+
+    return tfd.run(main)
+
+
+def fails_on_one() -> None:
+    print("about to fail")
+    if index() == 1:
+        raise ValueError("not today")
+    summed()  # waits for the other for ever
+
+
+def hangs(folder: str) -> None:
+    Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
+    if index() == 0:
+        summed()
+    time.sleep(600)
+
+
+def exits_with_three() -> None:
+    if index() == 1:
+        os._exit(3)
+    time.sleep(600)
+
+
+def with_a_child(folder: str) -> None:
+    """Starts a process of its own that would go on."""
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "600"])
+    Path(folder, f"child-{index()}.pid").write_text(str(child.pid))
+    Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def setting(name: str) -> str | None:
+    return os.environ.get(name)

@@ -1,0 +1,136 @@
+"""run_tasks: results, failures and hangs of real processes, and none that stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import task_bodies
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.testing import TaskError, run_tasks
+
+TWO = {"worker": 2}
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead: only nobody has asked yet."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def wait_until_dead(folder: Path, files: int) -> None:
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    assert len(pids) == files
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+def test_results_and_outputs() -> None:
+    results = run_tasks(task_bodies.summed, TWO, 60)
+    assert list(results) == ["worker:0", "worker:1"]
+    assert [value for value, _ in results.values()] == [3.0, 3.0]
+    assert "worker 1 has 2 replicas\n" in results.outputs["worker:1"]
+
+
+def test_each_run_has_processes_and_a_tensorflow_of_its_own() -> None:
+    first = run_tasks(task_bodies.summed, TWO, 60)
+    second = run_tasks(task_bodies.summed, {"worker": 3}, 60, args=(1.0,))
+    assert [value for value, _ in second.values()] == [9.0, 9.0, 9.0]
+    assert len({pid for _, pid in [*first.values(), *second.values()]}) == 5
+
+
+def test_the_coordinator_s_success_ends_a_cluster_with_servers() -> None:
+    results = run_tasks(task_bodies.on_servers, {"worker": 1, "ps": 1}, 60)
+    assert results["chief:0"] == 6.0
+
+
+def test_a_failure_names_the_task_with_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(TaskError) as error:
+        run_tasks(task_bodies.fails_on_one, TWO, 60)
+    assert time.monotonic() - start < 30
+    assert error.value.failed == ("worker:1",)
+    text = str(error.value)
+    assert text.startswith("worker:1: Traceback (most recent call last):\n")
+    assert "line 52, in fails_on_one" in text or "in fails_on_one" in text
+    assert "ValueError: not today" in text
+    assert "/tfdist_ext/testing/" not in text
+    assert text.count("about to fail") == 2
+
+
+def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) -> None:
+    with pytest.raises(TaskError) as error:
+        run_tasks(task_bodies.hangs, TWO, 4, args=(str(tmp_path),))
+    assert error.value.failed == ("worker:0", "worker:1")
+    text = str(error.value)
+    assert text.count("had not ended after 4 s; its stacks are in its output") == 2
+    assert "in _initialize_multi_worker" in text
+    assert text.count("in hangs") == 2
+    wait_until_dead(tmp_path, 2)
+
+
+def test_a_crash_is_told_from_an_error() -> None:
+    with pytest.raises(TaskError, match=r"^worker:1: its process ended with status 3\."):
+        run_tasks(task_bodies.exits_with_three, TWO, 60)
+
+
+def test_what_is_read_at_import_is_read_anew() -> None:
+    """A process that is forked has TensorFlow's settings from before."""
+    env = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    results = run_tasks(
+        task_bodies.setting, {"worker": 1}, 60, args=("TF_ENABLE_ONEDNN_OPTS",), env=env
+    )
+    assert results == {"worker:0": "0"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "cluster", "message"),
+    [
+        (lambda: None, TWO, "Define the function at the top level of a module"),
+        (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator; 'wrker' arrived"),
+        (task_bodies.setting, {"worker": -1}, "worker is a number of tasks; -1 arrived"),
+        (task_bodies.setting, {"worker": True}, "worker is a number of tasks; True arrived"),
+        (task_bodies.setting, {"worker": 1, "chief": 2}, "there is one chief at most; 2 arrived"),
+        (task_bodies.setting, {"ps": 1}, "--ps 1 without workers"),
+        (task_bodies.setting, 0, "no task would train"),
+    ],
+)
+def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        run_tasks(fn, cluster, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_caller_is_ended(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import task_bodies\n"
+        "from tfdist_ext.testing import run_tasks\n"
+        "if __name__ == '__main__':\n"
+        f"    run_tasks(task_bodies.with_a_child, 2, 100, args=({str(tmp_path)!r},))\n"
+    )
+    caller = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 4:
+            assert caller.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        caller.send_signal(number)
+        assert caller.wait(20) != 0
+    finally:
+        caller.kill()
+    wait_until_dead(tmp_path, 4)

@@ -1,0 +1,156 @@
+"""Programs of Python in processes of their own that do not import TensorFlow anew.
+
+What `subprocess` does, for programs whose start is not what a test is about: each import costs four
+seconds of a core. The processes are those of `tfdist_ext.testing.run_tasks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist_ext.launch import LaunchPlan
+from tfdist_ext.testing.tasks import warm
+
+
+class Program:
+    """A program that runs; used as a `subprocess.Popen` of its command.
+
+    Args:
+        command: [sys.executable, file or "-c", ...].
+        output, errors: files for what it writes.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        output: Path,
+        errors: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ):
+        python, *words = command
+        assert python == sys.executable
+        env = dict(os.environ if env is None else env)
+        for file in (output, errors or output):
+            file.touch()
+        files = str(output), str(errors or output)
+        self._process = warm.start(_run, words, files, env, str(cwd or Path.cwd()), env=env)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_program(
+    command: Sequence[str], folder: Path, *, timeout: float, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run(command, capture_output=True, text=True)`; its files go to `folder`."""
+    output, errors = folder / "stdout", folder / "stderr"
+    program = Program(command, output=output, errors=errors, **options)
+    try:
+        status = program.wait(timeout)
+    finally:
+        program.kill()
+    texts = [file.read_text(errors="replace") for file in (output, errors)]
+    done = subprocess.CompletedProcess(list(command), status, *texts)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def run_together(
+    plan: LaunchPlan, folder: Path, env: Mapping[str, str], *, timeout: float
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """Run all tasks of a plan until they have ended, or one has failed, which ends the others.
+
+    Returns:
+        The statuses of tasks, by name, and what they wrote to files in `folder`.
+    """
+    files = {task.name: folder / f"{task.name.replace(':', '-')}.log" for task in plan.tasks}
+    programs = {
+        task.name: Program(task.argv, output=files[task.name], env={**env, **task.env})
+        for task in plan.tasks
+    }
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            statuses = {name: program.poll() for name, program in programs.items()}
+            running = {name for name, status in statuses.items() if status is None}
+            if running <= plan.services or any(statuses[name] for name in statuses):
+                break
+            time.sleep(0.02)
+    finally:
+        for program in programs.values():
+            program.kill()
+    return statuses, {name: file.read_text(errors="replace") for name, file in files.items()}
+
+
+def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:
+    """What the process does: as Python does with these words on its command line."""
+    os.setsid()
+    for number, path in enumerate(files, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    status: Any = 0
+    try:
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        status = error.code
+        if not isinstance(status, int | None):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException as error:
+        sys.last_value = error  # as Python does, for who asks at exit
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)

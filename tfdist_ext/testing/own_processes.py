@@ -1,0 +1,137 @@
+"""A pytest test in processes of its own, each with a pytest that runs that test alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.testing.tasks import supervise
+from tfdist_ext.testing.tasks.in_task import SaidError, supervisor
+
+__all__ = ["OwnProcesses", "failed", "in_own_processes"]
+
+
+@dataclass(frozen=True)
+class OwnProcesses:
+    """What a test needs.
+
+    Attributes:
+        cluster: numbers of tasks, None for one process without a cluster.
+        logical_cpus: that each process sees.
+        timeout: seconds.
+    """
+
+    cluster: Mapping[str, int] | None
+    logical_cpus: int = 1
+    timeout: float = 60.0
+
+
+def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestReport]:
+    """Run the test there; the reports that pytest is to be given."""
+    found: dict[str, list[pytest.TestReport]] = {}
+
+    def told(task: str, kind: str, value: Any) -> None:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=value)
+        found.setdefault(task, []).append(report)
+
+    arguments = _arguments(item)
+    folder = str(item.config.invocation_params.dir)
+    try:
+        supervise(
+            _run,
+            own.cluster,
+            own.timeout,
+            args=(arguments, folder),
+            told=told,
+            logical_cpus=own.logical_cpus,
+        )
+    except LaunchError as error:
+        return failed(item, str(error))
+    return _combined(item, list(found.values()))
+
+
+def failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    """The reports of a test that failed, for a reason that the text says all about."""
+    return [_report(item, "setup", "passed"), _report(item, "call", "failed", text)]
+
+
+def _combined(item: pytest.Item, by_task: list[list[pytest.TestReport]]) -> list[pytest.TestReport]:
+    """The reports of a task in which the test ran, or of one that skipped it as all did."""
+    if not by_task:
+        return failed(item, "no task has run the test: all were ended.")
+    ran = [reports for reports in by_task if any(r.when == "call" and r.passed for r in reports)]
+    chosen = (ran or by_task)[0]
+    for report in chosen:
+        report.nodeid, report.location = item.nodeid, item.location
+    return chosen
+
+
+def _report(item: pytest.Item, when: Any, outcome: Any, text: str = "") -> pytest.TestReport:
+    return pytest.TestReport(
+        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, text or None, when
+    )
+
+
+def _arguments(item: pytest.Item) -> list[str]:
+    """For the pytest of a task."""
+    config = item.config
+    _, *rest = item.nodeid.split("::")
+    arguments = ["::".join([str(item.path), *rest]), "--rootdir", str(config.rootpath)]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    for warning in config.getoption("pythonwarnings") or ():
+        arguments += ["-W", warning]
+    for setting in config.getoption("override_ini") or ():
+        arguments += ["-o", setting]
+    # The supervisor has the output, the time limit and the reports; modules were imported before
+    # this pytest could rewrite their assertions.
+    arguments += ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
+    for name in config.getoption("plugins") or ():
+        arguments += ["-p", name]
+    for plugin, without in (("xdist", ["-n", "0"]), ("timeout", ["--timeout", "0"])):
+        if config.pluginmanager.hasplugin(plugin):
+            arguments += without
+    return arguments
+
+
+def _run(arguments: list[str], folder: str) -> None:
+    os.chdir(folder)
+    here = supervisor()
+    assert here is not None
+    # Not the folder that all runs of pytest share: those that begin at once would meet in it.
+    own = os.path.join(here.folder, f"{here.name.replace(':', '-')}-{here.attempt}")
+    arguments = [*arguments, "--basetemp", own]
+    reporter = _Reporter()
+    status = pytest.main(arguments, plugins=[reporter])
+    if status != pytest.ExitCode.OK:
+        text = "\n".join(reporter.failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
+        raise SaidError(text)
+
+
+class _Reporter:
+    """A plugin of a task's pytest: sends its reports to the supervisor."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.longreprtext)
+        to_data = self._config.hook.pytest_report_to_serializable
+        there = supervisor()
+        assert there is not None
+        there.tell("report", to_data(config=self._config, report=report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.longreprtext)

@@ -1,0 +1,210 @@
+"""The tasks of a run: started, listened to, and ended, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch import LaunchPlan
+from tfdist_ext.launch.guard import Guard
+from tfdist_ext.testing.tasks import in_task, warm
+from tfdist_ext.testing.tasks.failure import failure, words_for
+
+__all__ = ["Results", "Supervision"]
+
+_LINGER = 5.0  # seconds for servers to end after their coordinator
+_STACKS = 0.5  # seconds to write the stacks in a hang
+
+
+class Results(dict[str, Any]):
+    """What the function returned, by name of task ("worker:0"); not of tasks that were ended.
+
+    Attributes:
+        outputs: what each task wrote to standard output and error.
+    """
+
+    outputs: dict[str, str]
+
+
+@dataclass
+class _Task:
+    name: str
+    attempt: int
+    process: BaseProcess
+    connection: Connection
+    output: Path
+    result: Any = None
+    error: str | None = None
+    done: bool = False  # it has told its result, or its error
+    ended: bool = False
+    killed: bool = False  # because the test asked for it
+
+
+class Supervision:
+    """One run of a plan, from the start of its tasks to the end of the last."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        env: dict[str, str],
+        folder: Path,
+        timeout: float,
+        told: Callable[[str, str, Any], None],
+    ):
+        self._plan = {task.name: task for task in plan.tasks}
+        self._coordinator = plan.coordinator
+        self._call, self._args, self._env, self._folder = call, args, env, folder
+        self._timeout, self._told = timeout, told
+        self._tasks: dict[str, _Task] = {}
+        self._began = time.monotonic()
+        self._failed: list[str] = []
+        self._guard = Guard(uuid.uuid4().hex, os.environ)
+
+    def run(self) -> Results:
+        try:
+            for name in self._plan:
+                self._start(name)
+            self._until_the_end()
+            self._raise_what_failed()
+            results = Results({t.name: t.result for t in self._tasks.values() if t.done})
+            results.outputs = {task.name: _text(task) for task in self._tasks.values()}
+            return results
+        finally:
+            for task in self._tasks.values():
+                _kill(task)
+            self._guard.dismiss()
+
+    def _start(self, name: str, attempt: int = 0) -> None:
+        here, there = Pipe()
+        output = self._folder / f"{name.replace(':', '-')}.log"
+        env = {**self._env, **self._plan[name].env}
+        stay = self._coordinator is None
+        process = warm.start(
+            in_task.run,
+            name,
+            attempt,
+            there,
+            str(output),
+            env,
+            stay,
+            self._call,
+            self._args,
+            env=env,
+        )
+        assert process.pid is not None
+        self._guard.add(process.pid)
+        there.close()
+        self._tasks[name] = _Task(name, attempt, process, here, output)
+
+    def _until_the_end(self) -> None:
+        """Listen to the tasks until all have ended, one has failed, or the time is up."""
+        deadline = self._began + self._timeout
+        released = False
+        while not self._failed:
+            running = [task for task in self._tasks.values() if not task.ended]
+            if not running:
+                return
+            if self._coordinator and self._tasks[self._coordinator].ended and not released:
+                released, deadline = True, min(deadline, time.monotonic() + _LINGER)
+            if not self._coordinator and not released and all(t.done for t in running):
+                released = True
+                for task in running:
+                    with contextlib.suppress(OSError):
+                        task.connection.send("end")
+            ready = wait(
+                [each for task in running for each in _waitables(task)],
+                max(0.0, deadline - time.monotonic()),
+            )
+            if not ready:
+                if not (self._coordinator and released):
+                    self._hung([task for task in running if not task.done] or running)
+                return
+            for task in running:
+                if task.connection in ready and self._hear(task):
+                    continue
+                if task.connection in ready or task.process.sentinel in ready:
+                    self._ended(task)
+
+    def _hear(self, task: _Task) -> bool:
+        """Take one message; False where none comes any more."""
+        try:
+            kind, value = task.connection.recv()
+        except (EOFError, OSError):
+            return False
+        if kind == "result":
+            task.result, task.done = value, True
+        elif kind == "error":
+            task.error, task.done = value, True
+            self._failed.append(task.name)
+        elif kind in ("kill", "restart"):
+            task.connection.send(self._asked(kind, value))
+        else:
+            self._told(task.name, kind, value)
+        return True
+
+    def _asked(self, kind: str, name: str) -> Any:
+        if name not in self._tasks:
+            return LaunchError(f"there is no task {name}; there are {', '.join(self._tasks)}.")
+        task = self._tasks[name]
+        task.killed = True
+        _kill(task)
+        if kind == "restart":
+            self._start(name, task.attempt + 1)
+        return None
+
+    def _ended(self, task: _Task) -> None:
+        while not task.connection.closed and task.connection.poll(0) and self._hear(task):
+            pass  # told just before the end
+        task.process.join(5.0)
+        task.ended = True
+        if not task.done and not task.killed:
+            self._failed.append(task.name)
+            task.error = f"its process ended with {words_for(task.process.exitcode)}."
+
+    def _hung(self, hung: list[_Task]) -> None:
+        for task in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(task.process.pid or 0, in_task.SHOW_STACKS)
+        time.sleep(_STACKS)
+        for task in hung:
+            self._failed.append(task.name)
+            task.error = f"had not ended after {self._timeout:g} s; its stacks are in its output."
+
+    def _raise_what_failed(self) -> None:
+        if self._failed:
+            errors = {name: self._tasks[name].error or "" for name in self._failed}
+            raise failure(errors, {task.name: _text(task) for task in self._tasks.values()})
+
+
+def _waitables(task: _Task) -> Iterator[Any]:
+    yield task.connection
+    yield task.process.sentinel
+
+
+def _text(task: _Task) -> str:
+    return task.output.read_text(errors="replace") if task.output.exists() else ""
+
+
+def _kill(task: _Task) -> None:
+    """End the process and all that it has started."""
+    pid = task.process.pid
+    if pid is not None and task.process.is_alive():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        task.process.kill()
+    task.process.join(5.0)
+    task.connection.close()
+    task.ended = True

@@ -1,0 +1,86 @@
+"""Processes that begin with TensorFlow imported: each is forked from one that has done no more.
+
+Importing TensorFlow and Keras costs seconds; forking costs milliseconds. Python's own forkserver
+holds the imported modules, and each process that comes of it has a TensorFlow of its own, which
+has not started: no device, no server and no cluster of an earlier test is left in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from tfdist_ext.errors import LaunchError
+
+__all__ = ["start"]
+
+_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
+# What libraries read when they are imported, and not later.
+_READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
+_OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")  # read later, or of no consequence
+
+_started: list[bool] = []
+_environment: dict[str, str] | None = None  # of the first process, which is also the server's
+
+
+def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> BaseProcess:
+    """Start `target(*args)` in a process of its own, whose environment is to be `env`.
+
+    Where `env` differs in what is read while TensorFlow is imported, the process imports it anew.
+
+    Raises:
+        LaunchError: `target` or `args` cannot be sent to another process.
+    """
+    process = _context(env).Process(target=target, args=args)
+    try:
+        process.start()
+    except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
+        raise LaunchError(
+            f"what is to run in another process cannot be sent there: {error}. Define the function"
+            " at the top level of a module, and give it arguments that pickle can handle."
+        ) from error
+    return process
+
+
+def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
+    global _environment
+    if _environment is None:
+        _environment = _read_at_import(os.environ)
+    if _read_at_import(env) != _environment:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    if not _started:
+        context.set_forkserver_preload(list(_IMPORTED))
+        with _nothing_on_stderr():
+            forkserver.ensure_running()
+        _started.append(True)
+    return context
+
+
+@contextlib.contextmanager
+def _nothing_on_stderr() -> Iterator[None]:
+    """What TensorFlow writes while it is imported is of no test; processes write to files."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(_READ_AT_IMPORT) and name not in _OTHERWISE
+    }
