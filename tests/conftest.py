@@ -15,6 +15,7 @@ from warm_programs import run_together
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
+collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 

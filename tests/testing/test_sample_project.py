@@ -1,0 +1,39 @@
+"""A project outside of this one, with the plugin of the installed wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    source = tmp_path / "source"  # what a build writes beside its sources stays away from them
+    shutil.copytree(ROOT / "tfdist_ext", source / "tfdist_ext")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    wheels, installed = tmp_path / "wheels", tmp_path / "installed"
+    build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(source)]
+    subprocess.run(build, check=True, timeout=120)
+    (wheel,) = wheels.glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--target", str(installed), str(wheel)]
+    subprocess.run(install, check=True, timeout=60)
+
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "tests" / "sample_project", project)
+    where = "import tfdist_ext; print(tfdist_ext.__file__)"
+    env = {**os.environ, "PYTHONPATH": str(installed), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    python = [sys.executable, "-c", where]
+    used = subprocess.check_output(python, cwd=project, env=env, text=True, timeout=60)
+    assert Path(used.strip()).is_relative_to(installed)
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
+    run = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert re.search(r"^6 passed in", run.stdout, re.M)
