@@ -2,7 +2,8 @@
 
 Two workers train with an optimizer that heeds the size of gradients, and with the one that does
 most beside its update; the others with that one alone, and fewer numbers of replicas, so that
-the suite stays quick. `scripts/exactness` runs all cells.
+the suite stays quick (rules of placement: tests/strategies/test_placed_training.py).
+`scripts/exactness` runs all cells.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import train
 Cells = dict[matrix.Cell, matrix.Trained | None]
 
 FIRST, *_, LAST = matrix.OPTIMIZERS
+LEFT_OUT = ("one device", "mirrored 1", "mirrored 2")
 OURS = {
     title: [FIRST, LAST] if title == "workers 2" else [LAST]
     for title, (_, _, by_keras) in table.COLUMNS.items()
-    if not by_keras and title not in ("one device", "mirrored 1", "mirrored 2")
+    if not by_keras and title not in LEFT_OUT and not title.startswith("placed")
 }
 
 

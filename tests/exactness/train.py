@@ -3,8 +3,9 @@
     python tests/exactness/train.py NAME OUT [--keras] [--optimizers NAME ...]
 
 NAME is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
-cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`. With
---keras the strategy is used by Keras's own fit.
+cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`; that
+of PlacedStrategy with one of the RULES, as in `placed-mixed_4`. With --keras the strategy is used
+by Keras's own fit.
 """
 
 from __future__ import annotations
@@ -22,10 +23,23 @@ import tensorflow as tf
 import tfdist_ext as tfd
 
 
+# Each rule matches in each model; what no rule matches is small, and mirrored.
+RULES = {
+    "owned": {".*": "owned"},
+    "mixed": {".*/kernel": "owned", ".*/bias": "device CPU:1"},
+    "pieces": {".*/kernel": "sharded(2)", ".*/bias": "sharded"},
+}
+
+
 def strategy_of(name: str) -> tf.distribute.Strategy:
     name, _, replicas = name.rpartition("_") if name[-1].isdigit() else (name, "", "")
-    devices = {"devices": [f"CPU:{i}" for i in range(int(replicas))]} if replicas else {}
-    return tfd.create_strategy(name, **devices)
+    options: dict[str, Any] = {}
+    if replicas:
+        options["devices"] = [f"CPU:{i}" for i in range(int(replicas))]
+    name, _, rules = name.partition("-")
+    if rules:
+        options["placement"] = RULES[rules]
+    return tfd.create_strategy(name, **options)
 
 
 def wrapper(name: str, by_keras: bool) -> Callable[[Callable[[], keras.Model]], Any]:

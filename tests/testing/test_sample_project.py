@@ -37,3 +37,9 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     run = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert re.search(r"^6 passed in", run.stdout, re.M)
+
+
+def test_its_tests_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert block == (ROOT / "tests" / "sample_project" / "test_ratings.py").read_text("utf-8")
