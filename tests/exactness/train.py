@@ -22,7 +22,6 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 
-
 # Each rule matches in each model; what no rule matches is small, and mirrored.
 RULES = {
     "owned": {".*": "owned"},
