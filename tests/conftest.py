@@ -33,6 +33,9 @@ LONG = (
     "test_memory_of_servers.py",
     "test_callbacks_in_cluster.py",
     "test_roles_of_tasks.py",
+    "test_sample_project.py",
+    "test_plugin.py",
+    "test_new_strategy.py",
     "test_docs.py",
 )
 

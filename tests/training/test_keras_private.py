@@ -206,6 +206,8 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     for owner, name in (
         (keras.optimizers.Optimizer, "apply"),
         (keras.optimizers.LossScaleOptimizer, "apply"),
+        (keras.optimizers.Optimizer, "scale_loss"),
+        (keras.optimizers.LossScaleOptimizer, "scale_loss"),
         (keras.src.losses.loss, "reduce_weighted_values"),
         (keras.src.losses.losses.LossFunctionWrapper, "call"),
         (keras.Layer, "add_loss"),
@@ -229,6 +231,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
         clear_losses=noting("clear_losses"),
         added_loss=noting("added_loss"),
         gradient=noting("gradient"),
+        scale_loss=noting("scale_loss"),
         update_mean=noting("update_mean"),
         moments=moments,
         masked_moments=masked_moments,
@@ -243,6 +246,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     def use_all() -> None:
         model.train_step((x[:, 0], x[:, 0, :1]))
         scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        scaled.scale_loss(tf.ones([]))
         scaled.apply([tf.ones(1)], [keras.Variable(np.ones(1, "float32"))])
         normal(x, training=True)
         normal(x, training=True, mask=np.ones((4, 2), bool))
@@ -261,6 +265,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
         "clear_losses",
         "added_loss",
         "gradient",
+        "scale_loss",
         "update_mean",
         "moments",
         "masked_moments",

@@ -3,7 +3,7 @@
 `strategy_test_lib` has TensorFlow's own tests of what every strategy must do. The wheel ships it,
 but nothing public leads there.
 
-`tests/testing/test_tf_private.py` fails with the name when a release moves one.
+`tests/testing/test_kit_private.py` fails with the name when a release moves one.
 """
 
 from __future__ import annotations

@@ -221,7 +221,9 @@ class StepProgram:
         if tf.distribute.has_strategy():
             on = self._reduction
             loss = WeightedLoss(self._model.optimizer) if self._weighs_loss else None
-            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, self._turn)
+            # Keys are those of collectives between workers.
+            turn = self._turn if on.replicas > on.local_replicas else None
+            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn)
         with (
             set_part(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
