@@ -16,6 +16,7 @@ from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.partitioned import with_each_piece
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 FULL = "/job:localhost/replica:0/task:0/device:"
@@ -404,3 +405,19 @@ def test_a_slot_must_be_cut_alike() -> None:
             pytest.raises(tfd.StrategyError, match=said),
         ):
             tf.Variable(0 * TABLE, name="slot")
+
+
+def test_a_gradient_whose_shape_is_not_known_is_cut() -> None:
+    """As that of a Dense layer after an LSTM; a learning rate is for all pieces."""
+    strategy = PlacedStrategy(2, {"table": "sharded"})
+    with strategy.scope():
+        table = tf.Variable(tf.zeros([3, 2]), name="table")
+
+    @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])
+    def parts(gradient: tf.Tensor, rate: tf.Tensor) -> Any:
+        return [mine for _, _, mine in with_each_piece(table, [gradient, rate])]
+
+    (first, rate), (second, same) = parts(tf.reshape(tf.range(6.0), [3, 2]), tf.constant(0.5))
+    assert first.numpy().tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert second.numpy().tolist() == [[4.0, 5.0]]
+    assert rate.numpy() == same.numpy() == 0.5

@@ -55,12 +55,13 @@ def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, l
     Of a gradient a piece gets its rows. Other arguments, and variables with pieces of their own,
     are for all.
     """
-    rows = raw.shape[0] if raw.shape.rank else 1
 
     def part(arg: Any, first: int, end: int) -> Any:
         if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
             return arg
-        whole = isinstance(arg, tf.IndexedSlices) or arg.shape[:1] == [rows]
+        # A gradient's shape may not be known while the step is traced; a learning rate's is.
+        of_all = arg.shape.rank != 0 and arg.shape.is_compatible_with(raw.shape)
+        whole = isinstance(arg, tf.IndexedSlices) or of_all
         return rows_in_range(arg, first, end) if whole else arg
 
     for number, (piece, first, end) in enumerate(pieces_of(raw)):
