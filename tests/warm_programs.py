@@ -6,7 +6,6 @@ seconds of a core. The processes are those of `tfdist_ext.testing.run_tasks`.
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.launch import LaunchPlan
-from tfdist_ext.testing.tasks import warm
+from tfdist_ext.testing.tasks import in_task, warm
 
 
 class Program:
@@ -116,15 +115,7 @@ def run_together(
 
 def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:
     """What the process does: as Python does with these words on its command line."""
-    os.setsid()
-    for number, path in enumerate(files, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, number)
-        os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.clear()
-    os.environ.update(env)
+    in_task.enter(*files, env)
     os.chdir(cwd)
     status: Any = 0
     try:
@@ -150,7 +141,4 @@ def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd:
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status or 0)
+    in_task.leave(status or 0)

@@ -10,9 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "run", "supervisor"]
+__all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "enter", "leave", "run", "supervisor"]
 
 SHOW_STACKS = signal.SIGUSR1
 
@@ -74,11 +74,8 @@ def run(
             alone the first one takes the others' connections with it.
     """
     global _supervisor
-    os.setsid()  # what the task starts is ended with it
-    _write_to(output)
+    enter(output, output, env)
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
-    os.environ.clear()
-    os.environ.update(env)
     _supervisor = Supervisor(name, attempt, os.path.dirname(output), connection)
     status = 0
     try:
@@ -101,16 +98,25 @@ def run(
         _supervisor.tell("error", "".join(traceback.format_exception(error.with_traceback(trace))))
     if stay:
         connection.poll(None)
+    leave(status)
+
+
+def enter(output: str, errors: str, env: Mapping[str, str]) -> None:
+    """Begin a process: a session of its own, files for what it writes, and its environment."""
+    os.setsid()  # what it starts is ended with it
+    for number, path in ((1, output), (2, errors)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process, as the end of a program does it."""
     atexit._run_exitfuncs()  # a coordinator tells its servers; multiprocessing calls none
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # TensorFlow's threads may wait for peers for ever
-
-
-def _write_to(path: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)

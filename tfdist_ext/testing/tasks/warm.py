@@ -26,8 +26,7 @@ _IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.p
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
 _OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")  # read later, or of no consequence
 
-_started: list[bool] = []
-_environment: dict[str, str] | None = None  # of the first process, which is also the server's
+_environment: dict[str, str] | None = None  # of the forkserver, where it has started
 
 
 def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> BaseProcess:
@@ -51,17 +50,14 @@ def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> Ba
 
 def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
     global _environment
-    if _environment is None:
-        _environment = _read_at_import(os.environ)
-    if _read_at_import(env) != _environment:
-        return multiprocessing.get_context("spawn")
+    wanted = _read_at_import(env)
     context = multiprocessing.get_context("forkserver")
-    if not _started:
+    if _environment is None and wanted == _read_at_import(os.environ):
         context.set_forkserver_preload(list(_IMPORTED))
         with _nothing_on_stderr():
             forkserver.ensure_running()
-        _started.append(True)
-    return context
+        _environment = wanted
+    return context if wanted == _environment else multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager
