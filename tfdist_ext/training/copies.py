@@ -19,7 +19,7 @@ from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.partitioned import updates_by_row, with_each_piece
+from tfdist_ext.training.partitioned import UpdatesVariables, updates_by_row, with_each_piece
 
 __all__ = [
     "LocalCopies",
@@ -67,11 +67,10 @@ class LocalCopies(keras.StatelessScope):
             self._piece = before
 
 
-class UpdatesInPlace:
-    """What an optimizer takes for its strategy: each update is computed where the variable is.
+class UpdatesInPlace(UpdatesVariables):
+    """Each update is computed where the variable is.
 
     One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
-    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
 
     Args:
         copies: the scope in which the optimizer runs.
@@ -86,28 +85,16 @@ class UpdatesInPlace:
         """The variable that a piece belongs to; any other value as it is."""
         return self._wholes.get(id(value), value)
 
-    @property
-    def extended(self) -> UpdatesInPlace:
-        return self
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: Any = None,
-        group: bool = True,
-    ) -> None:
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
-        del group
         if is_partitioned(var) and self._by_row:
             for number, piece, mine in with_each_piece(var, args):
                 self._wholes[id(piece)] = var
                 with tf.device(piece.device), self._copies.as_piece(number):
-                    fn(piece, *mine, **(kwargs or {}))
+                    fn(piece, *mine)
             return
         with tf.device(device_of_update(var)):
-            fn(var, *args, **(kwargs or {}))
+            fn(var, *args)
 
 
 def device_of_update(copy: Any) -> str:

@@ -7,7 +7,9 @@ here; a step uses it through `WorkerScope` or `ReplicaScope`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +23,7 @@ from tfdist_ext.training.optimizers import optimizers_of
 
 __all__ = [
     "PartitionedRead",
+    "UpdatesVariables",
     "make_readable",
     "rows_in_range",
     "slots_beside_pieces",
@@ -47,6 +50,32 @@ _BY_ROW = (
 def updates_by_row(optimizer: Any) -> bool:
     """Whether an optimizer can update each piece of a variable by itself."""
     return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
+
+
+class UpdatesVariables(ABC):
+    """What an optimizer takes for its strategy; subclasses say where an update runs.
+
+    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+    """
+
+    @property
+    def extended(self) -> UpdatesVariables:
+        return self
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> None:
+        del group
+        self.run(var, functools.partial(fn, **(kwargs or {})), args)
+
+    @abstractmethod
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
 
 
 def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:

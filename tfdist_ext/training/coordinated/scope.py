@@ -20,6 +20,7 @@ from tfdist_ext.training.optimizers import optimizers_of
 from tfdist_ext.training.part import current_graph
 from tfdist_ext.training.partitioned import (
     PartitionedRead,
+    UpdatesVariables,
     take_rows,
     updates_by_row,
     with_each_piece,
@@ -184,38 +185,23 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]
         yield
 
 
-class _UpdatesOnServers:
-    """What an optimizer of a step takes for its strategy: updates run where the variable is.
-
-    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
-    """
+class _UpdatesOnServers(UpdatesVariables):
+    """Updates of a step run where the variable is."""
 
     def __init__(self, scope: WorkerScope, optimizer: Any):
         self._scope = scope
         self._by_row = updates_by_row(optimizer)
 
-    @property
-    def extended(self) -> _UpdatesOnServers:
-        return self
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: Any = None,
-        group: bool = True,
-    ) -> None:
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
-        del group
         raw = self._scope.owner_of(var)
         if is_partitioned(raw) and not self._by_row:
             with self._scope.updating(raw, None):
-                fn(raw, *args, **(kwargs or {}))
+                fn(raw, *args)
             return
         for number, piece, mine in with_each_piece(raw, args):
             with tf.device(piece.device), self._scope.updating(raw, number):
-                fn(piece, *mine, **(kwargs or {}))
+                fn(piece, *mine)
 
 
 def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:
