@@ -45,7 +45,6 @@ class Program:
             file.touch()
         files = str(output), str(errors or output)
         self._process = warm.start(_run, words, files, env, str(cwd or Path.cwd()), env=env)
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
@@ -56,14 +55,13 @@ class Program:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        status = self._process.join(timeout)
+        if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return self._process.exitcode
+        return status
 
     def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

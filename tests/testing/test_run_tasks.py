@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import task_bodies
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.testing import TaskError, run_tasks
+from tfdist_ext.testing.tasks import warm
 
 TWO = {"worker": 2}
 
@@ -109,6 +111,14 @@ def test_what_is_read_at_import_is_read_anew() -> None:
 def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         run_tasks(fn, cluster, 10)
+
+
+def test_threads_that_wait_for_one_process_all_have_its_status() -> None:
+    """Python's own processes tell their status once, and 255 to whoever asks at the same time."""
+    for _ in range(20):
+        process = warm.start(time.sleep, 0.05, env=os.environ)
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(process.join, [20.0] * 4)) == [0] * 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

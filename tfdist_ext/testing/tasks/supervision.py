@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class Results(dict[str, Any]):
 class _Task:
     name: str
     attempt: int
-    process: BaseProcess
+    process: warm.WarmProcess
     connection: Connection
     output: Path
     result: Any = None
@@ -104,7 +103,6 @@ class Supervision:
             self._args,
             env=env,
         )
-        assert process.pid is not None
         self._guard.add(process.pid)
         there.close()
         self._tasks[name] = _Task(name, attempt, process, here, output)
@@ -176,8 +174,7 @@ class Supervision:
 
     def _hung(self, hung: list[_Task]) -> None:
         for task in hung:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(task.process.pid or 0, in_task.SHOW_STACKS)
+            task.process.send_signal(in_task.SHOW_STACKS)
         time.sleep(_STACKS)
         for task in hung:
             self._failed.append(task.name)
@@ -200,11 +197,10 @@ def _text(task: _Task) -> str:
 
 def _kill(task: _Task) -> None:
     """End the process and all that it has started."""
-    pid = task.process.pid
-    if pid is not None and task.process.is_alive():
+    if task.process.exitcode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        task.process.kill()
+            os.killpg(task.process.pid, signal.SIGKILL)
+        task.process.send_signal(signal.SIGKILL)
     task.process.join(5.0)
     task.connection.close()
     task.ended = True

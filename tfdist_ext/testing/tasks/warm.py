@@ -11,15 +11,17 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
 
-__all__ = ["start"]
+__all__ = ["WarmProcess", "start"]
 
 _IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
 # What libraries read when they are imported, and not later.
@@ -27,9 +29,42 @@ _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_"
 _OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")  # read later, or of no consequence
 
 _environment: dict[str, str] | None = None  # of the forkserver, where it has started
+# A status can be read once. Two threads that read it, and starting a process reads those of all
+# others, leave one of them with 255 for a process that ended well.
+_reading = threading.Lock()
 
 
-def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> BaseProcess:
+class WarmProcess:
+    """A process that has started; any thread may ask for its end."""
+
+    def __init__(self, process: BaseProcess):
+        assert process.pid is not None
+        self._process = process
+        self.pid = process.pid
+        self.sentinel = process.sentinel  # ready when the process has ended
+
+    @property
+    def exitcode(self) -> int | None:
+        """The status, minus the signal that ended it, or None while it runs."""
+        with _reading:
+            return self._process.exitcode
+
+    def join(self, timeout: float | None = None) -> int | None:
+        """Wait for the end for `timeout` seconds at most; the exit code, or None."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        connection.wait([self.sentinel], timeout)
+        while (status := self.exitcode) is None and (not deadline or time.monotonic() < deadline):
+            time.sleep(0.001)  # its pipe is closed just before it is gone
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Do nothing where it has ended."""
+        if self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> WarmProcess:
     """Start `target(*args)` in a process of its own, whose environment is to be `env`.
 
     Where `env` differs in what is read while TensorFlow is imported, the process imports it anew.
@@ -37,15 +72,16 @@ def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> Ba
     Raises:
         LaunchError: `target` or `args` cannot be sent to another process.
     """
-    process = _context(env).Process(target=target, args=args)
     try:
-        process.start()
+        with _reading:
+            process = _context(env).Process(target=target, args=args)
+            process.start()
     except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
         raise LaunchError(
             f"what is to run in another process cannot be sent there: {error}. Define the function"
             " at the top level of a module, and give it arguments that pickle can handle."
         ) from error
-    return process
+    return WarmProcess(process)
 
 
 def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
