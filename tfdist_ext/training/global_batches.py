@@ -12,7 +12,7 @@ import tensorflow as tf
 __all__ = ["GlobalBatches", "PartsOf"]
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
-# each (how many rows, of how many in the global batch, the rows themselves); see _span for a part
+# each (how many rows, of how many in the global batch, the rows themselves); see _spans for a part
 # of 0 rows.
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
@@ -46,11 +46,12 @@ class GlobalBatches:
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
     agreed: bool = False
+    spec: Any = None
 
     @property
     def element_spec(self) -> Any:
         """The structure of one global batch, batch dimension unknown."""
-        return self.parts_of(0, 1, 1).element_spec[0][2]
+        return self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
 
     def distributed(self, strategy: tf.distribute.Strategy) -> Any:
         """A distributed dataset: each element holds one part for each local replica."""

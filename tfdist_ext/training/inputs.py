@@ -89,7 +89,10 @@ def read(
     )
     if isinstance(adapter, kp.ArrayDataAdapter):
         within_batches = isinstance(shuffle, str) and shuffle == "batch"
-        parts_from = _parts_of_arrays(adapter, seed() if shuffle and seed else None, within_batches)
+        with tf.device("CPU:0"):
+            arrays, rows, batch = kp.array_parts(adapter)
+        order_seed = seed() if shuffle and seed else None
+        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, within_batches)
         return GlobalBatches(
             parts_from(0),
             adapter.num_batches,
@@ -98,6 +101,7 @@ def read(
             adapter.on_epoch_begin,
             adapter.on_epoch_end,
             parts_from,
+            spec=_spec_of_arrays(arrays),
         )
     dataset = adapter.get_tf_dataset()
     _check_batched(dataset.element_spec)
@@ -129,34 +133,34 @@ def _in_an_order(
 
 
 def _parts_of_arrays(
-    adapter: kp.ArrayDataAdapter, seed: int | None, within_batches: bool
+    arrays: Any, rows: int, batch: int, seed: int | None, within_batches: bool
 ) -> Callable[[int], PartsOf]:
     """The number of the first global batch -> the parts from there on."""
-    with tf.device("CPU:0"):
-        arrays, rows, batch = kp.array_parts(adapter)
-    steps = adapter.num_batches
+    steps = -(-rows // batch)
     # Where there are no rows or steps, or fewer than none, the epochs say so.
     order = Order(max(rows, 1), max(1, min(batch, rows)), None if within_batches else seed)
 
-    def parts_of(begin: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
+    def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
         def parts(step: tf.Tensor) -> Any:
-            start = (step % steps) * batch
-            size = tf.minimum(rows - start, batch)
-            key = None if order.seed is None else order.key_in_graph(step // steps)
+            size = tf.minimum(rows - (step % steps) * batch, batch)
+            spans = _spans(size, first, local, replicas)
+            begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
+            if seed is not None and within_batches:
+                of_batch = tf.stack([tf.constant(seed, tf.int64), step])
+                mixed = sorted_at_random(size, of_batch)[begin:end]
+                indices = (step % steps) * batch + mixed
+            else:
+                key = None if order.seed is None else order.key_in_graph(step // steps)
+                indices = order.rows(step % steps, begin, end, key=key)
 
-            def part(replica: int) -> Any:
-                mine, low, high = _span(size, replica, replicas)
-                if seed is not None and within_batches:
-                    of_batch = tf.stack([tf.constant(seed, tf.int64), step])
-                    indices = start + sorted_at_random(size, of_batch)[low:high]
-                else:
-                    indices = order.rows(step % steps, low, high, key=key)
-                return mine, size, kp.take(arrays, indices)
-
-            return tuple(part(first + i) for i in range(local))
+            return tuple(
+                (mine, size, kp.take(arrays, indices[low - begin : high - begin]))
+                for mine, low, high in spans
+            )
 
         return untuned(
-            tf.data.Dataset.counter(begin).map(
+            tf.data.Dataset.range(start, 2**62).map(
                 parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
             )
         )
@@ -164,16 +168,29 @@ def _parts_of_arrays(
     return lambda begin: functools.partial(parts_of, begin)
 
 
+def _spec_of_arrays(arrays: Any) -> Any:
+    """What a batch of them is; None where that takes a pipeline to know."""
+    if not all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
+        return None
+    return keras.tree.map_structure(
+        lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), arrays
+    )
+
+
 def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
     """The parts of a data set of global batches."""
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
         def parts(*batch: Any) -> Any:
             whole = _plain(batch if len(batch) > 1 else batch[0])
             size = _batch_size(whole)
             if replicas == 1:
                 return ((size, size, whole),)
-            return tuple(_rows_of(whole, size, first + i, replicas) for i in range(local))
+            return tuple(
+                (mine, size, _rows_of(whole, low, high))
+                for mine, low, high in _spans(size, first, local, replicas)
+            )
 
         return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
@@ -187,23 +204,22 @@ def _plain(batch: Any) -> Any:
     )
 
 
-def _span(rows: Any, replica: int, replicas: int) -> tuple[Any, Any, Any]:
-    """(rows of a replica's part, first row, row after the last one to read).
+def _spans(rows: Any, first: int, local: int, replicas: int) -> list[tuple[Any, Any, Any]]:
+    """Of each local replica: rows of its part, first row, row after the last one to read.
 
     A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
     same: many operations fail, or yield NaN, on no rows.
     """
-    low, high = bounds(rows, replica, replicas)
-    return high - low, low, tf.maximum(high, low + 1)
+    low, high = bounds(rows, tf.range(first, first + local, dtype=tf.int64), replicas)
+    spans = high - low, low, tf.maximum(high, low + 1)
+    return list(zip(*(tf.unstack(each, local) for each in spans), strict=True))
 
 
-def _rows_of(batch: Any, size: Any, replica: int, replicas: int) -> Any:
-    mine, low, high = _span(size, replica, replicas)
-
+def _rows_of(batch: Any, low: Any, high: Any) -> Any:
     def cut(part: Any) -> Any:
         return None if part is None else rows_between(part, low, high)
 
-    return mine, size, keras.tree.map_structure(cut, batch)
+    return keras.tree.map_structure(cut, batch)
 
 
 def _batch_size(batch: Any) -> tf.Tensor:
