@@ -1,0 +1,49 @@
+"""Tests with two processes that sum over both: with the plugin, and by hand. See second_test.py."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+
+TESTS = int(os.environ.get("TESTS", "5"))  # by hand there are fewer: each takes so long
+MEASURED = Path(os.environ.get("MEASURED", os.devnull))
+
+
+def body() -> None:
+    """What each test is about, in both processes: a sum over them."""
+    import tensorflow as tf
+
+    began = time.monotonic()
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    values = strategy.run(lambda: tf.constant(1.5))
+    assert float(strategy.reduce("sum", values, None)) == 3.0
+    with MEASURED.open("a") as file:
+        file.write(f"{time.monotonic() - began}\n")
+
+
+@pytest.mark.parametrize("number", range(TESTS))
+@pytest.mark.cluster(worker=2)
+def test_with_the_plugin(number: int) -> None:
+    body()
+
+
+@pytest.mark.parametrize("number", range(TESTS))
+def test_by_hand(number: int) -> None:
+    command = [sys.executable, __file__]
+    with reserve_ports(addresses_needed(workers=2)) as ports:
+        plan = plan_local(command, workers=2, ports=ports, env=os.environ)
+        tasks = [subprocess.Popen(t.argv, env={**os.environ, **t.env}) for t in plan.tasks]
+        try:
+            assert [task.wait(60) for task in tasks] == [0, 0]
+        finally:
+            for task in tasks:
+                task.kill()
+
+
+if __name__ == "__main__":
+    body()
