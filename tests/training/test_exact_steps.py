@@ -127,7 +127,8 @@ def test_several_outputs_with_loss_weights() -> None:
         return model
 
     weights = [WEIGHTS, WEIGHTS[::-1].copy()]
-    same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights)
+    # Keras's log of an output's loss is another one in eager steps, where it knows the batch.
+    same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights, eager=False)
 
 
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])

@@ -62,10 +62,16 @@ def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *_: True)
 
 
-def plain_fit(build: Callable[[], keras.Model], *data: Any, **arguments: Any) -> Any:
-    """(model, history) of Keras's own fit, on one device."""
+def plain_fit(
+    build: Callable[[], keras.Model], *data: Any, eager: bool = True, **arguments: Any
+) -> Any:
+    """(model, history) of Keras's own fit, on one device.
+
+    Eager, because few small steps take less time than making a graph of one.
+    """
     keras.utils.set_random_seed(1)
     model = build()
+    model.run_eagerly = eager
     return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
 
 
@@ -99,10 +105,14 @@ def assert_same_history(one: dict[str, list[float]], other: dict[str, list[float
 
 
 def assert_trains_as_keras(
-    build: Callable[[], keras.Model], *data: Any, strategy: Any = None, **arguments: Any
+    build: Callable[[], keras.Model],
+    *data: Any,
+    strategy: Any = None,
+    eager: bool = True,
+    **arguments: Any,
 ) -> tuple[Any, Any]:
     """(plain model, distributed model), equal in weights, steps and history."""
-    plain, expected = plain_fit(build, *data, **arguments)
+    plain, expected = plain_fit(build, *data, eager=eager, **arguments)
     ours, history = distributed_fit(build, *data, strategy=strategy, **arguments)
     assert_same_weights(plain, ours)
     assert_same_history(expected, history)
