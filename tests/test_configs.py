@@ -29,8 +29,9 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     train = str(ROOT / "scripts" / "train.py")
     command = [sys.executable, train, f"--config={config}", f"--output={output}"]
+    command.append("--epochs=8")  # enough for the accuracy asked for
     if settings["strategy"]["name"] == "multi_worker_mirrored":
-        text, silent = run_workers([*command, "--epochs=8"], timeout=200)
+        text, silent = run_workers(command, timeout=200)
         assert "test accuracy" not in silent
         assert "Epoch" not in silent
     elif settings["strategy"]["name"] == "parameter_server":
@@ -38,7 +39,6 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
         for log in servers:  # each has ended by itself, with 0
             assert log.endswith("is done\n")
     else:
-        command.append("--epochs=8")  # enough for the accuracy asked for
         run = run_program(command, tmp_path, cwd=ROOT, timeout=200)
         text = run.stdout
         assert run.returncode == 0, run.stderr[-3000:]
@@ -46,6 +46,7 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
     assert "test accuracy" in text
 
     check = [sys.executable, "scripts/check_saved_model.py", str(output)]
+    # In a Python that has not imported tfdist_ext, which the script asserts.
     run = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, timeout=100, check=True)
     assert b"plain Keras loads" in run.stdout
 
