@@ -72,7 +72,13 @@ COMMANDS_BY = {
     ],
 }
 ELSEWHERE = {".ci/run", *itertools.chain.from_iterable(COMMANDS_BY.values())}
+EXAMPLE = re.compile(r"\bdocs/examples/(\w+)\.py\b")  # each has a test that runs it
 MEASURED = ".venv/bin/python benchmarks/"  # takes minutes: here its options are looked up
+
+
+def is_run_here(command: str) -> bool:
+    of_example = EXAMPLE.search(command)
+    return not (command in ELSEWHERE or command.startswith(MEASURED) or of_example)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -86,10 +92,10 @@ def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
         _run_as_one_program([block for block in blocks if not block.file], tmp_path)
     run = 0
     for block in blocks:
-        if block.file:
+        if block.language in PYTHON and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")
         for command, lines in block.sessions if block.language == "console" else ():
-            if command not in ELSEWHERE and not command.startswith(MEASURED):
+            if is_run_here(command):
                 folder = tmp_path / f"command_{run}"
                 folder.mkdir()
                 _compare(_printed_by(command, here, folder), lines, f"{block.where}: {command}")
@@ -190,6 +196,8 @@ def test_what_is_run_elsewhere_is_run_there() -> None:
         text = (ROOT / file).read_text()
         for wanted in [f"def {function}("] if function else commands:
             assert wanted in text, f"{file} has no {wanted}"
+    for name in {match[1] for match in map(EXAMPLE.search, on_pages) if match}:
+        assert (ROOT / "tests" / "examples" / f"test_example_{name}.py").exists(), name
 
 
 def test_what_is_measured_by_hand_knows_its_options(tmp_path: Path) -> None:
