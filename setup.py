@@ -32,10 +32,13 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "markdown-it-py",
+            "pyyaml",
             "scikit-learn",
             "tensorboard",
         ],
         "dev": ["ruff", "mypy"],
+        "docs": ["sphinx", "myst-parser", "furo"],
     },
     entry_points={
         "console_scripts": ["tfdist=tfdist_ext.cli:main"],

@@ -105,7 +105,7 @@ def write_example(page: Path) -> None:
     assert status == 0
     head, _, rest = text.partition(PLAN)
     end = rest[rest.index(PLAN_END) :]
-    page.write_text(f"{head}{PLAN}\n```\n{printed.getvalue().strip()}\n```\n{end}", "utf-8")
+    page.write_text(f"{head}{PLAN}\n```text\n{printed.getvalue().strip()}\n```\n{end}", "utf-8")
 
 
 def _row(model: str, specs: list[VariableSpec], tasks: int) -> Row:

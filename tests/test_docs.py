@@ -1,42 +1,252 @@
-"""The Python blocks of each page run, one after the other; all links lead somewhere."""
+"""The code of each page runs: its Python as one program, then its commands; links lead somewhere.
+
+A page that is new is run like the others; what is run elsewhere is in the tables.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import pkgutil
 import re
+import shlex
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
-from warm_programs import run_program
+import yaml
+from pages import PAGES, ROOT, Block, blocks_of, commands_of, side
+from warm_programs import run_program, run_together
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    "README.md",
-    "docs/custom_strategy.md",
-    "docs/data.md",
-    "docs/placed.md",
-    "docs/placement.md",
-    "docs/training.md",
-    "docs/saving.md",
-]
+import tfdist_ext as tfd
+from tfdist_ext import cli, testing
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+
+PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
+BUILT = {ROOT / page for page in PAGES if page.startswith("docs/")} - {ROOT / "docs" / "README.md"}
+FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
+
+# Pages whose Python is run by tests of their own, which ask for more.
+PYTHON_BY = {
+    "docs/cluster.md": "tests/cluster/test_cluster_page.py",
+    "docs/launching.md": "tests/launch/test_launching_docs.py",
+    "docs/strategies.md": "tests/strategies/test_strategies_page.py",
+    "docs/testing.md": "tests/testing/test_sample_project.py",
+}
+
+# What runs commands besides this file: scripts, and tests.
+COMMANDS_BY = {
+    ".ci/run": ["scripts/test", "scripts/demo", "scripts/docs"],
+    "scripts/test": ["scripts/check"],
+    "scripts/check": ["scripts/setup"],
+    "tests/test_configs.py::test_config_trains": [
+        "tfdist run --workers 2 -- python scripts/train.py"
+        " --config configs/digits_multi_worker.toml",
+        "tfdist run --workers 2 --ps 2 -- python scripts/train.py"
+        " --config configs/digits_parameter_server.toml",
+        "python scripts/check_saved_model.py runs/digits_multi_worker",
+    ],
+    "tests/launch/test_launching_docs.py::test_sessions": [
+        "tfdist run --workers 2 --dry-run -- python train.py",
+        "tfdist run --workers 2 --log-dir logs -- python train.py",
+    ],
+    "tests/cluster/test_cluster_environments.py::mpirun": [
+        "mpirun -n 4 python train.py",
+        'mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2" python train.py',
+    ],
+    "tests/cluster/test_cluster_environments.py::srun": [
+        "srun --nodes=2 --ntasks-per-node=2 python train.py",
+    ],
+    "tests/testing/test_new_strategy.py::test_without_the_repository": [
+        "python -m tfdist_ext.testing.new_strategy my_strategy.py",
+    ],
+    "tests/data/test_service.py::test_a_dispatcher_that_comes_late_is_waited_for": [
+        "python -m tfdist_ext.data.service_process dispatcher --address node0:5000",
+        "python -m tfdist_ext.data.service_process worker --dispatcher node0:5000"
+        " --address node1:5000",
+    ],
+}
+ELSEWHERE = {".ci/run", *itertools.chain.from_iterable(COMMANDS_BY.values())}
+EXAMPLE = re.compile(r"\bdocs/examples/(\w+)\.py\b")  # each has a test that runs it
+MEASURED = ".venv/bin/python benchmarks/"  # takes minutes: here its options are looked up
+
+
+def is_run_here(command: str) -> bool:
+    of_example = EXAMPLE.search(command)
+    return not (command in ELSEWHERE or command.startswith(MEASURED) or of_example)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run(page: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-    assert blocks
-    page_as_program = "\n".join(blocks)
+def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
+    blocks = blocks_of(page)
     here = tmp_path / "here"
-    here.mkdir()
-    command = [sys.executable, "-c", page_as_program]
-    run = run_program(command, tmp_path, cwd=here, timeout=100)
-    assert run.returncode == 0, run.stderr[-3000:]
+    (here / "docs").mkdir(parents=True)
+    for name in ("scripts", "configs", ".venv"):
+        (here / name).symlink_to(sys.prefix if name == ".venv" else ROOT / name)
+    if page not in PYTHON_BY:
+        _run_as_one_program([block for block in blocks if not block.file], tmp_path)
+    run = 0
+    for block in blocks:
+        if block.language in PYTHON and block.file:
+            (here / block.file).write_text(block.program, encoding="utf-8")
+        for command, lines in block.sessions if block.language == "console" else ():
+            if is_run_here(command):
+                folder = tmp_path / f"command_{run}"
+                folder.mkdir()
+                _compare(_printed_by(command, here, folder), lines, f"{block.where}: {command}")
+                run += 1
     if page == "README.md":
         assert (here / "model.keras").exists()
 
 
+def _run_as_one_program(blocks: list[Block], folder: Path) -> None:
+    """A `text` block that follows one of Python is what is printed."""
+    python = [block for block in blocks if block.language in PYTHON]
+    if not python:
+        return
+    command = [sys.executable, "-c", "\n".join(block.program for block in python)]
+    run = run_program(command, folder, cwd=folder / "here", timeout=100)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for before, block in itertools.pairwise(blocks):
+        if before.language in PYTHON and block.language == "text":
+            assert block.text in run.stdout, block.where
+
+
+def _printed_by(command: str, here: Path, folder: Path) -> list[str]:
+    """The lines that a command prints; those of a cluster's tasks after each other."""
+    words = shlex.split(command)
+    if words[:2] == ["tfdist", "run"]:
+        return _printed_by_cluster(words, here, folder)
+    if words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    elif words[0] == "tfdist":
+        words = [sys.executable, "-m", "tfdist_ext.cli", *words[1:]]
+    elif not words[0].startswith("scripts/"):
+        subprocess.run(["bash", "-c", command], cwd=here, check=True, timeout=60)
+        return []
+    else:
+        words.insert(0, sys.executable)
+    run = run_program(words, folder, cwd=here, timeout=100)
+    assert run.returncode == 0, f"{command}\n{run.stderr[-3000:]}"
+    return run.stdout.splitlines()
+
+
+def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]:
+    at = words.index("--")
+    options = cli._parser().parse_args(words[1:at])
+    tasks: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("workers", "chief", "ps", "evaluator", "data_workers")
+    }
+    program = [sys.executable, *words[at + 2 :]]
+    with reserve_ports(addresses_needed(**tasks)) as ports:
+        plan = plan_local(program, **tasks, ports=ports, env=os.environ)
+        statuses, logs = run_together(plan, folder, os.environ, timeout=100, cwd=here)
+    statuses = {name: statuses[name] for name in statuses if name not in plan.services}
+    assert set(statuses.values()) == {0}, "\n".join(
+        f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()
+    )
+    return [f"[{name}] {line}" for name, log in logs.items() for line in log.splitlines()]
+
+
+def _compare(printed: list[str], expected: list[str], where: str) -> None:
+    """Each line that the page shows was printed; "..." in it stands for anything."""
+    text = "\n".join(" ".join(line.split()) for line in printed)
+    for line in (" ".join(line.split()) for line in expected):
+        pattern = re.escape(line).replace(re.escape("..."), ".*")
+        found = re.search(f"^{pattern}$", text, re.M)
+        assert found, f"{where} does not print {line!r} but\n{text[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_block_is_accounted_for(page: str) -> None:
+    blocks = blocks_of(page)
+    texts = "\n".join(block.text for block in blocks if block.language == "console")
+    for block in blocks:
+        assert block.language in PYTHON | SHOWN | FOR_SPHINX, (
+            f"{block.where} has the language {block.language!r}; it needs a fence with one of"
+            f" {', '.join(sorted(PYTHON | SHOWN))}"
+        )
+        if block.language == "toml":
+            tomllib.loads(block.text)
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            assert list(yaml.safe_load_all(block.text))
+        elif block.language == "diff":
+            compile(side(block.text, "-"), block.where, "exec")
+        elif block.language == "console":
+            assert block.text.startswith("$ "), f"{block.where} does not begin with a command"
+        if block.language in PYTHON and block.file:
+            assert re.search(rf"\$ .*\b{re.escape(block.file)}", texts), f"unused: {block.where}"
+
+
+def test_what_is_run_elsewhere_is_run_there() -> None:
+    for page, file in PYTHON_BY.items():
+        assert Path(page).name in (ROOT / file).read_text(), f"{file} does not know {page}"
+    on_pages = {command for page in PAGES for command, _ in commands_of(page)}
+    assert on_pages >= ELSEWHERE
+    for by, commands in COMMANDS_BY.items():
+        file, _, function = by.partition("::")
+        text = (ROOT / file).read_text()
+        for wanted in [f"def {function}("] if function else commands:
+            assert wanted in text, f"{file} has no {wanted}"
+    for name in {match[1] for match in map(EXAMPLE.search, on_pages) if match}:
+        assert (ROOT / "tests" / "examples" / f"test_example_{name}.py").exists(), name
+
+
+def test_what_is_measured_by_hand_knows_its_options(tmp_path: Path) -> None:
+    commands = {c for page in PAGES for c, _ in commands_of(page) if c.startswith(MEASURED)}
+    assert commands
+    for number, command in enumerate(sorted(commands)):
+        _, script, *words = command.split()
+        (folder := tmp_path / str(number)).mkdir()
+        run = run_program([sys.executable, script, "--help"], folder, cwd=ROOT, timeout=60)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert {word for word in words if word.startswith("--")} <= set(run.stdout.split())
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                file = ((ROOT / page).parent / target).resolve()
+                assert file.exists(), f"{page} links to {target}"
+                if page.startswith("docs/"):
+                    # Of the pages that Sphinx builds, a link to a file is a download.
+                    assert file.is_file(), f"{page} links to the folder {target}"
+                    assert file.suffix != ".md" or file in BUILT, f"{page} links to {target}"
+
+
+def test_each_page_is_in_the_index() -> None:
+    """In docs/README.md; of its own index Sphinx says it."""
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name in ("README.md", "index.md") or f"({path.name})" in index, path.name
+    examples = (ROOT / "docs" / "examples" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / "examples").glob("*.md"):
+        assert path.name == "README.md" or f"({path.name})" in examples, path.name
+
+
+def test_the_choice_names_every_strategy() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert set(tfd.available_strategies()) <= set(re.findall(r"`(\w+)`", page))
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.M)
+    assert len(found) == len(set(found))
+    things = [pkgutil.resolve_name(":".join(name.rpartition(".")[::2])) for name in found]
+    for module in (tfd, tfd.data, tfd.placement, tfd.strategies, testing):
+        for name in module.__all__:
+            thing = getattr(module, name)  # which may have several names, and stands there by one
+            assert isinstance(thing, ModuleType) or any(thing is other for other in things), (
+                f"docs/reference.md has no {module.__name__}.{name}"
+            )

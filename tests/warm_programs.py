@@ -85,7 +85,12 @@ def run_program(
 
 
 def run_together(
-    plan: LaunchPlan, folder: Path, env: Mapping[str, str], *, timeout: float
+    plan: LaunchPlan,
+    folder: Path,
+    env: Mapping[str, str],
+    *,
+    timeout: float,
+    cwd: Path | None = None,
 ) -> tuple[dict[str, int | None], dict[str, str]]:
     """Run all tasks of a plan until they have ended, or one has failed, which ends the others.
 
@@ -94,7 +99,7 @@ def run_together(
     """
     files = {task.name: folder / f"{task.name.replace(':', '-')}.log" for task in plan.tasks}
     programs = {
-        task.name: Program(task.argv, output=files[task.name], env={**env, **task.env})
+        task.name: Program(task.argv, output=files[task.name], env={**env, **task.env}, cwd=cwd)
         for task in plan.tasks
     }
     deadline = time.monotonic() + timeout

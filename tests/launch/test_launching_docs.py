@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import commands_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 SCRIPT, PROGRAM = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-SESSIONS = re.findall(r"^```console\n\$ tfdist (.*?)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SESSIONS = [
+    (command.removeprefix("tfdist "), "\n".join(lines))
+    for command, lines in commands_of("docs/launching.md")
+    if "--dry-run" in command or "--log-dir" in command
+]
 
 pytestmark = pytest.mark.timeout(25)
 
