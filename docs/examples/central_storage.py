@@ -1,0 +1,96 @@
+"""CentralStorageStrategy: variables once, on the CPU, while replicas compute on other devices.
+
+    python docs/examples/central_storage.py
+
+Code that people copy takes the mean over replicas of their losses, which is off where a batch does
+not divide, and updates Keras metrics in the step: under this strategy Keras 3 counts them wrongly.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(44, 4)).astype("float32")
+    return x, (x.sum(axis=1, keepdims=True) > 0.3).astype("float32")
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    hidden = keras.layers.Dense(8, "tanh")
+    return keras.Sequential([keras.Input([4]), hidden, keras.layers.Dense(1)])
+
+
+def optimizer():
+    return keras.optimizers.SGD(0.2, momentum=0.9)
+
+
+def plain(strategy, batch_size=16, epochs=3):
+    """A loop of one's own; the model and the history of loss and accuracy."""
+    with strategy.scope():
+        model, sgd = build(), optimizer()
+        sgd.build(model.trainable_variables)
+
+    def step(x, y):
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        of_all = tf.distribute.get_replica_context().all_reduce("SUM", rows)
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sigmoid_cross_entropy_with_logits(y, logits)
+            # Keras adds the replicas' gradients up, so each has its share of the batch's mean.
+            loss = tf.reduce_sum(losses) / of_all
+        sgd.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        right = tf.reduce_sum(tf.cast((logits > 0) == (y > 0.5), tf.float32))
+        return {"loss": tf.reduce_sum(losses), "accuracy": right, "rows": rows}
+
+    @tf.function
+    def train(x, y):
+        sums = strategy.run(step, args=(x, y))
+        return {name: strategy.reduce("SUM", value, axis=None) for name, value in sums.items()}
+
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(batch_size)
+    batches = strategy.experimental_distribute_dataset(batches)
+    history = {"loss": [], "accuracy": []}
+    for _ in range(epochs):
+        # The metrics: sums over all rows of the epoch, divided once.
+        totals = {"loss": 0.0, "accuracy": 0.0, "rows": 0.0}
+        for x, y in batches:
+            for name, value in train(x, y).items():
+                totals[name] += float(value)
+        for name, values in history.items():
+            values.append(totals[name] / totals["rows"])
+    return model, history
+
+
+def with_tfdist_ext(strategy, batch_size=16, epochs=3):
+    """The same by `fit`, with Keras's loss and metric."""
+
+    def compiled():
+        model = build()
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        accuracy = keras.metrics.BinaryAccuracy("accuracy", threshold=0.0)
+        model.compile(optimizer(), loss, metrics=[accuracy])
+        return model
+
+    model = tfd.distribute(compiled, strategy)
+    fitted = model.fit(*data(), batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
+    return model.keras_model, fitted.history
+
+
+def main():
+    # Three logical CPUs stand for three GPUs; on a machine with GPUs, name those as devices.
+    strategy = tfd.create_strategy("central_storage", logical_cpus=3, parameter_device="CPU:0")
+    print("computing on", *(device[-5:] for device in strategy.extended.worker_devices))
+    for train in (plain, with_tfdist_ext):
+        model, history = train(strategy)
+        devices = {weight.value.device[-5:] for weight in model.weights}
+        loss, accuracy = history["loss"][-1], history["accuracy"][-1]
+        print(f"{train.__name__}: variables on {devices}, loss {loss:.6f}, accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()

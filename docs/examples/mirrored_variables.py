@@ -1,0 +1,99 @@
+"""Variables under MirroredStrategy: a copy on each device, kept equal by each update.
+
+    python docs/examples/mirrored_variables.py
+
+Code that people copy makes the variable outside of the scope, and then each replica's update is
+applied to the one variable; or without `aggregation`, and then each copy takes what its own replica
+assigned: they go apart, and nothing says so.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+RATE, MOMENTUM = 0.1, 0.9
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(17, 3)).astype("float32")
+    return x, x @ np.array([1.0, -2.0, 0.5], "float32")
+
+
+def plain(strategy, batch_size=8):
+    """Train a weight and keep a moving mean of the inputs; the copies of each variable."""
+    with strategy.scope():
+        # What replicas assign is equal (below), so that of the first will do for all copies.
+        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        weight = tf.Variable(tf.zeros([3]), name="weight", aggregation=first)
+        mean = tf.Variable(tf.zeros([3]), name="mean", aggregation=first, trainable=False)
+        # Each replica adds its own rows; all copies get the sum of what they add.
+        rows = tf.Variable(0, name="rows", aggregation=tf.VariableAggregation.SUM, trainable=False)
+
+    def step(x, y):
+        count = tf.shape(x)[0]
+        error = tf.linalg.matvec(x, weight) - y
+        gradient = 2 * tf.linalg.matvec(x, error, transpose_a=True)
+        sums = [gradient, tf.reduce_sum(x, axis=0), tf.cast(count, tf.float32)]
+        # Sums over all rows, and then one division: parts of a batch may differ in size.
+        gradient, inputs, n = tf.distribute.get_replica_context().all_reduce("SUM", sums)
+        weight.assign_sub(RATE * gradient / n)
+        mean.assign(MOMENTUM * mean + (1 - MOMENTUM) * inputs / n)
+        rows.assign_add(count)
+
+    @tf.function
+    def train(x, y):
+        strategy.run(step, args=(x, y))
+
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(batch_size)
+    for x, y in strategy.experimental_distribute_dataset(batches):
+        train(x, y)
+    return {v.name.partition(":")[0]: copies(strategy, v) for v in (weight, mean, rows)}
+
+
+class MovingMean(keras.layers.Layer):
+    """Hands its inputs on, and keeps a moving mean of them; written as for one device."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            batch = keras.ops.mean(x, axis=0)
+            self.mean.assign(MOMENTUM * self.mean + (1 - MOMENTUM) * batch)
+        return x
+
+
+def with_tfdist_ext(strategy, batch_size=8):
+    """The same training by `fit`: nothing in the model knows of replicas."""
+
+    def build():
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input([3]), MovingMean(), dense])
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+        return model
+
+    model = tfd.distribute(build, strategy)
+    model.fit(*data(), batch_size=batch_size, shuffle=False, verbose=0)
+    mean, weight = (copies(strategy, v.value) for v in model.keras_model.weights)
+    return {"weight": {device: copy[:, 0] for device, copy in weight.items()}, "mean": mean}
+
+
+def copies(strategy, variable):
+    """Device -> the copy there."""
+    return {v.device: v.numpy() for v in strategy.experimental_local_results(variable)}
+
+
+def main():
+    # Two logical CPUs stand for two GPUs; where there are GPUs, leave that option out.
+    strategy = tfd.create_strategy("mirrored", logical_cpus=2)
+    for train in (plain, with_tfdist_ext):
+        for name, by_device in train(strategy).items():
+            for device, copy in by_device.items():
+                print(f"{train.__name__:16} {name:7} {device[-5:]} {copy}")
+
+
+if __name__ == "__main__":
+    main()

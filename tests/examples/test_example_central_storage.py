@@ -1,0 +1,89 @@
+"""The example central_storage: variables once; loss, metrics and weights as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import central_storage as example
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+
+def central() -> Any:
+    """Replicas on three devices, variables on a fourth."""
+    computing = ["CPU:0", "CPU:1", "CPU:2"]
+    return tfd.create_strategy("central_storage", devices=computing, parameter_device="CPU:3")
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[Any, dict[str, list[float]]]:
+    """By Keras alone."""
+    model = example.build()
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    accuracy = keras.metrics.BinaryAccuracy("accuracy", threshold=0.0)
+    model.compile(example.optimizer(), loss, metrics=[accuracy])
+    x, y = example.data()
+    history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
+    return model, history
+
+
+@pytest.mark.logical_cpus(4)
+@pytest.mark.parametrize("train", [example.plain, example.with_tfdist_ext])
+def test_numbers_of_one_device(train: Any, one_device: Any) -> None:
+    """44 rows in batches of 16 on three replicas: no batch divides evenly."""
+    wanted, wanted_history = one_device
+    model, history = train(central())
+    for ours, theirs in zip(model.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-6)
+    assert history["loss"] == pytest.approx(wanted_history["loss"], abs=1e-6)
+    assert history["accuracy"] == pytest.approx(wanted_history["accuracy"], abs=1e-7)
+    assert history["loss"][-1] < history["loss"][0] / 2
+
+
+@pytest.mark.logical_cpus(4)
+def test_variables_are_there_once_while_all_devices_compute() -> None:
+    strategy = central()
+    with strategy.scope():
+        model = example.build()
+    copies = [strategy.experimental_local_results(weight.value) for weight in model.weights]
+    assert [[copy.device[-5:] for copy in each] for each in copies] == [["CPU:3"]] * 4
+
+    where = []
+
+    @tf.function
+    def compute() -> None:
+        strategy.run(lambda: where.append(model(tf.ones([2, 4])).device[-5:]))
+
+    compute()
+    assert sorted(where) == ["CPU:0", "CPU:1", "CPU:2"]
+
+
+@pytest.mark.logical_cpus(4)
+def test_a_metric_of_keras_is_wrong_here() -> None:
+    """What the page says to leave out. If this fails, the page may be shorter."""
+    strategy = central()
+    with strategy.scope():
+        metric = keras.metrics.Sum()
+
+    @tf.function
+    def count() -> None:
+        strategy.run(lambda: metric.update_state(1.0))
+
+    found = []
+    for _ in range(4):
+        count()
+        found.append(float(metric.result()))
+    assert found == [3.0, 12.0, 39.0, 120.0]  # and not 3, 6, 9, 12: the sum of each one's old + 1
+
+
+@pytest.mark.logical_cpus(3)
+def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
+    example.main()
+    first, plain, ours = capsys.readouterr().out.splitlines()
+    assert first == "computing on CPU:0 CPU:1 CPU:2"
+    assert plain.startswith("plain: variables on {'CPU:0'}, loss 0.")
+    assert ours.split(": ")[1] == plain.split(": ")[1]

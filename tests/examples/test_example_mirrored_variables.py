@@ -1,0 +1,75 @@
+"""The example mirrored_variables: copies on all devices, equal to the bit, and right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mirrored_variables as example
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+
+def mirrored(replicas: int) -> Any:
+    return tfd.create_strategy("mirrored", devices=[f"CPU:{n}" for n in range(replicas)])
+
+
+def on_one_device(batch_size: int) -> dict[str, Any]:
+    x, y = example.data()
+    weight, mean = np.zeros(3), np.zeros(3)
+    for start in range(0, len(x), batch_size):
+        rows, wanted = x[start : start + batch_size], y[start : start + batch_size]
+        weight -= example.RATE * 2 * rows.T @ (rows @ weight - wanted) / len(rows)
+        mean = example.MOMENTUM * mean + (1 - example.MOMENTUM) * rows.mean(axis=0)
+    return {"weight": weight, "mean": mean, "rows": len(x)}
+
+
+@pytest.mark.logical_cpus(4)
+@pytest.mark.parametrize(("replicas", "batch_size"), [(2, 8), (3, 5)])
+def test_copies_are_equal_and_those_of_one_device(replicas: int, batch_size: int) -> None:
+    """17 rows: parts of unequal size, and replicas without a row in the last batch."""
+    expected = on_one_device(batch_size)
+    plain = example.plain(mirrored(replicas), batch_size)
+    ours = example.with_tfdist_ext(mirrored(replicas), batch_size)
+    assert set(plain) == {"weight", "mean", "rows"}
+    assert set(ours) == {"weight", "mean"}
+    for found in (plain, ours):
+        for name, by_device in found.items():
+            assert [device[-5:] for device in by_device] == [f"CPU:{n}" for n in range(replicas)]
+            first, *others = by_device.values()
+            for other in others:
+                np.testing.assert_array_equal(other, first)
+            np.testing.assert_allclose(first, expected[name], atol=1e-6)
+
+
+@pytest.mark.logical_cpus(4)
+def test_what_the_page_says_is_wrong() -> None:
+    strategy = mirrored(2)
+    outside = tf.Variable(0.0)
+    with strategy.scope():
+        apart = tf.Variable(0.0)
+
+    def step() -> None:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        outside.assign_add(1.0)
+        apart.assign_add(tf.cast(number, tf.float32))
+
+    @tf.function
+    def update() -> None:
+        strategy.run(step)
+
+    update()
+    assert outside.numpy() == 2.0  # once for each replica
+    assert list(example.copies(strategy, apart).values()) == [0.0, 1.0]
+
+
+@pytest.mark.logical_cpus(2)
+def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
+    example.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 3 + 2 * 2
+    for one, other in zip(lines[::2], lines[1::2], strict=True):
+        assert "CPU:0" in one
+        assert other == one.replace("CPU:0", "CPU:1")
