@@ -146,9 +146,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a pytest on the project prints, under xdist; the sample project's runs without it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_it.py").write_text(PROJECT)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -W error\n")
+    options = "--strict-markers -W error -ra --verbosity=0 --ff"  # those of pytest's own plugins, too
+    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
     shared = tmp_path_factory.mktemp("shared")
-    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-vv", "-rA"]
     command += ["--tfdist-strategies=mirrored_2,placed_3,mwms_2", "-n", "2"]
     done = subprocess.run(
         command,

@@ -90,7 +90,7 @@ def _arguments(item: pytest.Item) -> list[str]:
         arguments += ["-o", setting]
     # The supervisor has the output, the time limit and the reports; modules were imported before
     # this pytest could rewrite their assertions.
-    arguments += ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    arguments += ["-s", "-p", "no:faulthandler"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
     for name in config.getoption("plugins") or ():
@@ -108,6 +108,8 @@ def _run(arguments: list[str], folder: str) -> None:
     # Not the folder that all runs of pytest share: those that begin at once would meet in it.
     own = os.path.join(here.folder, f"{here.name.replace(':', '-')}-{here.attempt}")
     arguments = [*arguments, "--basetemp", own]
+    if "no:cacheprovider" not in arguments:
+        arguments += ["-o", f"cache_dir={own}-cache"]
     reporter = _Reporter()
     status = pytest.main(arguments, plugins=[reporter])
     if status != pytest.ExitCode.OK:
@@ -121,8 +123,11 @@ class _Reporter:
     def __init__(self) -> None:
         self.failed: list[str] = []
 
+    @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
+        # Nothing is written to a terminal. Its plugin stays, for its options in `addopts` (-ra).
+        config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
