@@ -146,7 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a pytest on the project prints, under xdist; the sample project's runs without it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_it.py").write_text(PROJECT)
-    options = "--strict-markers -W error -ra --verbosity=0 --ff"  # those of pytest's own plugins, too
+    options = "--strict-markers -W error -ra --verbosity=0 --ff"  # some are of pytest's own plugins
     (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
     shared = tmp_path_factory.mktemp("shared")
     command = [sys.executable, "-m", "pytest", "-vv", "-rA"]
