@@ -33,9 +33,16 @@ def train_on_one_device(example: Any, weights: Any) -> dict[str, Any]:
 
 
 @pytest.mark.cluster(worker=2)
-def test_both_loops_do_as_one_device(cluster: Any) -> None:
+def test_both_loops_do_as_one_device(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     import keras
     import multi_worker as example
+
+    example.main()  # as a reader runs it
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 in sync" in lines[3]
+    names, losses = zip(*(line.split(": ") for line in lines[-2:]), strict=True)
+    assert names == ("plain", "with_tfdist_ext")
+    assert losses[0] == losses[1]
 
     strategy = example.plain_strategy()
     assert strategy.num_replicas_in_sync == 2
@@ -50,15 +57,3 @@ def test_both_loops_do_as_one_device(cluster: Any) -> None:
         model = example.build()
     with pytest.raises(ValueError, match="PerReplica"):
         model.fit(*example.data(), batch_size=example.GLOBAL_BATCH, verbose=0)
-
-
-@pytest.mark.cluster(worker=2)
-def test_as_a_reader_runs_it(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    import multi_worker as example
-
-    example.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "2 in sync" in lines[3]
-    names, losses = zip(*(line.split(": ") for line in lines[-2:]), strict=True)
-    assert names == ("plain", "with_tfdist_ext")
-    assert losses[0] == losses[1]
