@@ -67,7 +67,6 @@ def cluster() -> Cluster:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test in processes of its own where it has to; else pytest goes on."""
-    del nextitem
     if in_task.supervisor() is not None:
         return None
     try:
@@ -80,8 +79,22 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in run():
         item.ihook.pytest_runtest_logreport(report=report)
+    _end_what_is_not_needed(item, nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _end_what_is_not_needed(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the fixtures that the test before left for this one, as of its module.
+
+    pytest does so at the end of each test, and stops at the next one if it was not done. It has no
+    public name: its hook for it is for tests that were set up here.
+    """
+    end = functools.partial(item.session._setupstate.teardown_exact, nextitem)
+    call = pytest.CallInfo.from_call(end, when="teardown")
+    if call.excinfo is not None:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        item.ihook.pytest_runtest_logreport(report=report)
 
 
 def _own_processes(item: pytest.Item) -> OwnProcesses | None:
