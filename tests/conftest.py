@@ -38,6 +38,9 @@ LONG = (
     "test_plugin.py",
     "test_new_strategy.py",
     "test_docs.py",
+    "test_example_recommender.py",
+    "test_example_sync_async.py",
+    "test_example_image_classifier.py",
 )
 
 
