@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -96,45 +97,71 @@ class Break(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def trained_in_parts(
-    build: Callable[[], keras.Model],
+def as_left_by_a_kill(folder: Path, copy: Path) -> keras.callbacks.Callback:
+    """Copies the folder as a job that is killed before its third epoch leaves it."""
+
+    def look(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            shutil.copytree(folder, copy)
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=look)
+
+
+def train_in_parts(
+    whole: tfd.DistributedModel,
+    resumed: tfd.DistributedModel,
     data: Callable[[], tuple[Any, ...]],
     folder: Path,
-    strategies: Any = None,
     **arguments: Any,
-) -> tuple[tfd.DistributedModel, tfd.DistributedModel]:
-    """(trained without a break, broken off before its last two epochs and gone on with).
+) -> None:
+    """Train one without a break; the other goes on from how that was before its last two epochs.
 
-    The job that goes on starts from other weights, and would shuffle otherwise by itself.
+    It starts from other weights, and would shuffle otherwise by itself.
     """
-    one, other = strategies or (mirrored(2), mirrored(2))
     arguments = {"epochs": 4, "verbose": 0, **arguments}
-    models = []
-    for strategy, callbacks in ((one, []), (one, [Break(2)])):
-        keras.utils.set_random_seed(3)
-        models.append(tfd.distribute(build, strategy))
-        name = "broken" if callbacks else "whole"
-        try:
-            models[-1].fit(*data(), checkpoint_dir=folder / name, callbacks=callbacks, **arguments)
-        except KeyboardInterrupt:
-            assert callbacks
-    assert not training_is_done(folder / "broken")
+    kill = as_left_by_a_kill(folder / "whole", folder / "killed")
+    keras.utils.set_random_seed(3)
+    whole.fit(*data(), checkpoint_dir=folder / "whole", callbacks=[kill], **arguments)
+    assert not training_is_done(folder / "killed")
     keras.utils.set_random_seed(3)  # TensorFlow's own shuffle goes by it
     random.seed(99)
     np.random.seed(99)
-    resumed = tfd.distribute(build, other)
-    history = resumed.fit(*data(), checkpoint_dir=folder / "broken", **arguments)
+    history = resumed.fit(*data(), checkpoint_dir=folder / "killed", **arguments)
     assert history.epoch == [2, 3]
-    assert steps_taken(resumed) == steps_taken(models[0])
-    return models[0], resumed
+    assert steps_taken(resumed) == steps_taken(whole)
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
+def two_models(build: Callable[[], keras.Model], *strategies: Any) -> list[tfd.DistributedModel]:
+    """One for each strategy, with weights of their own."""
+    keras.utils.set_random_seed(3)
+    return [tfd.distribute(build, strategy) for strategy in strategies]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tfd.DistributedModel]:
+    """How two models began: what is compiled for one test is there for the next."""
+    folder = tmp_path_factory.mktemp("start")
+    models = two_models(dense(4, 1, optimizer=momentum), mirrored(2), mirrored(2))
+    starts = {folder / str(number): model for number, model in enumerate(models)}
+    for path, model in starts.items():
+        with model.strategy.scope():
+            model.keras_model.optimizer.build(model.keras_model.trainable_variables)
+        model.save_checkpoint(path)
+    return starts
+
+
+@pytest.fixture
+def two(compiled: dict[Path, tfd.DistributedModel]) -> list[tfd.DistributedModel]:
+    """Two of `dense(4, 1, optimizer=momentum)` on two replicas, with weights of their own."""
+    for path, model in compiled.items():
+        model.restore_checkpoint(path)
+    return list(compiled.values())
+
+
+@pytest.mark.parametrize("name", ["default", "central_storage"])  # mirrored: the next test
 def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
-    strategy = strategy_of(name)
-    whole, resumed = trained_in_parts(
-        with_much_state(), lambda: (X, Y), tmp_path, (strategy, strategy), batch_size=16
-    )
+    whole, resumed = two_models(with_much_state(), strategy_of(name), strategy_of(name))
+    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
     assert_same_state(whole, resumed, tolerance=1e-6)
 
 
@@ -143,22 +170,35 @@ def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     [
         pytest.param(with_much_state("mixed_float16"), id="loss scale"),
         pytest.param(
-            with_much_state(use_ema=True, ema_overwrite_frequency=3), id="averaged weights"
+            with_much_state(use_ema=True, ema_overwrite_frequency=3, gradient_accumulation_steps=3),
+            id="averaged weights, accumulated gradients",
         ),
-        pytest.param(with_much_state(gradient_accumulation_steps=3), id="accumulated gradients"),
     ],
 )
 def test_all_of_an_optimizers_state_is_in_it(build: Any, tmp_path: Path) -> None:
-    whole, resumed = trained_in_parts(build, lambda: (X, Y), tmp_path, batch_size=16)
+    whole, resumed = two_models(build, mirrored(), mirrored())
+    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
     assert_same_state(whole, resumed, tolerance=1e-6)
 
 
 def test_with_another_number_of_replicas(tmp_path: Path) -> None:
     build = dense(4, 1, optimizer=momentum)
-    whole, resumed = trained_in_parts(
-        build, lambda: (X, Y), tmp_path, (mirrored(4), strategy_of("default")), batch_size=16
-    )
+    whole, resumed = two_models(build, mirrored(4), strategy_of("default"))
+    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
     assert_same_weights(whole, resumed)
+
+
+def test_ctrl_c_leaves_the_finished_epochs(two: Any, tmp_path: Path) -> None:
+    broken, resumed = two
+    arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(X, Y, callbacks=[Break(2)], **arguments)
+    assert not training_is_done(tmp_path)
+    names = [path.name for path in finished_checkpoints(tmp_path)]
+    assert names == ["epoch-00001.h5", "epoch-00002.h5"]
+    assert resumed.fit(X, Y, **arguments).epoch == [2, 3]
+    assert steps_taken(broken) == 8
+    assert steps_taken(resumed) == 16
 
 
 class Shuffles(keras.utils.PyDataset):
@@ -196,25 +236,25 @@ def shuffled() -> tf.data.Dataset:
     ],
 )
 @pytest.mark.filterwarnings("ignore:the data ended after")
-def test_the_order_of_examples_goes_on(data: Any, arguments: Any, tmp_path: Path) -> None:
-    build = dense(4, 1, optimizer=momentum)
-    whole, resumed = trained_in_parts(build, data, tmp_path, **arguments)
-    assert_same_weights(whole, resumed)
+def test_the_order_of_examples_goes_on(data: Any, arguments: Any, two: Any, tmp_path: Path) -> None:
+    train_in_parts(*two, data, tmp_path, **arguments)
+    assert_same_weights(*two)
 
 
-def test_longer_training_later_is_one_long_training(tmp_path: Path) -> None:
+def test_longer_training_later_is_one_long_training(
+    two: Any, compiled: Any, tmp_path: Path
+) -> None:
+    model, longer = two
+    start = next(iter(compiled))
     keras.utils.set_random_seed(3)
-    whole = tfd.distribute(classifier("adam"), mirrored())
-    whole.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
-    keras.utils.set_random_seed(3)
-    tfd.distribute(classifier("adam"), mirrored()).fit(
-        X, Y, epochs=2, checkpoint_dir=tmp_path / "parts", **FIT
-    )
-    assert training_is_done(tmp_path / "parts")
-    longer = tfd.distribute(classifier("adam"), mirrored())
-    history = longer.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "parts", **FIT)
+    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
+    assert training_is_done(tmp_path)
+    history = longer.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, **FIT)
     assert history.epoch == [2, 3, 4]
-    assert_same_weights(whole, longer)
+    model.restore_checkpoint(start)
+    keras.utils.set_random_seed(3)
+    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
+    assert_same_weights(model, longer)
 
 
 def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path) -> None:
@@ -265,9 +305,8 @@ def test_the_last_three_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Compiled the loaded model:UserWarning")
-def test_what_is_no_number_is_not_saved(tmp_path: Path) -> None:
-    keras.utils.set_random_seed(1)
-    model = tfd.distribute(dense(1), mirrored())
+def test_what_is_no_number_is_not_saved(two: Any, tmp_path: Path) -> None:
+    model, good = two
     model.fit(X, Y, checkpoint_dir=tmp_path, **FIT)
     lost = np.where(np.arange(64)[:, None] == 50, np.float32("nan"), X)
     stop = keras.callbacks.TerminateOnNaN()
@@ -279,7 +318,6 @@ def test_what_is_no_number_is_not_saved(tmp_path: Path) -> None:
     assert steps_taken(model) == 4 + 4  # row 50 is in the fourth batch
     assert [path.name for path in finished_checkpoints(tmp_path)] == ["epoch-00001.h5"]
     assert training_is_done(tmp_path)
-    good = tfd.distribute(dense(1), mirrored())
     history = good.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, **FIT)
     assert history.epoch == [1, 2, 3]
     assert np.isfinite(history.history["loss"]).all()
@@ -348,14 +386,12 @@ def test_a_copy_and_the_model_itself_have_one_name_for_each_variable(tmp_path: P
     assert_same_weights(source, other)
 
 
-def test_a_model_that_is_not_compiled_takes_the_weights_alone(tmp_path: Path) -> None:
-    model = tfd.distribute(classifier("adam"), mirrored())
-    model.fit(X, Y, **FIT)
+def test_a_model_that_is_not_compiled_takes_the_weights_alone(two: Any, tmp_path: Path) -> None:
+    model, _ = two
     model.save_checkpoint(tmp_path / "one")
 
     def not_compiled() -> keras.Model:
-        units = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
-        return keras.Sequential([keras.Input((5,)), *units])
+        return keras.Sequential([keras.Input((5,)), *map(keras.layers.Dense, (4, 1))])
 
     plain = tfd.distribute(not_compiled, strategy_of("default"))
     plain.restore_checkpoint(tmp_path / "one")
@@ -440,8 +476,8 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
         tfd.distribute(unbuilt, mirrored()).save_checkpoint(tmp_path / "new")
 
 
-def test_fit_refuses_before_it_begins(tmp_path: Path) -> None:
-    model = tfd.distribute(dense(4, 1), mirrored())
+def test_fit_refuses_before_it_begins(two: Any, tmp_path: Path) -> None:
+    model, _ = two
     model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
     with pytest.raises(tfd.TrainingError, match="another model"):
         tfd.distribute(dense(3, 1), mirrored()).fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
@@ -459,12 +495,11 @@ def test_fit_refuses_before_it_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
+def test_files_of_others_in_the_folder_stay(two: Any, tmp_path: Path) -> None:
     weights = keras.callbacks.ModelCheckpoint(
         tmp_path / "epoch-{epoch:05d}.weights.h5", save_weights_only=True
     )
-    model = tfd.distribute(dense(1), mirrored())
-    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, callbacks=[weights], **FIT)
+    two[0].fit(X, Y, epochs=5, checkpoint_dir=tmp_path, callbacks=[weights], **FIT)
     theirs = [f"epoch-{epoch:05d}.weights.h5" for epoch in range(1, 6)]
     assert sorted(path.name for path in tmp_path.glob("*.weights.h5")) == theirs
 

@@ -31,7 +31,27 @@ def build() -> keras.Model:
     layers = keras.layers
     model = keras.Sequential([keras.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
     return model
+
+
+_MODELS: dict[tuple[tf.distribute.Strategy, int], tuple[Any, list[np.ndarray]]] = {}
+
+
+def distributed(strategy: tf.distribute.Strategy, number: int = 0) -> tfd.DistributedModel:
+    """The model as it began. What was compiled for one test is there for the next."""
+    if (strategy, number) not in _MODELS:
+        model = tfd.distribute(build, strategy)
+        _MODELS[strategy, number] = model, [v.numpy() for v in variables_of(model)]
+    model, start = _MODELS[strategy, number]
+    for variable, value in zip(variables_of(model), start, strict=True):
+        variable.assign(value)
+    model.keras_model.stop_training = False
+    return model
+
+
+def variables_of(model: tfd.DistributedModel) -> list[Any]:
+    return [*model.keras_model.weights, *model.keras_model.optimizer.variables]
 
 
 def sharded() -> Any:
@@ -42,6 +62,7 @@ def sharded() -> Any:
 def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     """Plain Keras on the same batches."""
     model, data = build(), sharded()
+    model.run_eagerly = True  # few small steps take less time than making a graph of one
     batches = data.dataset(epoch=0)
     for epoch in range(1, EPOCHS):
         batches = batches.concatenate(data.dataset(epoch=epoch))
@@ -55,7 +76,7 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
 def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: Any) -> None:
     strategy = mirrored(replicas) if replicas else strategy_of("default")
     data = sharded()
-    ours = tfd.distribute(build, strategy)
+    ours = distributed(strategy)
     history = ours.fit(data, epochs=EPOCHS, verbose=0).history
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
@@ -64,7 +85,7 @@ def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: 
 
 def test_a_second_fit_goes_on_where_the_first_has_ended(expected: Any) -> None:
     data = sharded()
-    ours = tfd.distribute(build, mirrored(2))
+    ours = distributed(mirrored(2))
     ours.fit(data, epochs=1, verbose=0)
     ours.fit(data, epochs=2, steps_per_epoch=4, verbose=0)
     assert_same_weights(expected[0], ours)
@@ -77,7 +98,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
                 self.model.stop_training = True
 
     data = sharded()
-    first = tfd.distribute(build, mirrored(2))
+    first = distributed(mirrored(2))
     first.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Stop()])
     assert data.place == (1, 2 * BATCH)
     state, weights = data.state(), first.keras_model.get_weights()
@@ -86,7 +107,6 @@ def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
     again = sharded()
     again.restore(state)
     model = build()
-    model.optimizer.build(model.trainable_variables)
     model.set_weights(weights)
     for variable, value in zip(model.optimizer.variables, variables, strict=True):
         variable.assign(value)
@@ -98,7 +118,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
 
 def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
     ordered = tfd.data.from_arrays(DATA, global_batch=BATCH)
-    ours = tfd.distribute(build, mirrored(3))
+    ours = distributed(mirrored(3))
     expected = build()
     ordered.advance(2)
     np.testing.assert_allclose(
@@ -121,7 +141,7 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
 )
 def test_what_the_data_says_itself(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
-        tfd.distribute(build, mirrored(2)).fit(sharded(), verbose=0, **arguments)
+        distributed(mirrored(2)).fit(sharded(), verbose=0, **arguments)
 
 
 def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
@@ -130,7 +150,7 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
     other = tfd.data.from_arrays(DATA, global_batch=10, seed=4)
     other.restore(data.state())
     with pytest.raises(tfd.TrainingError, match="between two global batches of 10"):
-        tfd.distribute(build, mirrored(2)).fit(other, verbose=0)
+        distributed(mirrored(2)).fit(other, verbose=0)
 
 
 def test_shuffled_arrays_come_in_another_order_in_each_epoch() -> None:
@@ -163,11 +183,11 @@ def test_killed_at_any_step_and_gone_on_with_other_replicas(
         "checkpoint_every": 2,
         "verbose": 0,
     }
-    first = tfd.distribute(build, mirrored(2))
+    first = distributed(mirrored(2))
     with pytest.raises(KilledError):
         first.fit(sharded(), callbacks=[KillAfter(killed_after)], **arguments)
     data = sharded()
-    second = tfd.distribute(build, mirrored(3))
+    second = distributed(mirrored(3))
     history = second.fit(data, **arguments).history
     assert_same_weights(expected[0], second)
     # The epoch that was broken off counts all of its examples.
@@ -181,10 +201,10 @@ def test_killed_at_any_step_and_gone_on_with_other_replicas(
 def test_data_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     arguments = {"epochs": 2, "checkpoint_dir": tmp_path, "verbose": 0}
     with pytest.raises(KilledError):
-        tfd.distribute(build, mirrored(2)).fit(sharded(), callbacks=[KillAfter(6)], **arguments)
+        distributed(mirrored(2)).fit(sharded(), callbacks=[KillAfter(6)], **arguments)
     other = tfd.data.from_arrays((X[:ROWS] + 1, Y[:ROWS]), global_batch=BATCH, seed=4)
     with pytest.raises(tfd.DataError, match="0: content"):
-        tfd.distribute(build, mirrored(2)).fit(other, **arguments)
+        distributed(mirrored(2)).fit(other, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +219,7 @@ def test_checkpoints_in_an_epoch_need_a_position(
     data: Any, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
-        tfd.distribute(build, mirrored(2)).fit(data(), verbose=0, **arguments)
+        distributed(mirrored(2)).fit(data(), verbose=0, **arguments)
 
 
 @pytest.fixture
@@ -224,7 +244,7 @@ def of_record(record: tf.Tensor) -> Any:
 
 def test_damaged_records_end_a_training_by_name(damaged: str) -> None:
     data = tfd.data.from_tfrecords(damaged, of_record, global_batch=2)
-    ours = tfd.distribute(build, mirrored(2))
+    ours = distributed(mirrored(2))
     for call in (ours.fit, ours.evaluate, ours.predict):
         with pytest.raises(tfd.DataError, match=r"rows\.tfrecord: record [23] at byte \d+ is dam"):
             call(data, verbose=0)
@@ -233,7 +253,7 @@ def test_damaged_records_end_a_training_by_name(damaged: str) -> None:
 def test_damaged_records_are_left_out(damaged: str) -> None:
     """As plain Keras does without them: a replica, and a whole step, that are left with none."""
     data = tfd.data.from_tfrecords(damaged, of_record, global_batch=4, on_error="skip")
-    ours = tfd.distribute(build, mirrored(2))
+    ours = distributed(mirrored(2))
     with pytest.warns(UserWarning, match="is damaged"):
         ours.fit(data, epochs=1, verbose=0, shuffle=False)
     rows = [0, 1, *range(4, 12)]
@@ -246,7 +266,7 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
 def test_predictions_are_in_the_order_of_the_data(damaged: str) -> None:
     data = tfd.data.from_arrays(DATA[0], global_batch=BATCH, seed=4)
     data.advance(2)
-    found = tfd.distribute(build, mirrored(2)).predict(data, verbose=0)
+    found = distributed(mirrored(2)).predict(data, verbose=0)
     np.testing.assert_allclose(found, build().predict(DATA[0], verbose=0), rtol=1e-5)
     assert data.place == (0, 2 * BATCH)
 
@@ -258,7 +278,7 @@ def test_predictions_leave_out_damaged_records(damaged: str, replicas: int) -> N
 
     data = tfd.data.from_tfrecords(damaged, inputs, global_batch=2, on_error="skip")
     with pytest.warns(UserWarning, match="is damaged"):
-        found = tfd.distribute(build, mirrored(replicas)).predict(data, verbose=0)
+        found = distributed(mirrored(replicas)).predict(data, verbose=0)
     rows = [0, 1, *range(4, 12)]
     np.testing.assert_allclose(found, build().predict(X[rows], verbose=0), rtol=1e-5)
 
@@ -270,22 +290,22 @@ def test_epochs_of_few_steps_are_gone_on_with_as_they_were(tmp_path: Path) -> No
         return tfd.data.from_arrays(DATA, global_batch=5, seed=4)
 
     arguments: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 5, "verbose": 0}
-    whole = tfd.distribute(build, mirrored(2))
-    whole.fit(data(), **arguments)
-    arguments |= {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    saving = {**arguments, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
     with pytest.raises(KilledError):
-        tfd.distribute(build, mirrored(2)).fit(data(), callbacks=[KillAfter(8)], **arguments)
-    again = tfd.distribute(build, mirrored(2))
-    again.fit(data(), **arguments)
+        distributed(mirrored(2)).fit(data(), callbacks=[KillAfter(8)], **saving)
+    again = distributed(mirrored(2), 1)
+    again.fit(data(), **saving)
     assert int(again.keras_model.optimizer.iterations.numpy()) == 15
-    assert_same_weights(whole.keras_model, again)
+    whole = distributed(mirrored(2))
+    whole.fit(data(), **arguments)
+    assert_same_weights(whole, again)
 
 
 def test_lost_weights_do_not_replace_good_checkpoints(tmp_path: Path) -> None:
     x = X[:ROWS].copy()
     x[30] = np.nan
     data = tfd.data.from_arrays((x, Y[:ROWS]), global_batch=5)
-    ours = tfd.distribute(build, mirrored(2))
+    ours = distributed(mirrored(2))
     with pytest.warns(UserWarning, match="no checkpoint is written"):
         ours.fit(data, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0)
     names = sorted(path.name for path in tmp_path.glob("epoch-*.h5"))
@@ -296,15 +316,15 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     arguments: dict[str, Any] = {"checkpoint_dir": tmp_path / "middle", "verbose": 0}
     broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
     with pytest.raises(KilledError):
-        tfd.distribute(build, mirrored(2)).fit(sharded(), **broken)
+        distributed(mirrored(2)).fit(sharded(), **broken)
     with pytest.raises(tfd.TrainingError, match="after 2 global batches of a ShardedDataset"):
-        tfd.distribute(build, mirrored(2)).fit(*DATA, epochs=2, **arguments)
+        distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     # At the end of an epoch, other data may come: its epochs are counted on.
     arguments["checkpoint_dir"] = tmp_path / "end"
-    tfd.distribute(build, mirrored(2)).fit(*DATA, epochs=2, **arguments)
+    distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     data = sharded()
-    tfd.distribute(build, mirrored(2)).fit(data, epochs=3, **arguments)
+    distributed(mirrored(2)).fit(data, epochs=3, **arguments)
     assert data.place == (3, 0)
     again = sharded()
-    tfd.distribute(build, mirrored(2)).fit(again, epochs=3, **arguments)
+    distributed(mirrored(2)).fit(again, epochs=3, **arguments)
     assert again.place == (3, 0)  # of a training that is done already
