@@ -74,7 +74,12 @@ def quick_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def four_cpus() -> None:
-    """TensorFlow in this process, with four logical CPUs: fixed once it has started."""
+    """TensorFlow in this process, with four logical CPUs: fixed once it has started.
+
+    In a task of a cluster the test starts it, by its strategy.
+    """
+    if in_task.supervisor() is not None:
+        return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
 

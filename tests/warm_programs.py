@@ -92,7 +92,9 @@ def run_together(
     timeout: float,
     cwd: Path | None = None,
 ) -> tuple[dict[str, int | None], dict[str, str]]:
-    """Run all tasks of a plan until they have ended, or one has failed, which ends the others.
+    """Run all tasks of a plan until they have ended, or the coordinator has, or one has failed.
+
+    That ends the others.
 
     Returns:
         The statuses of tasks, by name, and what they wrote to files in `folder`.
@@ -107,7 +109,9 @@ def run_together(
         while time.monotonic() < deadline:
             statuses = {name: program.poll() for name, program in programs.items()}
             running = {name for name, status in statuses.items() if status is None}
-            if running <= plan.services or any(statuses[name] for name in statuses):
+            if running <= plan.services or plan.coordinator in set(statuses) - running:
+                break
+            if any(statuses.values()):
                 break
             time.sleep(0.02)
     finally:

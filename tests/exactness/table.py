@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import matrix
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, run_plan
 
 BOUND = 1e-6  # float32
 LIMIT = 1500  # seconds for one column
@@ -43,8 +43,19 @@ COLUMNS = {
 }
 
 
+def launched(plan: LaunchPlan, folder: Path, env: dict[str, str]) -> str:
+    """What tells of the failure of a run of the plan, if it failed."""
+    with open(os.devnull, "w") as nowhere:
+        result = run_plan(plan, env=env, stream=nowhere, timeout=LIMIT)
+    return "\n".join(result.last_lines) if result.exit_status else ""
+
+
 def train(
-    name: str, workers: int, by_keras: bool, optimizers: Iterable[str] = matrix.OPTIMIZERS
+    name: str,
+    workers: int,
+    by_keras: bool,
+    optimizers: Iterable[str] = matrix.OPTIMIZERS,
+    run_workers: Callable[[LaunchPlan, Path, dict[str, str]], str] = launched,
 ) -> dict[matrix.Cell, matrix.Trained | None]:
     """Run train.py, in a process of its own or as the workers of a cluster."""
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
@@ -54,13 +65,9 @@ def train(
         command = [sys.executable, str(PROGRAM), name, str(out), *["--keras"] * by_keras]
         command += ["--optimizers", *optimizers]
         if workers:
-            with (
-                reserve_ports(addresses_needed(workers=workers)) as ports,
-                open(os.devnull, "w") as nowhere,
-            ):
-                plan = plan_local(command, workers=workers, ports=ports, log_dir=folder, env=env)
-                result = run_plan(plan, env=env, stream=nowhere, timeout=LIMIT)
-            failure = "\n".join(result.last_lines) if result.exit_status else ""
+            with reserve_ports(addresses_needed(workers=workers)) as ports:
+                plan = plan_local(command, workers=workers, ports=ports, env=env)
+                failure = run_workers(plan, Path(folder), env)
         else:
             run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
             failure = run.stderr[-3000:] if run.returncode else ""

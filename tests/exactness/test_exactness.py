@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import matrix
 import pytest
 import table
 import train
+from warm_programs import run_together
+
+from tfdist_ext.launch import LaunchPlan
 
 Cells = dict[matrix.Cell, matrix.Trained | None]
 
@@ -25,11 +29,16 @@ OURS = {"mirrored 3": LAST, "central 3": FIRST, "workers 3": LAST, "workers 2": 
 ELSEWHERE = ["workers 3", "workers 2"]
 
 
+def run_workers(plan: LaunchPlan, folder: Path, env: dict[str, str]) -> str:
+    statuses, logs = run_together(plan, folder, env, timeout=500)
+    return "\n".join(log[-3000:] for log in logs.values()) if any(statuses.values()) else ""
+
+
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[dict[str, Future[Cells]]]:
     with ThreadPoolExecutor(1) as pool:
         yield {
-            title: pool.submit(table.train, *table.COLUMNS[title], [OURS[title]])
+            title: pool.submit(table.train, *table.COLUMNS[title], [OURS[title]], run_workers)
             for title in ELSEWHERE
         }
 

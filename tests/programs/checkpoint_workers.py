@@ -54,12 +54,16 @@ def distributed():
 # A training without a break, and one that is broken off in its third epoch. The others' folder is
 # another one than the chief's, as where each has a disk of its own.
 whole = distributed()
+whole.save_checkpoint(shared / "start.h5")
 result["whole_epochs"] = whole.fit(x, y, checkpoint_dir=shared / f"whole{rank}", **FIT).epoch
 result["whole"] = mlp.flat(whole.keras_model)
 result["whole_bits"] = mlp.fingerprint(whole.keras_model)
-broken = distributed()
+state = whole.keras_model.layers[2].seed_generator.state.numpy().tolist()
+result["shuffled_until_resumed"] = [state]
+whole.restore_checkpoint(shared / "start.h5")  # its steps are compiled
+keras.utils.set_random_seed(7 + 100 * rank)
 with contextlib.suppress(KeyboardInterrupt):
-    broken.fit(x, y, checkpoint_dir=shared / f"parts{rank}", callbacks=[Crashes()], **FIT)
+    whole.fit(x, y, checkpoint_dir=shared / f"parts{rank}", callbacks=[Crashes()], **FIT)
 keras.utils.set_random_seed(1)
 resumed = tfd.distribute(build, strategy)
 history = resumed.fit(x, y, checkpoint_dir=shared / f"parts{rank}", **FIT)
@@ -69,10 +73,8 @@ result["resumed"] = mlp.flat(resumed.keras_model)
 result["resumed_bits"] = mlp.fingerprint(resumed.keras_model)
 again = tfd.distribute(build, strategy).fit(x, y, checkpoint_dir=shared / f"parts{rank}", **FIT)
 result["epochs_of_a_training_that_is_done"] = again.epoch
-result["shuffled_until_resumed"] = [
-    whole.keras_model.layers[2].seed_generator.state.numpy().tolist(),
-    resumed.keras_model.layers[2].seed_generator.state.numpy().tolist(),
-]
+state = resumed.keras_model.layers[2].seed_generator.state.numpy().tolist()
+result["shuffled_until_resumed"].append(state)
 
 # One file, of one model: on all workers, or an error on all.
 resumed.save_checkpoint(shared / "one.h5")
@@ -141,16 +143,16 @@ result["own_written_when_fit_returns"] = sorted(path.name for path in (shared / 
 result["writes_again"] = "save" not in vars(fresh.keras_model)
 
 # What is no number stops all, and is not saved.
-lost = tfd.distribute(build, strategy)
+whole.restore_checkpoint(shared / "start.h5")
 with np.errstate(all="ignore"):
-    history = lost.fit(
+    history = whole.fit(
         x * np.float32(np.nan),
         y,
         checkpoint_dir=shared / "lost",
         callbacks=[keras.callbacks.TerminateOnNaN()],
         **FIT,
     )
-result["lost"] = [len(history.epoch), int(lost.keras_model.optimizer.iterations.numpy())]
+result["lost"] = [len(history.epoch), int(whole.keras_model.optimizer.iterations.numpy())]
 
 print("RESULT " + json.dumps(result), flush=True)
 # The chief is ready long before the other one, which TensorFlow would tell that it has crashed.

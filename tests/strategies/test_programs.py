@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
+from warm_programs import Program, run_program
 
+import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launch import reserve_ports
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-def _run(program: str, **env: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / program)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,  # and then SIGKILL
-    )
+def _run(program: str, folder: Path) -> Any:
+    done = run_program([sys.executable, str(PROGRAMS / program)], folder, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
 
 
-def test_two_real_workers_sum_over_both(run_cluster: Callable[..., list[Any]]) -> None:
-    results = run_cluster("strategy_workers.py", workers=2, timeout=60)
-    assert [result["sum"] for result in results] == [3.0, 3.0]  # (0 + 1) + (1 + 1) on both
-    for index, result in enumerate(results):
-        assert result["class"] == "CollectiveAllReduceStrategy"  # MultiWorkerMirroredStrategy's
-        text = result["explanation"]
-        chief = ", the chief" if index == 0 else ""
-        assert "because      TF_CONFIG describes a cluster (worker)" in text
-        assert f"task         worker:{index}{chief}, in a cluster of 2 worker" in text
-        assert "replicas     2 in sync, 1 of them on this task" in text
-        assert "settings     communication = 'ring' from the call" in text
-        # The environment that was used is not among those passed over.
-        assert not any("TF_CONFIG:" in line for line in text)
-        # A strategy of one machine, made in a worker, stays on that worker.
-        (device,) = [line for line in result["devices_here"] if line.startswith("devices")]
-        assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
+@pytest.mark.cluster(worker=2)
+def test_two_real_workers_sum_over_both(cluster: Any) -> None:
+    index = cluster.task.index
+    strategy = tfd.create_strategy(communication="ring")
+    assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    @tf.function
+    def total() -> tf.Tensor:
+        def step() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("SUM", tf.constant(index + 1.0))
+
+        return strategy.run(step)
+
+    assert float(total()) == (0 + 1) + (1 + 1)
+    text = tfd.explain(strategy).splitlines()
+    chief = ", the chief" if index == 0 else ""
+    assert "because      TF_CONFIG describes a cluster (worker)" in text
+    assert f"task         worker:{index}{chief}, in a cluster of 2 worker" in text
+    assert "replicas     2 in sync, 1 of them on this task" in text
+    assert "settings     communication = 'ring' from the call" in text
+    # The environment that was used is not among those passed over.
+    assert not any("TF_CONFIG:" in line for line in text)
+    # A strategy of one machine, made in a worker, stays on that worker.
+    here = tfd.explain(tfd.create_strategy("one_device")).splitlines()
+    (device,) = [line for line in here if line.startswith("devices")]
+    assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
+    tfd.create_strategy("multi_worker_mirrored")  # a second one, in the same process
 
 
-def test_a_single_worker_is_a_cluster_too() -> None:
-    result = _run("strategy_single_worker.py")
+def test_a_single_worker_is_a_cluster_too(tmp_path: Path) -> None:
+    result = _run("strategy_single_worker.py", tmp_path)
     assert "worker:0 cannot listen at 127.0.0.1:" in result["in_use"]
     assert "the port is in use" in result["in_use"]
     assert "no such rpc_layer as ClusterConfig asks for" in result["rpc_layer"]
@@ -63,8 +70,8 @@ def test_a_single_worker_is_a_cluster_too() -> None:
     assert "task         worker:0, the chief, in a cluster of 1 worker" in result["explanation"]
 
 
-def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
-    result = _run("strategy_one_process.py")
+def test_logical_cpus_a_late_start_and_a_real_parameter_server(tmp_path: Path) -> None:
+    result = _run("strategy_one_process.py", tmp_path)
     assert result["sum"] == 1 + 2 + 3
     assert "because      3 logical CPUs on this machine, no cluster" in result["mirrored"]
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
@@ -87,7 +94,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["multi_worker_mirrored", "parameter_server"])
-def test_a_missing_peer_is_named_while_tensorflow_waits(strategy: str) -> None:
+def test_a_missing_peer_is_named_while_tensorflow_waits(strategy: str, tmp_path: Path) -> None:
     with reserve_ports(4) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         if strategy == "parameter_server":
@@ -97,27 +104,22 @@ def test_a_missing_peer_is_named_while_tensorflow_waits(strategy: str) -> None:
             jobs = {"worker": addresses[:2]}
             me, missing = Task("worker", 0), ["worker:1", addresses[1]]
         config = ClusterConfig(jobs=jobs, task=me)
-        process = subprocess.Popen(
+        errors = tmp_path / "stderr"
+        process = Program(
             [sys.executable, str(PROGRAMS / "strategy_missing_peer.py"), strategy],
-            env={
-                **os.environ,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "TF_CONFIG": config.to_tf_config(),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
+            output=tmp_path / "stdout",
+            errors=errors,
+            env={**os.environ, "TF_CONFIG": config.to_tf_config()},
         )
-        limit = threading.Timer(40, process.kill)
-        limit.start()
         try:
-            assert process.stderr is not None
-            line = next((line for line in process.stderr if "waiting for" in line), "")
+            deadline = time.monotonic() + 40
+            line = ""
+            while not line and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.05)
+                lines = errors.read_text().splitlines(keepends=True)
+                line = next((x for x in lines if "waiting for" in x and x.endswith("\n")), "")
         finally:
-            limit.cancel()
             process.kill()  # SIGTERM would not end it
-            process.wait()
-            assert process.stderr is not None
-            process.stderr.close()
     assert line.startswith(f"{me}: waiting for ")
     for word in missing:
         assert word in line

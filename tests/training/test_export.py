@@ -18,19 +18,15 @@ import tfdist_ext as tfd
 FIT = {"batch_size": 16, "verbose": 0}
 IDS = np.arange(24, dtype="int32").reshape(12, 2) % 7
 
-SERVES = """
-import sys, numpy as np, tensorflow as tf
-exported, inputs, expected = sys.argv[1:]
+SERVES_AND_LOADS = """
+import sys, keras, numpy as np, tensorflow as tf
+exported, saved, inputs, expected = sys.argv[1:]
+inputs, expected = np.load(inputs), np.load(expected)
 loaded = tf.saved_model.load(exported)
-outputs = loaded.serve(np.load(inputs))
-np.testing.assert_allclose(outputs, np.load(expected), atol=1e-6)
-"""
-
-LOADS = """
-import sys, numpy as np, keras
-saved, inputs, expected = sys.argv[1:]
-outputs = keras.models.load_model(saved).predict(np.load(inputs), verbose=0)
-np.testing.assert_allclose(outputs, np.load(expected), atol=1e-6)
+np.testing.assert_allclose(loaded.serve(inputs), expected, atol=1e-6)
+predicted = keras.models.load_model(saved).predict(inputs, verbose=0)
+np.testing.assert_allclose(predicted, expected, atol=1e-6)
+assert "tfdist_ext" not in sys.modules
 """
 
 
@@ -80,12 +76,6 @@ def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
     return build
 
 
-def in_a_fresh_process(code: str, *files: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, files)], check=True, timeout=100
-    )
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
     model = tfd.distribute(normalized, mirrored(3))
@@ -95,8 +85,9 @@ def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
     model.export(tmp_path / "exported", verbose=False)
     model.save(tmp_path / "saved.keras")
     files = tmp_path / "x.npy", tmp_path / "expected.npy"
-    in_a_fresh_process(SERVES, tmp_path / "exported", *files)
-    in_a_fresh_process(LOADS, tmp_path / "saved.keras", *files)
+    command = [sys.executable, "-W", "ignore", "-c", SERVES_AND_LOADS]
+    command += map(str, (tmp_path / "exported", tmp_path / "saved.keras", *files))
+    subprocess.run(command, check=True, timeout=100)
 
 
 @pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "central_storage"])

@@ -96,10 +96,11 @@ def test_each_worker_reads_its_own_records_only(results: dict[str, Any]) -> None
         assert whole / 2 * 0.98 < task["bytes"] < whole / 2 * 1.6
 
 
-@pytest.mark.parametrize("kind", ["by_function", "moved", "eager"])
-def test_workers_with_other_numbers_of_batches(kind: str, results: dict[str, Any]) -> None:
-    """As one process on the global batches: the rows that each worker has at that step."""
+@pytest.fixture(scope="module")
+def of_all_tasks(four_cpus: None) -> tuple[list[np.ndarray], list[float], list[float]]:
+    """One process on the global batches: its weights, the error of each epoch, and of a test."""
     model = case.build()
+    model.run_eagerly = True  # few small steps take less time than making a graph of one
     errors = []
     for epoch in range(2):
         global_batches = case.of_all_tasks(epoch)
@@ -109,11 +110,19 @@ def test_workers_with_other_numbers_of_batches(kind: str, results: dict[str, Any
         errors.append(np.average(of_batches, weights=[len(x) for x, _ in global_batches]))
     batches = case.of_all_tasks(0)
     x, y = (np.concatenate([batch[i] for batch in batches]) for i in range(2))
-    evaluated = model.evaluate(x, y, verbose=0)
+    return model.get_weights(), errors, model.evaluate(x, y, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["by_function", "moved", "eager"])
+def test_workers_with_other_numbers_of_batches(
+    kind: str, results: dict[str, Any], of_all_tasks: Any
+) -> None:
+    """As one process on the global batches: the rows that each worker has at that step."""
+    trained, errors, evaluated = of_all_tasks
     for task in results["2"]:
         found = task[kind]
         assert found["place"] == [2, 0]
-        for weights, wanted in zip(found["weights"], model.get_weights(), strict=True):
+        for weights, wanted in zip(found["weights"], trained, strict=True):
             np.testing.assert_allclose(weights, wanted, rtol=0, atol=1e-6)
         np.testing.assert_allclose(found["history"]["mae"], errors, rtol=1e-5)
         np.testing.assert_allclose(found["evaluate"], evaluated, rtol=1e-5)
