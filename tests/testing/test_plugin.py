@@ -6,19 +6,36 @@ import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from task_bodies import is_alive
+
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.testing import plugin
+from tfdist_ext.testing.matrix import case_of
 
 PROJECT = '''
 import os
+import subprocess
 import time
 
 import pytest
+
+CHILDREN = []
 
 
 @pytest.fixture
 def prepared(tmp_path):
     return tmp_path
+
+
+@pytest.fixture
+def slow_end():
+    yield "value"
+    time.sleep(3)
 
 
 @pytest.mark.cluster(worker=2)
@@ -89,6 +106,46 @@ def test_with_servers(cluster):
     tfd.run(lambda: tfd.create_strategy())
 
 
+@pytest.mark.slow
+@pytest.mark.cluster(worker=2)
+def test_options_of_the_command_line(cluster, request):
+    assert request.config.getoption("--width") == 5
+    print("seen by", cluster.task)
+
+
+@pytest.mark.cluster(worker=2)
+def test_failed_before_it_was_killed(cluster, slow_end):
+    if cluster.task.index == 1:
+        assert slow_end == "never"
+    time.sleep(1)
+    cluster.kill("worker", 1)
+
+
+@pytest.mark.cluster(worker=2)
+def test_of_its_own_end(cluster):
+    with pytest.raises(Exception, match="cannot kill itself"):
+        cluster.kill(cluster.task.type, cluster.task.index)
+
+
+@pytest.mark.cluster(worker=2)
+def test_leaves_processes(cluster):
+    for apart in (False, True):
+        CHILDREN.append(subprocess.Popen(["sleep", "600"], start_new_session=apart))
+        file = f"{CHILDREN[-1].pid}.child"
+        open(os.path.join(os.environ["SHARED_FOLDER"], file), "w").close()
+
+
+@pytest.mark.cluster(worker=2)
+def test_one_leaves(cluster):
+    if cluster.task.index == 1:
+        pytest.exit("enough", returncode=0)
+
+
+@pytest.mark.cluster(worker=2, timeout=None)
+def test_a_wrong_limit():
+    pass
+
+
 @pytest.mark.logical_cpus(3)
 def test_three():
     import tensorflow as tf
@@ -121,6 +178,10 @@ def test_cluster_without_a_mark(cluster):
     pass
 '''
 
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--width", type=int, default=4)
+"""
 OUTCOMES = {
     "test_sum[0.0]": "PASSED",
     "test_sum[1.0]": "PASSED",
@@ -131,6 +192,12 @@ OUTCOMES = {
     "test_a_fixture_is_missing": "FAILED",
     "test_killed_and_started_again": "PASSED",
     "test_with_servers": "PASSED",
+    "test_options_of_the_command_line": "PASSED",
+    "test_failed_before_it_was_killed": "FAILED",
+    "test_of_its_own_end": "PASSED",
+    "test_leaves_processes": "PASSED",
+    "test_one_leaves": "FAILED",
+    "test_a_wrong_limit": "FAILED",
     "test_three": "PASSED",
     "test_two_in_a_process_of_its_own": "PASSED",
     "test_strategy[mirrored_2]": "PASSED",
@@ -142,14 +209,20 @@ OUTCOMES = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     """What a pytest on the project prints, under xdist; the sample project's runs without it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_it.py").write_text(PROJECT)
-    options = "--strict-markers -W error -ra --verbosity=0 --ff"  # some are of pytest's own plugins
-    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
-    shared = tmp_path_factory.mktemp("shared")
-    command = [sys.executable, "-m", "pytest", "-vv", "-rA"]
+    (folder / "conftest.py").write_text(CONFTEST)
+    # Some are of pytest's own plugins, and some are overruled on the command line.
+    options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
+    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
+    command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5"]
     command += ["--tfdist-strategies=mirrored_2,placed_3,mwms_2", "-n", "2"]
     done = subprocess.run(
         command,
@@ -191,7 +264,34 @@ def test_a_hang_shows_where_each_task_is(run: str) -> None:
     assert "_pytest" not in text
 
 
+def test_an_output_is_kept_of_what_passes(run: str) -> None:
+    for index in (0, 1):
+        pattern = rf"Captured output of worker:{index} -*\n(?:.*\n)*?seen by worker:{index}"
+        assert re.search(pattern, run), run
+
+
+def test_no_process_is_left_of_what_passes(run: str, shared: Path) -> None:
+    children = [int(file.stem) for file in shared.glob("*.child")]
+    assert len(children) == 4
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, children)):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+def test_a_mark_and_a_strategy_that_disagree_are_an_error() -> None:
+    class Item:
+        callspec = SimpleNamespace(params={"strategy": case_of("mwms_2")})
+        get_closest_marker = {"cluster": pytest.mark.cluster(worker=3).mark}.get
+
+    with pytest.raises(StrategyError, match="its strategy is mwms_2, which has 2 workers"):
+        plugin._own_processes(Item())
+
+
 def test_mistakes_are_named(run: str) -> None:
+    assert "worker:1: cluster = " in section(run, "test_failed_before_it_was_killed")
+    assert "worker:1 ended before the test did" in section(run, "test_one_leaves")
+    assert "seconds above 0; None arrived" in section(run, "test_a_wrong_limit")
     assert "fixture 'absent' not found" in section(run, "test_a_fixture_is_missing")
     assert "@pytest.mark.cluster(worker=2, ps=1)" in section(run, "test_a_wrong_mark")
     assert "is for tests marked with @pytest.mark.cluster" in run

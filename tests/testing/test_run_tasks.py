@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -22,18 +21,11 @@ from tfdist_ext.testing.tasks import warm
 TWO = {"worker": 2}
 
 
-def is_alive(pid: int) -> bool:
-    """A zombie is dead: only nobody has asked yet."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
 def wait_until_dead(folder: Path, files: int) -> None:
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
     assert len(pids) == files
     deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
+    while any(map(task_bodies.is_alive, pids)):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,20 +42,35 @@ def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestRe
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=value)
         found.setdefault(task, []).append(report)
 
-    arguments = _arguments(item)
+    began = time.monotonic()
+    arguments, options = _arguments(item), _options(item.config)
     folder = str(item.config.invocation_params.dir)
     try:
-        supervise(
+        results = supervise(
             _run,
             own.cluster,
             own.timeout,
-            args=(arguments, folder),
+            args=(arguments, options, folder),
             told=told,
             logical_cpus=own.logical_cpus,
         )
     except LaunchError as error:
         return failed(item, str(error))
-    return _combined(item, list(found.values()))
+    for task, reports in found.items():
+        if wrong := [report.longreprtext for report in reports if report.failed]:
+            return failed(item, f"{task}: {wrong[0]}")  # also of one that was killed after it
+    ends = {task for task, reports in found.items() if any(r.when == "teardown" for r in reports)}
+    if without := [task for task in results if task not in ends]:
+        return failed(item, f"{without[0]} ended before the test did.")
+    chosen = _combined(item, list(found.values()))
+    chosen[0].duration += time.monotonic() - began - sum(report.duration for report in chosen)
+    shown = next((report for report in chosen if report.when == "call"), chosen[0])
+    for task, text in results.outputs.items():
+        if text:
+            shown.sections.append((f"Captured output of {task}", text))
+            if item.config.getoption("capture") == "no":
+                sys.stdout.write(f"---- output of {task}\n{text}")
+    return chosen
 
 
 def failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
@@ -93,6 +111,7 @@ def _arguments(item: pytest.Item) -> list[str]:
     arguments += ["-s", "-p", "no:faulthandler"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
+    arguments += ["--import-mode", config.getoption("importmode")]
     for name in config.getoption("plugins") or ():
         arguments += ["-p", name]
     for plugin, without in (("xdist", ["-n", "0"]), ("timeout", ["--timeout", "0"])):
@@ -101,7 +120,47 @@ def _arguments(item: pytest.Item) -> list[str]:
     return arguments
 
 
-def _run(arguments: list[str], folder: str) -> None:
+# Options of pytest and its plugins that are of the session, or that the supervisor sees to.
+# fmt: off
+_OF_THE_SESSION = {
+    "basetemp", "cacheclear", "cacheshow", "capture", "collectonly", "confcutdir", "durations",
+    "durations_min", "failedfirst", "file_or_dir", "help", "inifilename",
+    "last_failed_no_failures", "lf", "newfirst", "override_ini", "pastebin", "plugins",
+    "pythonwarnings", "report_log", "rootdir", "setupshow", "stepwise", "stepwise_reset",
+    "stepwise_skip", "timeout", "timeout_method", "session_timeout", "trace", "usepdb",
+    "version", "xmlpath", "dist", "distload", "looponfail", "maxprocesses", "maxworkerrestart",
+    "numprocesses", "px", "rsyncdir", "testrunuid", "tx",
+}
+# fmt: on
+# A task's pytest has one test, which was chosen already.
+_OF_CHOICE: dict[str, Any] = {
+    "deselect": None,
+    "ignore": None,
+    "ignore_glob": None,
+    "keyword": "",
+    "markexpr": "",
+    "maxfail": 0,
+}
+
+
+def _options(config: pytest.Config) -> dict[str, Any]:
+    """The session's options as they are now, those of conftest files included, for a task."""
+
+    def can_be_sent(value: Any) -> bool:
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return False
+        return True
+
+    return {
+        name: value
+        for name, value in vars(config.option).items()
+        if name not in _OF_THE_SESSION and can_be_sent(value)
+    } | _OF_CHOICE
+
+
+def _run(arguments: list[str], options: dict[str, Any], folder: str) -> None:
     os.chdir(folder)
     here = supervisor()
     assert here is not None
@@ -110,7 +169,7 @@ def _run(arguments: list[str], folder: str) -> None:
     arguments = [*arguments, "--basetemp", own]
     if "no:cacheprovider" not in arguments:
         arguments += ["-o", f"cache_dir={own}-cache"]
-    reporter = _Reporter()
+    reporter = _Reporter(options)
     status = pytest.main(arguments, plugins=[reporter])
     if status != pytest.ExitCode.OK:
         text = "\n".join(reporter.failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
@@ -120,8 +179,13 @@ def _run(arguments: list[str], folder: str) -> None:
 class _Reporter:
     """A plugin of a task's pytest: sends its reports to the supervisor."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.failed: list[str] = []
+        self._options = options
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> None:
+        vars(config.option).update(self._options)  # before anybody looks at them
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:

@@ -67,7 +67,7 @@ def cluster() -> Cluster:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test in processes of its own where it has to; else pytest goes on."""
-    if in_task.supervisor() is not None:
+    if in_task.supervisor() is not None or item.config.getoption("setuponly"):
         return None
     try:
         own = _own_processes(item)
@@ -108,6 +108,11 @@ def _own_processes(item: pytest.Item) -> OwnProcesses | None:
         if marker.args or not wanted:
             raise StrategyError(
                 f"write the mark as @pytest.mark.cluster(worker=2, ps=1); {marker.args!r} arrived."
+            )
+        if case is not None and case.workers not in (0, wanted.get("worker")):
+            raise StrategyError(
+                f"the test's mark asks for {wanted}, and its strategy is {case.name}, which has"
+                f" {case.workers} workers. Leave one of them out."
             )
         return OwnProcesses(wanted, cpus or 1, timeout)
     if case is not None and case.workers:

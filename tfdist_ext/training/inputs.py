@@ -136,7 +136,7 @@ def _parts_of_arrays(
     arrays: Any, rows: int, batch: int, seed: int | None, within_batches: bool
 ) -> Callable[[int], PartsOf]:
     """The number of the first global batch -> the parts from there on."""
-    steps = -(-rows // batch)
+    steps = max(1, -(-rows // batch))
     # Where there are no rows or steps, or fewer than none, the epochs say so.
     order = Order(max(rows, 1), max(1, min(batch, rows)), None if within_batches else seed)
 

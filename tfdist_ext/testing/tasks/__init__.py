@@ -65,6 +65,8 @@ def supervise(
 
     Without a cluster (None) it is one process.
     """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise LaunchError(f"timeout is a number of seconds above 0; {timeout!r} arrived.")
     counts = {} if cluster is None else _counts(cluster)
     needed = addresses_needed(**counts) if counts else 0
     env = dict(os.environ if env is None else env)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan
+from tfdist_ext.launch import LaunchPlan, watchdog
 from tfdist_ext.launch.guard import Guard
 from tfdist_ext.testing.tasks import in_task, warm
 from tfdist_ext.testing.tasks.failure import failure, words_for
@@ -65,12 +65,16 @@ class Supervision:
     ):
         self._plan = {task.name: task for task in plan.tasks}
         self._coordinator = plan.coordinator
-        self._call, self._args, self._env, self._folder = call, args, env, folder
+        self._call, self._args, self._folder = call, args, folder
         self._timeout, self._told = timeout, told
         self._tasks: dict[str, _Task] = {}
         self._began = time.monotonic()
         self._failed: list[str] = []
-        self._guard = Guard(uuid.uuid4().hex, os.environ)
+        # What tasks start has the mark, wherever it goes.
+        self._run_id = uuid.uuid4().hex
+        mark = watchdog.mark_for(self._run_id, env.get(watchdog.MARK, ""))
+        self._env = {**env, watchdog.MARK: mark}
+        self._guard = Guard(self._run_id, os.environ)
 
     def run(self) -> Results:
         try:
@@ -84,6 +88,7 @@ class Supervision:
         finally:
             for task in self._tasks.values():
                 _kill(task)
+            watchdog.signal_all(watchdog.marked(self._run_id), signal.SIGKILL)
             self._guard.dismiss()
 
     def _start(self, name: str, attempt: int = 0) -> None:
@@ -148,15 +153,21 @@ class Supervision:
             task.error, task.done = value, True
             self._failed.append(task.name)
         elif kind in ("kill", "restart"):
-            task.connection.send(self._asked(kind, value))
+            answer = self._asked(kind, value, task)
+            with contextlib.suppress(OSError):  # killed meanwhile by a third one
+                task.connection.send(answer)
         else:
             self._told(task.name, kind, value)
         return True
 
-    def _asked(self, kind: str, name: str) -> Any:
+    def _asked(self, kind: str, name: str, by: _Task) -> Any:
         if name not in self._tasks:
             return LaunchError(f"there is no task {name}; there are {', '.join(self._tasks)}.")
         task = self._tasks[name]
+        if task is by:
+            return LaunchError(f"{name} cannot {kind} itself; another task can.")
+        while not task.ended and task.connection.poll(0) and self._hear(task):
+            pass  # what it told before
         task.killed = True
         _kill(task)
         if kind == "restart":
@@ -197,10 +208,9 @@ def _text(task: _Task) -> str:
 
 def _kill(task: _Task) -> None:
     """End the process and all that it has started."""
-    if task.process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(task.process.pid, signal.SIGKILL)
-        task.process.send_signal(signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(task.process.pid, signal.SIGKILL)
+    task.process.send_signal(signal.SIGKILL)
     task.process.join(5.0)
     task.connection.close()
     task.ended = True
