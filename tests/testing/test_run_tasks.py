@@ -121,18 +121,45 @@ def test_threads_that_wait_for_one_process_all_have_its_status() -> None:
             assert list(pool.map(process.join, [20.0] * 4)) == [0] * 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_the_caller_is_ended(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "caller.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import task_bodies\n"
-        "from tfdist_ext.testing import run_tasks\n"
-        "if __name__ == '__main__':\n"
-        f"    run_tasks(task_bodies.with_a_child, 2, 100, args=({str(tmp_path)!r},))\n"
-    )
-    caller = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL)
+BY_HAND = """
+import sys
+sys.path.insert(0, {here!r})
+import task_bodies
+from tfdist_ext.testing import run_tasks
+if __name__ == "__main__":
+    run_tasks(task_bodies.with_a_child, 2, 100, args=({folder!r},))
+"""
+BY_PYTEST = """
+import sys
+import pytest
+sys.path.insert(0, {here!r})
+import task_bodies
+@pytest.mark.cluster(worker=2, timeout=100)
+def test_it():
+    task_bodies.with_a_child({folder!r})
+"""
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=."]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "number"),
+    [
+        (BY_HAND, [], signal.SIGINT),
+        (BY_HAND, [], signal.SIGTERM),
+        (BY_HAND, [], signal.SIGKILL),
+        (BY_PYTEST, PYTEST, signal.SIGINT),
+        (BY_PYTEST, [*PYTEST, "-n", "1"], signal.SIGKILL),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGKILL", "pytest, SIGINT", "xdist, SIGKILL"],
+)
+def test_nothing_is_left_when_the_caller_is_ended(
+    text: str, options: list[str], number: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "test_caller.py"
+    script.write_text(text.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, *options, str(script)]
+    nowhere = subprocess.DEVNULL
+    caller = subprocess.Popen(command, cwd=tmp_path, stdout=nowhere, stderr=nowhere)
     try:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("*.pid"))) < 4:

@@ -30,7 +30,9 @@ _HERE, _DONE, _FAILED = (f"ram://tfdist_ext/coordinator_{w}" for w in ("here", "
 
 _LOOK_EVERY = 0.5  # seconds
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its last word
-_TELL = 3.0  # seconds for a server to take the last word; it may be dead, or frozen
+# Seconds for a server to take the last word; it may be dead, or frozen. One that does not hear of a
+# success in time, as it is busy with the end of a pipeline, ends as after a crash.
+_TELL = {_DONE: 15.0, _FAILED: 3.0}
 
 
 class RoleEnded(SystemExit):
@@ -146,7 +148,7 @@ class _Messengers:
         """Returns when all servers have heard it, or those that have not had their time."""
         self._word = word
         self._leave.set()
-        deadline = time.monotonic() + _TELL
+        deadline = time.monotonic() + _TELL[word]
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -2,5 +2,6 @@
 
 from tfdist_ext.training.distributing import distribute
 from tfdist_ext.training.model import DistributedModel
+from tfdist_ext.training.worker_tensorboard import WorkerTensorBoard
 
-__all__ = ["DistributedModel", "distribute"]
+__all__ = ["DistributedModel", "WorkerTensorBoard", "distribute"]

@@ -90,12 +90,16 @@ class SynchronousEngine:
                 self._warned_of_xla = True
             model.jit_compile = False
 
-    def program(self, model: keras.Model, kind: str) -> Any:
-        """The compiled steps ("train" or "test"), made anew when the model was compiled since."""
-        compiled = (model.optimizer, model.loss, model.metrics)
+    def program(self, model: keras.Model, kind: str, *, watched: bool = False) -> Any:
+        """The compiled steps ("train" or "test"), made anew when the model was compiled since.
+
+        Args:
+            watched: the program has a StepWatch.
+        """
+        compiled = (model.optimizer, model.loss, model.metrics, watched)
         made_for, program = self._programs.get(kind, (None, None))
         if program is None or made_for != compiled:
-            program = self._make_program(model, kind)
+            program = self._make_program(model, kind, watched)
             self._programs[kind] = (compiled, program)
         return program
 
@@ -110,7 +114,7 @@ class SynchronousEngine:
         with self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str) -> Any:
+    def _make_program(self, model: keras.Model, kind: str, watched: bool) -> Any:
         name = f"{kind}_step"
         with calls_go_to(model, **{name: self._seeds.around(getattr(model, name))}):
-            return StepProgram(model, self._strategy, self.reduction, kind)
+            return StepProgram(model, self._strategy, self.reduction, kind, watched=watched)

@@ -43,6 +43,7 @@ from tfdist_ext.training.exact_losses import (
     scale_loss,
 )
 from tfdist_ext.training.part import Part, part, set_part
+from tfdist_ext.training.step_watch import when
 
 __all__ = ["install"]
 
@@ -79,6 +80,9 @@ def _apply(
         if g is not None
     ]
 
+    if here.watch is not None:
+        here.watch.gradients(weighted, here.share(tf.float64))
+
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)
         original(optimizer, [None if g is None else next(there, None) for g in grads], variables)
@@ -93,7 +97,7 @@ def _apply(
     touched = [*variables, *optimizer.variables]
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
 
-        def apply_once(_: Any, gradients: list[Any]) -> None:
+        def apply_once(_: Any, gradients: list[Any]) -> Any:
             with_gradient = [v for g, v in zip(grads, variables, strict=False) if g is not None]
             summed = _on_owners(gradients, with_gradient, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
@@ -106,11 +110,13 @@ def _apply(
             ):
                 apply(summed)
             send_out(touched, strategy)
+            return () if here.watch is None else when(summed)
 
         here.check_graph()
-        tf.distribute.get_replica_context().merge_call(apply_once, args=(weighted,))
+        merge_call = tf.distribute.get_replica_context().merge_call
+        here.meeting(lambda gradients: merge_call(apply_once, args=(gradients,)), weighted)
     else:
-        summed = here.sum_up(weighted)
+        summed = here.meeting(here.sum_up, weighted)
         number = int(tf.get_static_value(_replica_number()))
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
         with set_part(None), outside_of_strategies(optimizer), copies:

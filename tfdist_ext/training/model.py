@@ -29,6 +29,7 @@ from tfdist_ext.training.same_data import check_same_call, warn_of_different_dat
 from tfdist_ext.training.saving.checkpoints import Progress
 from tfdist_ext.training.saving.methods import Saving
 from tfdist_ext.training.saving.resuming import Resumable
+from tfdist_ext.training.worker_tensorboard import WorkerTensorBoard
 
 __all__ = ["DistributedModel"]
 
@@ -189,7 +190,10 @@ class DistributedModel(Saving):
     ) -> keras.callbacks.History:
         model = self._model
         loop = Loop(model, self._engine, hooks, "train")
-        program = self._engine.program(model, "train")
+        boards = [board for board in hooks.callbacks if isinstance(board, WorkerTensorBoard)]
+        program = self._engine.program(model, "train", watched=bool(boards))
+        for board in boards:
+            board.follow(program, self._strategy, self._reduction)
         logs: dict[str, Any] = {}
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)

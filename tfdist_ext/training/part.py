@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training._tf_private import keys_of_turn
+from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
 
 __all__ = ["Part", "current_graph", "outside_of_inner_graphs", "part", "set_part"]
@@ -34,6 +35,7 @@ class Part:
         batch: what the replica's step gets, a structure of tensors.
         weighted_loss: of a step whose loss can be weighted; else None.
         turn: the number of the step in a loop in the graph; None where there is no loop.
+        watch: of a step whose time is wanted.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Part:
         batch: Any,
         weighted_loss: WeightedLoss | None = None,
         turn: tf.Tensor | None = None,
+        watch: ReplicaWatch | None = None,
     ):
         self.replicas = replicas
         self.local_replicas = local_replicas
@@ -55,6 +58,7 @@ class Part:
         self._graph = current_graph()
         self.weighted_loss = weighted_loss
         self._turn = turn
+        self.watch = watch
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -123,6 +127,10 @@ class Part:
             summed.append(iter(all_of))
         return [next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values]
 
+    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+        """`meet(values)`, in which this replica waits for the others; noted for who asks."""
+        return meet(values) if self.watch is None else self.watch.meeting(meet, values)
+
     def total(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The sum of each tensor over all replicas, to be used inside a model.
 
@@ -135,15 +143,15 @@ class Part:
         def summed(*parts: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> Any:
                 if self.weighted_loss is not None and self.weighted_loss.computing:
-                    return self.sum_up(upstream)
-                reduced = self.sum_up(self.weighted(upstream))
+                    return self.meeting(self.sum_up, upstream)
+                reduced = self.meeting(self.sum_up, self.weighted(upstream))
                 shares = [self.share(value.dtype) for value in reduced]
                 return [
                     tf.math.divide_no_nan(value, share)
                     for value, share in zip(reduced, shares, strict=True)
                 ]
 
-            return self.sum_up([tf.identity(value) for value in parts]), gradient
+            return self.meeting(self.sum_up, [tf.identity(value) for value in parts]), gradient
 
         return list(summed(*values))
 

@@ -29,7 +29,7 @@ class Reduction:
         self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
-        self._sum = tf.function(self._sum_of_local, autograph=False, reduce_retracing=True)
+        self._sums: dict[Any, Any] = {}
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
@@ -104,7 +104,13 @@ class Reduction:
         value = np.asarray(value)
         if not self.multi_worker:
             return value
-        return self._sum(tf.constant(value)).numpy()
+        value = tf.constant(value)
+        # One function for each kind: TensorFlow warns of one that is traced for many.
+        kind = tf.TensorSpec([None] * value.shape.rank, value.dtype)
+        if kind not in self._sums:
+            function = tf.function(self._sum_of_local, autograph=False)
+            self._sums[kind] = function.get_concrete_function(kind)
+        return self._sums[kind](value).numpy()
 
     def from_chief(self, value: Any) -> np.ndarray:
         """The chief's number or array, on every worker; every worker must call."""

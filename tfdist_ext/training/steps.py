@@ -7,6 +7,7 @@ end; so logs are the same on every worker.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
+from tfdist_ext.training.step_watch import StepWatch, Unwatched
 from tfdist_ext.training.weighted_loss import WeightedLoss, hands_gradients_on
 
 __all__ = ["Execution", "StepProgram"]
@@ -48,6 +50,8 @@ class StepProgram:
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
         kind: str,
+        *,
+        watched: bool = False,
     ):
         self._model = model
         self._strategy = strategy
@@ -58,6 +62,7 @@ class StepProgram:
         self._weighs_loss = hands_gradients_on(self._step, model)
         check_built(model)
         self._reduction = reduction
+        self.watch = StepWatch() if watched else Unwatched()
         metrics = [variable for metric in model.metrics for variable in metric.variables]
         self._metrics = list({id(variable): variable for variable in metrics}.values())
         known = {id(variable) for variable in self._metrics}
@@ -65,7 +70,8 @@ class StepProgram:
         self._own = OwnCopies(strategy, reduction.local_replicas)
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
-        if model.jit_compile and not model.run_eagerly:
+        # XLA knows no time of day.
+        if model.jit_compile and not model.run_eagerly and not watched:
             self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
         compiled: Callable[[Any], Any] = lambda function: function  # noqa: E731
         if not model.run_eagerly:
@@ -115,25 +121,36 @@ class StepProgram:
         }
         return Execution(logs, int(steps), float(chief_seconds))
 
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
+        values = [
+            tf.add_n(list(of_replicas)) if variable.aggregation == "sum" else of_replicas[0]
+            for variable, *of_replicas in zip(self._metrics, *self._states, strict=True)
+        ]
+        with ReplicaScope(zip(self._metrics, values, strict=True)):
+            return {name: float(value) for name, value in results(self._model, {}, set()).items()}
+
     def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
+        batches = self.watch.reading(iterator)
 
         def body(i: Any, states: States, outputs: Any) -> Any:
-            states, outputs = self._one_step(next(iterator), states, turn=i)
+            states, outputs = self._one_step(next(batches), states, turn=i)
             return i + 1, states, outputs
 
         start = (tf.constant(0), states, self._empty_outputs(iterator, states))
-        _, states, outputs = tf.while_loop(lambda i, *_: i < n, body, start)
-        return self._finish(states, outputs, n, seconds)
+        done, states, outputs = tf.while_loop(lambda i, *_: i < n, body, start)
+        return self._finish(states, outputs, done, seconds)
 
     def _run_open_ended(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
+        batches = self.watch.reading(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
-            batch = iterator.get_next_as_optional()
-            more = self._reduction.on_all_workers(batch.has_value())
+            batch = batches.get_next_as_optional()
+            more = self.watch.agreeing(self._reduction.on_all_workers, batch.has_value())
             states, outputs = tf.cond(
                 more,
                 lambda: self._one_step(batch.get_value(), states, turn=i),
@@ -151,10 +168,11 @@ class StepProgram:
     def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states, agreed=True)
+        batches = self.watch.reading(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
-            batch = next(iterator)
-            rows, real = self._reduction.rows_of_all(batch)
+            batch = next(batches)
+            rows, real = self.watch.agreeing(self._reduction.rows_of_all, batch)
             more = real > 0
             states, outputs = tf.cond(
                 rows > 0,
@@ -174,12 +192,14 @@ class StepProgram:
     ) -> Any:
         done = 0
         outputs: dict[str, Any] = {}
+        batches = self.watch.reading(iterator)
+        count = functools.partial(self.watch.agreeing, self._reduction.rows_of_all)
         while done < int(n):
             try:
-                batch = next(iterator)
+                batch = next(batches)
             except StopIteration:
                 break
-            rows, real = self._reduction.rows_of_all(batch) if agreed else (None, 1)
+            rows, real = count(batch) if agreed else (None, 1)
             if real == 0:
                 break
             done += 1
@@ -193,7 +213,8 @@ class StepProgram:
         """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
         self._turn = turn
         with kp.rows_taken_by(self._rows):
-            new, written, outputs = self._reduction.run(self._replica, batch, states, rows)
+            results = self._reduction.run(self._replica, batch, states, rows)
+        new, written, outputs, notes = results
         local = self._strategy.experimental_local_results
         for number, value in written.items():
             # The value is equal on all replicas, so any of them will do.
@@ -203,6 +224,8 @@ class StepProgram:
                 args=(local(value)[0],),
                 group=False,
             )
+        if self.watch.watching:
+            self.watch.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
         by_replica = zip(*(local(value) for value in new), strict=True)
         # An empty zip has lost how many replicas there were.
         states = [list(state) for state in by_replica] or states
@@ -218,12 +241,13 @@ class StepProgram:
         rows, of, batch = part
         of = of if rows_of_all is None else rows_of_all
         here = None
-        if tf.distribute.has_strategy():
+        watch = self.watch.of_replica()
+        if tf.distribute.has_strategy() or watch is not None:
             on = self._reduction
             loss = WeightedLoss(self._model.optimizer) if self._weighs_loss else None
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
-            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn)
+            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn, watch)
         with (
             set_part(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
@@ -242,7 +266,8 @@ class StepProgram:
             written = here.mean(written)
         if here:
             outputs = {name: here.contribution(value) for name, value in outputs.items()}
-        return new, {str(number): value for number, value in written.items()}, outputs
+        notes = () if watch is None else watch.notes(new)
+        return new, {str(number): value for number, value in written.items()}, outputs, notes
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -260,6 +285,7 @@ class StepProgram:
         values, last, chief_seconds = self._reduction.over_all(
             self._metrics, states, outputs, seconds
         )
+        self.watch.execution_is_done(steps)
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             logs = results(self._model, last, self._updated)
         return logs, values, states, steps, chief_seconds

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.carried import what_keeps_here
 from tfdist_ext.training.coordinated.inputs import WorkerBatches
@@ -120,5 +121,11 @@ class CoordinatorEngine(SynchronousEngine):
         with outside_of_strategies(), updates_on_servers(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str) -> CoordinatedSteps:
+    def _make_program(self, model: keras.Model, kind: str, watched: bool) -> CoordinatedSteps:
+        if watched:
+            raise TrainingError(
+                "WorkerTensorBoard measures workers whose steps wait for each other; under"
+                f" {type(self._strategy).__name__} they do not, and the coordinator alone runs"
+                " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
+            )
         return CoordinatedSteps(model, self._calls, kind)

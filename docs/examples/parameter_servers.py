@@ -1,0 +1,115 @@
+"""Parameter servers: variables put where you say, and updates that do not wait for each other.
+
+    tfdist run --workers 2 --ps 2 -- python docs/examples/parameter_servers.py
+
+With the word `plain` at the end it runs the plain one. What people copy is
+`with tf.device("/job:ps/task:0")` in the scope of ParameterServerStrategy. TensorFlow ignores it,
+and deals variables out in the order of their creation. And Keras 3 refuses `model.fit` there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext as tfd
+
+STEPS, ROWS = 300, 16  # rows in the batch of one step
+WEIGHTS = np.array([[1.0], [-2.0], [3.0]], "float32")  # to be learned
+
+
+def examples(context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+    """Without an end; each worker calls it, and reads a part of its own."""
+    part = context.input_pipeline_id if context else 0
+
+    def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        seed = tf.stack([number, tf.constant(part, tf.int64)])
+        x = tf.random.stateless_normal([ROWS, 3], seed)
+        return x, x @ WEIGHTS
+
+    return tf.data.Dataset.counter().map(batch)
+
+
+def plain() -> dict[str, Any] | None:
+    """In every task; what comes back is the coordinator's, workers and servers do not return."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        tf.distribute.Server(
+            resolver.cluster_spec(),
+            job_name=resolver.task_type,
+            task_index=resolver.task_id,
+            protocol="grpc",
+        ).join()  # for ever: somebody else has to end this process
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    with strategy.scope(), tf.device("/job:ps/task:0"):
+        ignored = [tf.Variable(0.0) for _ in range(2)]
+
+    def on_server_0(next_creator: Any, **kwargs: Any) -> tf.Variable:
+        with tf.device("/job:ps/task:0"):  # inside of TensorFlow's own choice: this one counts
+            return next_creator(**kwargs)
+
+    # The creator's scope is entered BEFORE the strategy's.
+    with tf.variable_creator_scope(on_server_0), strategy.scope():
+        weights = tf.Variable(tf.zeros([3, 1]))
+        steps = tf.Variable(0, dtype=tf.int64)
+
+    @tf.function
+    def step(iterator: Any) -> None:
+        x, y = next(iterator)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ weights - y))
+        # Added on the server, at once: assign() would overwrite what others do meanwhile.
+        weights.assign_sub(0.02 * tape.gradient(loss, weights))
+        steps.assign_add(1)
+
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    dataset = coordinator.create_per_worker_dataset(
+        lambda: strategy.distribute_datasets_from_function(examples)
+    )
+    iterator = iter(dataset)
+    for _ in range(STEPS):
+        coordinator.schedule(step, args=(iterator,))  # does not wait for the step
+    coordinator.join()
+    return {
+        "ignored": [variable.device for variable in ignored],
+        "devices": [weights.device, steps.device],
+        "steps": int(steps.numpy()),
+        "weights": weights.numpy(),
+    }
+
+
+def build() -> keras.Model:
+    with tf.device("/job:ps/task:0"):  # the layer's variables; the optimizer's go with them
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.02), "mse")
+    return model
+
+
+def with_tfdist_ext() -> dict[str, Any]:
+    """On the coordinator alone: `tfd.run` sees to the other tasks, and ends them."""
+    strategy = tfd.create_strategy()
+    model = tfd.distribute(build, strategy)
+    model.fit(examples, steps_per_epoch=STEPS, verbose=0)
+    keras_model = model.keras_model
+    return {
+        "devices": [weight.value.device for weight in keras_model.weights],
+        "steps": int(keras_model.optimizer.iterations.numpy()),
+        "weights": keras_model.get_weights()[0],
+    }
+
+
+def report(found: dict[str, Any] | None) -> None:
+    assert found is not None  # on the coordinator
+    print(f"{found['steps']} steps; variables on {', '.join(found['devices'])}")
+    print(f"weights {np.round(found['weights'][:, 0], 2)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["plain"]:
+        report(plain())
+    else:
+        tfd.run(lambda: report(with_tfdist_ext()))

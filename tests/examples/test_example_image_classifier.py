@@ -1,0 +1,86 @@
+"""The image classifier: killed and gone on with, on two workers and as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import image_classifier as example
+import keras
+import numpy as np
+import pytest
+
+import tfdist_ext as tfd
+from tfdist_ext.testing import assert_same_on_all_replicas
+
+EPOCHS, STEPS = 3, 16
+
+
+class KillsAllWorkers(keras.callbacks.Callback):
+    """In the middle of the second epoch; the first worker ends the second, which ends the first."""
+
+    def __init__(self, cluster: Any):
+        super().__init__()
+        self.cluster = cluster
+        self.first = 0  # step that was trained in this attempt
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        step = int(self.model.optimizer.iterations.numpy())
+        self.first = self.first or step
+        if self.cluster.attempt == 0 and self.cluster.task.index == 0 and step == STEPS + 12:
+            self.cluster.restart("worker", 1)
+
+
+# Keras's `save` reads variables of several workers by TensorFlow's `__array__` of before NumPy 2.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.cluster(worker=2, timeout=120)
+def test_two_workers_that_are_killed_train_like_one_device(cluster: Any, tmp_path: Path) -> None:
+    if (cluster.task.index, cluster.attempt) == (1, 1):
+        cluster.restart("worker", 0)
+    folder = tmp_path.parents[1]  # of all attempts of all tasks
+    strategy = tfd.create_strategy()
+    (images, labels), validation, test = example.load(1000)
+    train = example.Moved(images, labels, copies=2)
+    killer = KillsAllWorkers(cluster)
+    ours = example.with_tfdist_ext(
+        strategy, train, validation, folder, EPOCHS, callbacks=[killer], verbose=0
+    )
+    assert (cluster.attempt, killer.first) == (1, 21)  # there was a checkpoint of step 20
+    assert len(ours[0]) == 2  # epochs that were ended after the kill
+
+    numbers = tfd.data.from_arrays(np.arange(len(train)), global_batch=example.BATCH, seed=7)
+
+    def order(epoch: int) -> np.ndarray:
+        return np.concatenate(list(numbers.dataset(epoch=epoch).as_numpy_iterator()))
+
+    by_hand = example.plain(strategy, train, validation, folder, EPOCHS, order)
+    one_device = example.build(EPOCHS * STEPS)
+    accuracy = []
+    for epoch in range(EPOCHS):
+        history = one_device.fit(
+            *train[order(epoch)],
+            batch_size=example.BATCH,
+            shuffle=False,
+            validation_data=validation,
+            verbose=0,
+        )
+        accuracy += history.history["val_accuracy"]
+    assert by_hand[0] == pytest.approx(accuracy)
+    assert ours[0] == pytest.approx(accuracy[1:])
+    for weights in (by_hand[1], ours[1]):
+        assert_same_on_all_replicas(weights, strategy=strategy)
+        for weight, expected in zip(weights, one_device.get_weights(), strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5)
+
+    if cluster.task.index == 0:
+        for file in ("model.keras", "plain.keras"):
+            loaded = keras.models.load_model(folder / file)
+            assert loaded.evaluate(*test, verbose=0)[1] > 0.8
+
+
+@pytest.mark.logical_cpus(1)
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_on_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main(tmp_path, rows=500, copies=1, epochs=1)
+    assert "on 50 images held out" in capsys.readouterr().out
+    assert (tmp_path / "model.keras").exists()

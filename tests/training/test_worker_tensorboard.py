@@ -1,0 +1,184 @@
+"""WorkerTensorBoard: what it writes, and that own time leaves out what a worker waits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from event_files import scalars
+from training_cases import mirrored, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.testing import run_tasks
+from tfdist_ext.training.coordinated.engine import CoordinatorEngine
+from tfdist_ext.training.worker_tensorboard import slow_workers
+
+ROWS, BATCH = 58, 12  # the last batch has 10
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return rng.normal(size=(ROWS, 4)).astype("float32"), rng.normal(size=(ROWS, 1))
+
+
+def build() -> keras.Model:
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((4,)), dense])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def norms(replicas: int, epochs: int) -> list[float]:
+    """Of the gradient over the first replica's rows of each batch, by NumPy."""
+    x, y = data()
+    weights, found = np.zeros((4, 1)), []
+    for _ in range(epochs):
+        for start in range(0, ROWS, BATCH):
+            a, b = x[start : start + BATCH], y[start : start + BATCH]
+            part = len(a) // replicas
+            gradient = 2 * a[:part].T @ (a[:part] @ weights - b[:part]) / part
+            found.append(float(np.sqrt((gradient**2).sum())))
+            weights -= 0.1 * 2 * a.T @ (a @ weights - b) / len(a)
+    return found
+
+
+def fit(strategy: tf.distribute.Strategy, **options: Any) -> tuple[Any, Any]:
+    model = tfd.distribute(build, strategy)
+    x, y = data()
+    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, **options)
+    return model, history.history
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"), [("default", 1), ("mirrored", 2), ("central_storage", 2), ("placed", 2)]
+)
+def test_one_process(name: str, replicas: int, tmp_path: Path) -> None:
+    options = {"devices": 2} if replicas == 2 else {}
+    strategy = tfd.create_strategy(name, **options)
+    board = tfd.WorkerTensorBoard(tmp_path)
+    model, history = fit(strategy, callbacks=[board])
+    found = scalars(tmp_path / "worker-0")
+    assert list(found["own_ms"]) == list(range(1, 11))  # two epochs of five steps
+    expected = norms(replicas, epochs=2)
+    np.testing.assert_allclose(list(found["gradient_norm"].values()), expected, rtol=1e-4)
+    for metric in ("loss", "mae"):
+        np.testing.assert_allclose(list(found[metric].values()), history[metric], rtol=1e-5)
+        assert list(found[metric]) == [5, 10]
+    own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
+    assert (own > 0).all()
+    assert (own < whole).all()
+    np.testing.assert_allclose(board.own_ms, [own[5:].mean()], rtol=1e-5)
+
+    # The same weights as without, to the bit; and a program without it has no notes.
+    plain, _ = fit(strategy)
+    for one, other in zip(model.keras_model.weights, plain.keras_model.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert not plain._engine.program(plain.keras_model, "train").watch.watching
+
+
+def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
+    model = tfd.distribute(build, mirrored(2))
+    x, y = data()
+    board = tfd.WorkerTensorBoard(tmp_path, update_freq=3)
+    for _ in range(2):
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[board])
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert list(found) == [3, 5, 8, 10]
+    each = norms(2, epochs=2)
+    means = [np.mean(each[part]) for part in (slice(3), slice(3, 5), slice(5, 8), slice(8, 10))]
+    np.testing.assert_allclose(list(found.values()), means, rtol=1e-4)
+
+
+def test_steps_in_python_and_data_of_unknown_length(tmp_path: Path) -> None:
+    for eagerly in (True, False):
+        model = tfd.distribute(build, mirrored(2))
+        model.keras_model.run_eagerly = eagerly
+        dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+        unknown = dataset.filter(lambda x, y: True)
+        model.fit(unknown, verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path / str(eagerly))])
+        found = scalars(tmp_path / str(eagerly) / "worker-0")["gradient_norm"]
+        np.testing.assert_allclose(list(found.values()), norms(2, epochs=1), rtol=1e-4)
+
+
+FORMS = ("known length", "unknown length", "each its own")
+
+
+def train_in_each_form(log_dir: str) -> dict[str, list[float]]:
+    """In each of two workers, the second of which is slow: own milliseconds, by form of the data.
+
+    A worker waits in a synchronized layer, to agree on the data's end, and on the rows.
+    """
+    strategy = tfd.create_strategy()
+    index = strategy.cluster_resolver.task_id
+
+    def sleep(value: tf.Tensor) -> tf.Tensor:
+        time.sleep(0.03 * index)
+        return value
+
+    class Slow(keras.layers.Layer):
+        """In the step, not in the data, of which some is read ahead."""
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.py_function(sleep, [inputs], tf.float32), inputs.shape)
+
+    def build() -> keras.Model:
+        normal = keras.layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([keras.Input((4,)), Slow(), normal, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def batches(rows: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(data()).repeat(2).batch(rows)
+
+    made = (
+        lambda: batches(BATCH),
+        lambda: batches(BATCH).filter(lambda x, y: True),
+        lambda: tfd.data.from_dataset_fn(lambda shard: batches(BATCH)),
+    )
+    found = {}
+    for name, form in zip(FORMS, made, strict=True):
+        board = tfd.WorkerTensorBoard(Path(log_dir) / name)
+        tfd.distribute(build, strategy).fit(form(), verbose=0, callbacks=[board])
+        found[name] = board.own_ms.tolist()
+    return found
+
+
+def test_what_a_worker_waits_is_not_its_own(tmp_path: Path) -> None:
+    found = run_tasks(train_in_each_form, {"worker": 2}, args=(str(tmp_path),))
+    assert found["worker:0"] == found["worker:1"]
+    for name, (fast, slow) in found["worker:0"].items():
+        assert slow > 29, name  # of the 30 that were planted
+        assert fast < slow / 2, name
+        for index, expected in enumerate((fast, slow)):
+            own = scalars(tmp_path / name / f"worker-{index}")["own_ms"]
+            later = list(own.values())[1:]  # the first has compiled
+            assert len(later) == 9
+            assert np.mean(later) == pytest.approx(expected, rel=1e-4)
+
+
+def test_who_is_slow() -> None:
+    names = ["chief:0", "worker:0", "worker:1"]
+    assert slow_workers(names, np.array([12.0, 41.0, 12.5]), 5.0) == [
+        "worker:0 is slow: 41 ms a step of its own, the others 12.2 ms"
+    ]
+    assert slow_workers(names, np.array([12.0, 14.0, 12.5]), 5.0) == []
+    assert slow_workers(["worker:0"], np.array([12.0]), 0.1) == []
+
+
+def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(tfd.TrainingError, match="goes into the fit of"):
+        build().fit(*data(), verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
+    with pytest.raises(tfd.TrainingError, match="update_freq=0 and slow="):
+        tfd.WorkerTensorBoard(tmp_path, update_freq=0)
+    engine = CoordinatorEngine.__new__(CoordinatorEngine)
+    engine._strategy = strategy_of("default")
+    with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):
+        engine._make_program(build(), "train", True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(tfd.TrainingError, match="pip install tensorboard"):
+        tfd.WorkerTensorBoard(tmp_path)

@@ -1,0 +1,160 @@
+"""When a task's steps began, and when its own part of each was ready: noted in the graph.
+
+In synchronous training each step takes as long as the slowest worker's, on all of them. What tells
+workers apart is each one's own time: from the end of the last step, its data read and its gradients
+computed, to the moment from which it waits for the others. What it has waited before, in the middle
+of its step, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["Notes", "ReplicaWatch", "StepWatch", "Unwatched", "when"]
+
+
+def when(values: Any) -> tf.Tensor:
+    """The time at which all of these tensors are there, in seconds."""
+    parts = tf.nest.flatten(values, expand_composites=True)
+    there = [part for part in parts if part is not None]
+    with tf.device("CPU:0"), tf.control_dependencies(there):
+        return tf.timestamp()
+
+
+class Notes(NamedTuple):
+    """Of each step, in order: seconds in all, seconds of this task's own, norm of its gradient."""
+
+    step: np.ndarray
+    own: np.ndarray
+    norm: np.ndarray
+
+
+class Unwatched:
+    """In the place of a StepWatch where nobody wants to know: adds nothing to the graph."""
+
+    watching = False
+
+    def reading(self, iterator: Any) -> Any:
+        """The iterator; to take from it is the beginning of a step."""
+        return iterator
+
+    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+        """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
+        return ask(value)
+
+    def of_replica(self) -> ReplicaWatch | None:
+        """What one replica's step is to note with."""
+        return None
+
+    def step_is_done(self, notes: Sequence[Any]) -> None:
+        """Take the notes of this task's replicas."""
+
+    def execution_is_done(self, last: Any) -> None:
+        """Take note of the end, at which this tensor is there."""
+
+
+class StepWatch(Unwatched):
+    """Notes of the steps of one task, in a queue until they are read."""
+
+    watching = True
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [[3]])  # -1: no limit
+        self._begun: Any = None
+        self._waited: Any = 0.0
+
+    def reading(self, iterator: Any) -> Any:
+        return _Reading(iterator, self._begin)
+
+    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+        before = when(value)
+        answer = ask(value)
+        self._waited = when(answer) - before
+        return answer
+
+    def of_replica(self) -> ReplicaWatch:
+        return ReplicaWatch()
+
+    def step_is_done(self, notes: Sequence[Any]) -> None:
+        # The task is ready when its last replica is.
+        ready = tf.reduce_max(tf.stack([note[0] for note in notes]))
+        self._note(self._begun, ready - self._begun - self._waited, notes[0][1])
+
+    def execution_is_done(self, last: Any) -> None:
+        self._note(when(last), -1.0, 0.0)
+
+    def read(self) -> Notes:
+        """Of all steps since it was last called."""
+        begun, own, norm = self._queue.dequeue_many(self._queue.size()).numpy().T
+        steps = own >= 0  # the others are ends of executions
+        return Notes(np.diff(begun, append=0.0)[steps], own[steps], norm[steps])
+
+    def _begin(self) -> Any:
+        self._begun = when([])
+        self._waited = 0.0
+        return self._begun
+
+    def _note(self, *numbers: Any) -> None:
+        row = [tf.cast(number, tf.float64) for number in numbers]
+        with tf.device("CPU:0"):
+            self._queue.enqueue(tf.stack(row))
+
+
+class ReplicaWatch:
+    """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
+
+    def __init__(self) -> None:
+        self._meetings: list[tuple[Any, Any]] = []  # when this replica, and when all, were there
+        self._squares: list[Any] = []
+
+    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+        """`meet(values)`, which waits for all replicas."""
+        ready = when([values, self._squares])
+        result = meet(values)
+        self._meetings.append((ready, when(result)))
+        return result
+
+    def gradients(self, weighted: Sequence[Any], share: Any) -> None:
+        """Take the norm of a gradient that was weighted with this replica's share of the rows."""
+        norm = tf.linalg.global_norm(list(weighted))
+        # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
+        with tf.device("CPU:0"):
+            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), share)
+            self._squares.append(of_rows**2)
+
+    def notes(self, outcome: Any) -> tuple[Any, Any]:
+        """(when it was ready, less what it had waited before; norm of its own mean gradient).
+
+        Args:
+            outcome: of a step that met nobody; it is ready when these tensors are there.
+        """
+        if not self._meetings:
+            return when(outcome), self._norm()
+        *before, (ready, _) = self._meetings
+        waited = [there - here for here, there in before]
+        return ready - (tf.add_n(waited) if waited else 0.0), self._norm()
+
+    def _norm(self) -> Any:
+        nan = tf.constant(np.nan, tf.float64)  # no gradient has come by
+        return tf.sqrt(tf.add_n(self._squares)) if self._squares else nan
+
+
+class _Reading:
+    """An iterator whose elements are asked for when the step has begun."""
+
+    def __init__(self, iterator: Any, begin: Callable[[], Any]):
+        self._iterator = iterator
+        self._begin = begin
+
+    def __next__(self) -> Any:
+        with tf.control_dependencies([self._begin()]):
+            return next(self._iterator)
+
+    def get_next_as_optional(self) -> Any:
+        with tf.control_dependencies([self._begin()]):
+            return self._iterator.get_next_as_optional()
