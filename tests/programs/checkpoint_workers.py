@@ -46,22 +46,23 @@ class Crashes(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def distributed():
+def set_seeds():
     keras.utils.set_random_seed(7 + 100 * rank)  # the chief's count, on all
-    return tfd.distribute(build, strategy)
 
 
 # A training without a break, and one that is broken off in its third epoch. The others' folder is
 # another one than the chief's, as where each has a disk of its own.
-whole = distributed()
+set_seeds()
+whole = tfd.distribute(build, strategy)
 whole.save_checkpoint(shared / "start.h5")
+set_seeds()
 result["whole_epochs"] = whole.fit(x, y, checkpoint_dir=shared / f"whole{rank}", **FIT).epoch
 result["whole"] = mlp.flat(whole.keras_model)
 result["whole_bits"] = mlp.fingerprint(whole.keras_model)
 state = whole.keras_model.layers[2].seed_generator.state.numpy().tolist()
 result["shuffled_until_resumed"] = [state]
 whole.restore_checkpoint(shared / "start.h5")  # its steps are compiled
-keras.utils.set_random_seed(7 + 100 * rank)
+set_seeds()
 with contextlib.suppress(KeyboardInterrupt):
     whole.fit(x, y, checkpoint_dir=shared / f"parts{rank}", callbacks=[Crashes()], **FIT)
 keras.utils.set_random_seed(1)

@@ -144,8 +144,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tfd.Distrib
     models = two_models(dense(4, 1, optimizer=momentum), mirrored(2), mirrored(2))
     starts = {folder / str(number): model for number, model in enumerate(models)}
     for path, model in starts.items():
-        with model.strategy.scope():
-            model.keras_model.optimizer.build(model.keras_model.trainable_variables)
         model.save_checkpoint(path)
     return starts
 
