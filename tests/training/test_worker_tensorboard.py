@@ -26,10 +26,10 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(ROWS, 4)).astype("float32"), rng.normal(size=(ROWS, 1))
 
 
-def build() -> keras.Model:
+def build(kind: Any = keras.Sequential, optimizer: Any = None, **settings: Any) -> keras.Model:
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((4,)), dense])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    model = kind([keras.Input((4,)), dense])
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **settings)
     return model
 
 
@@ -103,6 +103,40 @@ def test_steps_in_python_and_data_of_unknown_length(tmp_path: Path) -> None:
         model.fit(unknown, verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path / str(eagerly))])
         found = scalars(tmp_path / str(eagerly) / "worker-0")["gradient_norm"]
         np.testing.assert_allclose(list(found.values()), norms(2, epochs=1), rtol=1e-4)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.cast(y, tf.float32) - self(x, training=True)) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"mine": loss}
+
+
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, *given: Any, **named: Any) -> dict[str, Any]:
+        return {**super().compute_metrics(*given, **named), "one": tf.constant(1.0)}
+
+
+@pytest.mark.parametrize("form", ["counted", "open-ended", "agreed"])
+@pytest.mark.parametrize("kind", [OwnStep, OwnMetrics])
+def test_steps_and_metrics_of_the_users_own(kind: Any, form: str, tmp_path: Path) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    given: Any = {
+        "counted": dataset,
+        "open-ended": dataset.filter(lambda x, y: True),
+        "agreed": tfd.data.from_dataset_fn(lambda shard: dataset),
+    }[form]
+    model = tfd.distribute(lambda: build(kind), mirrored(2))
+    model.fit(given, verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
+    found = scalars(tmp_path / "worker-0")
+    np.testing.assert_allclose(list(found["gradient_norm"].values()), norms(2, epochs=1), rtol=1e-4)
+    own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
+    assert len(own) == 5
+    assert (own > 0).all()
+    assert (own < whole).all()
 
 
 FORMS = ("known length", "unknown length", "each its own")
