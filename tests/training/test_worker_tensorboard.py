@@ -47,8 +47,8 @@ def norms(replicas: int, epochs: int) -> list[float]:
     return found
 
 
-def fit(strategy: tf.distribute.Strategy, **options: Any) -> tuple[Any, Any]:
-    model = tfd.distribute(build, strategy)
+def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> tuple[Any, Any]:
+    model = tfd.distribute(made, strategy)
     x, y = data()
     history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, **options)
     return model, history.history
@@ -137,6 +137,23 @@ def test_steps_and_metrics_of_the_users_own(kind: Any, form: str, tmp_path: Path
     assert len(own) == 5
     assert (own > 0).all()
     assert (own < whole).all()
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_norms_are_of_gradients_without_loss_scale(name: str, tmp_path: Path) -> None:
+    sgd = keras.optimizers.SGD
+    made = {
+        "fixed": lambda: build(optimizer=sgd(0.1, loss_scale_factor=64.0)),
+        "growing": lambda: build(
+            optimizer=keras.optimizers.LossScaleOptimizer(
+                sgd(0.1), initial_scale=64.0, dynamic_growth_steps=2
+            )
+        ),
+    }
+    for scale, of_scale in made.items():
+        fit(strategy_of(name), of_scale, callbacks=[tfd.WorkerTensorBoard(tmp_path / scale)])
+        found = scalars(tmp_path / scale / "worker-0")["gradient_norm"]
+        np.testing.assert_allclose(list(found.values()), norms(2, epochs=2), rtol=1e-4)
 
 
 FORMS = ("known length", "unknown length", "each its own")

@@ -119,12 +119,12 @@ class ReplicaWatch:
         self._meetings.append((ready, when(result)))
         return result
 
-    def gradients(self, weighted: Sequence[Any], share: Any) -> None:
-        """Take the norm of a gradient that was weighted with this replica's share of the rows."""
+    def gradients(self, weighted: Sequence[Any], weight: Any) -> None:
+        """Take the norm of a gradient times `weight`: share of the rows, and loss scale."""
         norm = tf.linalg.global_norm(list(weighted))
         # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
         with tf.device("CPU:0"):
-            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), share)
+            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), weight)
             self._squares.append(of_rows**2)
 
     def notes(self, outcome: Any) -> tuple[Any, Any]:
