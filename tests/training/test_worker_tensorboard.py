@@ -94,6 +94,25 @@ def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), means, rtol=1e-4)
 
 
+def test_a_fit_after_one_that_broke_off(tmp_path: Path) -> None:
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    board = tfd.WorkerTensorBoard(tmp_path)
+    model, _ = fit(mirrored(2))  # ten steps
+    x, y = data()
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, callbacks=[board, Breaks()], **options)
+    model.fit(x, y, **options)  # five steps that no board sees
+    model.fit(x, y, callbacks=[board], **options)
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert list(found) == [*range(11, 16), *range(21, 26)]
+    np.testing.assert_allclose(list(found.values()), norms(2, 3)[10:] + norms(2, 5)[20:], rtol=1e-4)
+    assert len(list((tmp_path / "worker-0").iterdir())) == 2  # a file of each fit's own
+
+
 def test_steps_in_python_and_data_of_unknown_length(tmp_path: Path) -> None:
     for eagerly in (True, False):
         model = tfd.distribute(build, mirrored(2))
@@ -226,6 +245,9 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         build().fit(*data(), verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
     with pytest.raises(tfd.TrainingError, match="update_freq=0 and slow="):
         tfd.WorkerTensorBoard(tmp_path, update_freq=0)
+    boards = [tfd.WorkerTensorBoard(tmp_path / name) for name in ("one", "other")]
+    with pytest.raises(tfd.TrainingError, match="2 are among its callbacks: give one"):
+        fit(mirrored(2), callbacks=boards)
     engine = CoordinatorEngine.__new__(CoordinatorEngine)
     engine._strategy = strategy_of("default")
     with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["WorkerTensorBoard", "slow_workers"]
+__all__ = ["WorkerTensorBoard", "board_among", "slow_workers"]
 
 
 class WorkerTensorBoard(keras.callbacks.Callback):
@@ -42,7 +43,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     Raises:
         TrainingError: TensorBoard is not installed; numbers out of range; later, in a `fit` that is
-            not that of `tfd.distribute`, or one with parameter servers.
+            not that of `tfd.distribute`, has two of these, or has parameter servers.
     """
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
@@ -71,12 +72,13 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         """Called by `fit`: whose steps are watched, and who the workers are."""
         self._program = program
         self._reduction = reduction
+        self._first_epoch = True
+        self._close()  # what a fit that broke off has left open
         self._workers = _workers(strategy, reduction)
         self._index = reduction.first_replica // reduction.local_replicas
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._program = None
-        self._first_epoch = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._program is None:
@@ -119,9 +121,26 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 print(f"\n{line}", flush=True)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def board_among(callbacks: Iterable[Any]) -> WorkerTensorBoard | None:
+    """The one of a `fit`, if there is one.
+
+    Raises:
+        TrainingError: there are several; what is noted of a step is read once.
+    """
+    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
+    if len(boards) > 1:
+        raise TrainingError(
+            f"a fit has one WorkerTensorBoard, and {len(boards)} are among its callbacks: give one."
+        )
+    return boards[0] if boards else None
 
 
 def slow_workers(names: list[str], own_ms: Any, most_ms: float) -> list[str]:
