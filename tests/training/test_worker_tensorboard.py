@@ -16,6 +16,7 @@ from training_cases import mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
+from tfdist_ext.training.step_watch import NO_ROWS, StepWatch
 from tfdist_ext.training.worker_tensorboard import slow_workers
 
 ROWS, BATCH = 58, 12  # the last batch has 10
@@ -173,6 +174,71 @@ def test_norms_are_of_gradients_without_loss_scale(name: str, tmp_path: Path) ->
         fit(strategy_of(name), of_scale, callbacks=[tfd.WorkerTensorBoard(tmp_path / scale)])
         found = scalars(tmp_path / scale / "worker-0")["gradient_norm"]
         np.testing.assert_allclose(list(found.values()), norms(2, epochs=2), rtol=1e-4)
+
+
+def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
+    x, y = data()
+    ones = tf.data.Dataset.from_tensor_slices((x[:13], y[:13])).batch(BATCH)  # the last has one row
+    board = tfd.WorkerTensorBoard(tmp_path)
+    tfd.distribute(build, mirrored(2)).fit(ones, verbose=0, callbacks=[board])
+    found = list(scalars(tmp_path / "worker-0")["gradient_norm"].values())
+    weights = 0.1 * 2 * x[:12].T @ y[:12] / 12
+    expected = np.linalg.norm(2 * x[12:13].T @ (x[12:13] @ weights - y[12:13]))
+    np.testing.assert_allclose(found, [norms(2, 1)[0], expected], rtol=1e-4)
+
+    watch, read = StepWatch(), []
+    for shares in ((0.0, 0.5), (0.0, 0.0), (0.5, 0.5)):
+        notes = []
+        watch._begin()
+        for number, share in enumerate(shares, 1):
+            replica = watch.of_replica()
+            replica.gradients(
+                [tf.constant([3.0, 4.0]) * number * share], tf.constant(share, tf.float64)
+            )
+            notes.append(replica.notes([]))
+        watch.step_is_done(notes)
+        read += watch.read().norm.tolist()
+    assert read == [10.0, NO_ROWS, 5.0]
+
+
+def test_a_mean_leaves_steps_without_rows_out(tmp_path: Path) -> None:
+    class Program:
+        watch = StepWatch()
+
+        def logs_of_this_task(self) -> dict[str, float]:
+            return {}
+
+    class Notes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            for norm in (NO_ROWS, 3.0, NO_ROWS, NO_ROWS, np.nan, 1.0):
+                Program.watch._note(1.0, 0.5, norm)
+            board._program = Program()
+
+    board = tfd.WorkerTensorBoard(tmp_path, update_freq=2)
+    fit(mirrored(2), callbacks=[Notes(), board])
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert found == pytest.approx({2: 3.0, 6: np.nan, 8: 3.0, 12: np.nan}, nan_ok=True)
+
+
+def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) -> None:
+    model = tfd.distribute(lambda: build(jit_compile=True), strategy_of("one_device"))
+    x, y = (value[:24] for value in data())
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    board = tfd.WorkerTensorBoard(tmp_path)
+    with pytest.warns(UserWarning, match="jit_compile=True is off: XLA cannot note") as told:
+        model.fit(x, y, callbacks=[board], **options)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    programs = []
+    for callbacks in ([], [board], [], [board]):
+        model.fit(x, y, callbacks=callbacks, **options)
+        programs.append(model._engine.program(model.keras_model, "train", watched=bool(callbacks)))
+    assert programs[:2] == programs[2:]
+    assert programs[0] is not programs[1]
+    assert [program._counted.experimental_get_tracing_count() for program in programs[:2]] == [1, 1]
+    assert model.keras_model.jit_compile
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert list(found) == [1, 2, 5, 6, 9, 10]
 
 
 FORMS = ("known length", "unknown length", "each its own")

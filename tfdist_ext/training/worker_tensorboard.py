@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.step_watch import NO_ROWS
 
 __all__ = ["WorkerTensorBoard", "board_among", "slow_workers"]
 
@@ -27,10 +28,14 @@ class WorkerTensorBoard(keras.callbacks.Callback):
       read and its gradients computed, to the moment from which it waits for the other workers;
     - `step_ms`: milliseconds of the whole step, about the same on all workers;
     - `gradient_norm`: of the mean gradient over the worker's own rows, as `tf.linalg.global_norm`
-      has it; where a worker has several replicas, over the rows of the first;
+      has it; where a worker has several replicas, over the rows of the first that has any in the
+      step. Steps without are left out;
     - at the end of each epoch the loss and each metric, over the worker's own rows.
 
     At the end of an epoch the chief prints which workers the others wait for.
+
+    XLA, which knows no time of day, does not compile these steps: `jit_compile=True` is off in such
+    a `fit`, with one warning.
 
     Args:
         log_dir: a folder; it need not be shared by the workers.
@@ -105,7 +110,10 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 at = self._step + min(some.stop, count)
                 tf.summary.scalar("own_ms", own[some].mean(), at)
                 tf.summary.scalar("step_ms", step[some].mean(), at)
-                tf.summary.scalar("gradient_norm", notes.norm[some].mean(), at)
+                norms = notes.norm[some]
+                norms = norms[norms != NO_ROWS]
+                if len(norms):
+                    tf.summary.scalar("gradient_norm", norms.mean(), at)
             self._step += count
             for name, value in self._program.logs_of_this_task().items():
                 tf.summary.scalar(name, value, self._step)
