@@ -16,6 +16,7 @@ from training_cases import mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
+from tfdist_ext.training.step_watch import NO_ROWS, StepWatch
 from tfdist_ext.training.worker_tensorboard import slow_workers
 
 ROWS, BATCH = 58, 12  # the last batch has 10
@@ -26,10 +27,10 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(ROWS, 4)).astype("float32"), rng.normal(size=(ROWS, 1))
 
 
-def build() -> keras.Model:
+def build(kind: Any = keras.Sequential, optimizer: Any = None, **settings: Any) -> keras.Model:
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((4,)), dense])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    model = kind([keras.Input((4,)), dense])
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **settings)
     return model
 
 
@@ -47,8 +48,8 @@ def norms(replicas: int, epochs: int) -> list[float]:
     return found
 
 
-def fit(strategy: tf.distribute.Strategy, **options: Any) -> tuple[Any, Any]:
-    model = tfd.distribute(build, strategy)
+def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> tuple[Any, Any]:
+    model = tfd.distribute(made, strategy)
     x, y = data()
     history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, **options)
     return model, history.history
@@ -94,6 +95,25 @@ def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), means, rtol=1e-4)
 
 
+def test_a_fit_after_one_that_broke_off(tmp_path: Path) -> None:
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    board = tfd.WorkerTensorBoard(tmp_path)
+    model, _ = fit(mirrored(2))  # ten steps
+    x, y = data()
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, callbacks=[board, Breaks()], **options)
+    model.fit(x, y, **options)  # five steps that no board sees
+    model.fit(x, y, callbacks=[board], **options)
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert list(found) == [*range(11, 16), *range(21, 26)]
+    np.testing.assert_allclose(list(found.values()), norms(2, 3)[10:] + norms(2, 5)[20:], rtol=1e-4)
+    assert len(list((tmp_path / "worker-0").iterdir())) == 2  # a file of each fit's own
+
+
 def test_steps_in_python_and_data_of_unknown_length(tmp_path: Path) -> None:
     for eagerly in (True, False):
         model = tfd.distribute(build, mirrored(2))
@@ -103,6 +123,122 @@ def test_steps_in_python_and_data_of_unknown_length(tmp_path: Path) -> None:
         model.fit(unknown, verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path / str(eagerly))])
         found = scalars(tmp_path / str(eagerly) / "worker-0")["gradient_norm"]
         np.testing.assert_allclose(list(found.values()), norms(2, epochs=1), rtol=1e-4)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.cast(y, tf.float32) - self(x, training=True)) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"mine": loss}
+
+
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, *given: Any, **named: Any) -> dict[str, Any]:
+        return {**super().compute_metrics(*given, **named), "one": tf.constant(1.0)}
+
+
+@pytest.mark.parametrize("form", ["counted", "open-ended", "agreed"])
+@pytest.mark.parametrize("kind", [OwnStep, OwnMetrics])
+def test_steps_and_metrics_of_the_users_own(kind: Any, form: str, tmp_path: Path) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    given: Any = {
+        "counted": dataset,
+        "open-ended": dataset.filter(lambda x, y: True),
+        "agreed": tfd.data.from_dataset_fn(lambda shard: dataset),
+    }[form]
+    model = tfd.distribute(lambda: build(kind), mirrored(2))
+    model.fit(given, verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
+    found = scalars(tmp_path / "worker-0")
+    np.testing.assert_allclose(list(found["gradient_norm"].values()), norms(2, epochs=1), rtol=1e-4)
+    own, whole = (np.array(list(found[tag].values())) for tag in ("own_ms", "step_ms"))
+    assert len(own) == 5
+    assert (own > 0).all()
+    assert (own < whole).all()
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_norms_are_of_gradients_without_loss_scale(name: str, tmp_path: Path) -> None:
+    sgd = keras.optimizers.SGD
+    made = {
+        "fixed": lambda: build(optimizer=sgd(0.1, loss_scale_factor=64.0)),
+        "growing": lambda: build(
+            optimizer=keras.optimizers.LossScaleOptimizer(
+                sgd(0.1), initial_scale=64.0, dynamic_growth_steps=2
+            )
+        ),
+    }
+    for scale, of_scale in made.items():
+        fit(strategy_of(name), of_scale, callbacks=[tfd.WorkerTensorBoard(tmp_path / scale)])
+        found = scalars(tmp_path / scale / "worker-0")["gradient_norm"]
+        np.testing.assert_allclose(list(found.values()), norms(2, epochs=2), rtol=1e-4)
+
+
+def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
+    x, y = data()
+    ones = tf.data.Dataset.from_tensor_slices((x[:13], y[:13])).batch(BATCH)  # the last has one row
+    board = tfd.WorkerTensorBoard(tmp_path)
+    tfd.distribute(build, mirrored(2)).fit(ones, verbose=0, callbacks=[board])
+    found = list(scalars(tmp_path / "worker-0")["gradient_norm"].values())
+    weights = 0.1 * 2 * x[:12].T @ y[:12] / 12
+    expected = np.linalg.norm(2 * x[12:13].T @ (x[12:13] @ weights - y[12:13]))
+    np.testing.assert_allclose(found, [norms(2, 1)[0], expected], rtol=1e-4)
+
+    watch, read = StepWatch(), []
+    for shares in ((0.0, 0.5), (0.0, 0.0), (0.5, 0.5)):
+        notes = []
+        watch._begin()
+        for number, share in enumerate(shares, 1):
+            replica = watch.of_replica()
+            replica.gradients(
+                [tf.constant([3.0, 4.0]) * number * share], tf.constant(share, tf.float64)
+            )
+            notes.append(replica.notes([]))
+        watch.step_is_done(notes)
+        read += watch.read().norm.tolist()
+    assert read == [10.0, NO_ROWS, 5.0]
+
+
+def test_a_mean_leaves_steps_without_rows_out(tmp_path: Path) -> None:
+    class Program:
+        watch = StepWatch()
+
+        def logs_of_this_task(self) -> dict[str, float]:
+            return {}
+
+    class Notes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            for norm in (NO_ROWS, 3.0, NO_ROWS, NO_ROWS, np.nan, 1.0):
+                Program.watch._note(1.0, 0.5, norm)
+            board._program = Program()
+
+    board = tfd.WorkerTensorBoard(tmp_path, update_freq=2)
+    fit(mirrored(2), callbacks=[Notes(), board])
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert found == pytest.approx({2: 3.0, 6: np.nan, 8: 3.0, 12: np.nan}, nan_ok=True)
+
+
+def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) -> None:
+    model = tfd.distribute(lambda: build(jit_compile=True), strategy_of("one_device"))
+    x, y = (value[:24] for value in data())
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    board = tfd.WorkerTensorBoard(tmp_path)
+    with pytest.warns(UserWarning, match="jit_compile=True is off: XLA cannot note") as told:
+        model.fit(x, y, callbacks=[board], **options)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    programs = []
+    for callbacks in ([], [board], [], [board]):
+        model.fit(x, y, callbacks=callbacks, **options)
+        programs.append(model._engine.program(model.keras_model, "train", watched=bool(callbacks)))
+    assert programs[:2] == programs[2:]
+    assert programs[0] is not programs[1]
+    assert [program._counted.experimental_get_tracing_count() for program in programs[:2]] == [1, 1]
+    assert model.keras_model.jit_compile
+    found = scalars(tmp_path / "worker-0")["gradient_norm"]
+    assert list(found) == [1, 2, 5, 6, 9, 10]
 
 
 FORMS = ("known length", "unknown length", "each its own")
@@ -175,6 +311,9 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         build().fit(*data(), verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
     with pytest.raises(tfd.TrainingError, match="update_freq=0 and slow="):
         tfd.WorkerTensorBoard(tmp_path, update_freq=0)
+    boards = [tfd.WorkerTensorBoard(tmp_path / name) for name in ("one", "other")]
+    with pytest.raises(tfd.TrainingError, match="2 are among its callbacks: give one"):
+        fit(mirrored(2), callbacks=boards)
     engine = CoordinatorEngine.__new__(CoordinatorEngine)
     engine._strategy = strategy_of("default")
     with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):

@@ -36,7 +36,7 @@ class SynchronousEngine:
         self._strategy = strategy
         self.reduction = Reduction(strategy)
         self._seeds = Seeds(strategy, self.reduction)
-        self._programs: dict[str, tuple[Any, Any]] = {}
+        self._programs: dict[tuple[str, bool], tuple[Any, Any]] = {}
         self._predictor: Predictor | None = None
         self._warned_of_xla = False
 
@@ -80,27 +80,25 @@ class SynchronousEngine:
     def prepare(self, model: keras.Model) -> None:
         """Settle what was compiled but cannot be, when the model's variables are there."""
         if model.jit_compile and self._strategy.num_replicas_in_sync > 1:
-            if not self._warned_of_xla:
-                warnings.warn(
-                    f"jit_compile=True is off: XLA does not compile steps under"
-                    f" {type(self._strategy).__name__} with"
-                    f" {self._strategy.num_replicas_in_sync} replicas.",
-                    stacklevel=4,
-                )
-                self._warned_of_xla = True
+            self._warn_of_xla(
+                f"XLA does not compile steps under {type(self._strategy).__name__} with"
+                f" {self._strategy.num_replicas_in_sync} replicas."
+            )
             model.jit_compile = False
 
     def program(self, model: keras.Model, kind: str, *, watched: bool = False) -> Any:
         """The compiled steps ("train" or "test"), made anew when the model was compiled since.
 
         Args:
-            watched: the program has a StepWatch.
+            watched: the program has a StepWatch; one without is kept beside it.
         """
-        compiled = (model.optimizer, model.loss, model.metrics, watched)
-        made_for, program = self._programs.get(kind, (None, None))
+        if watched and model.jit_compile and not model.run_eagerly:
+            self._warn_of_xla("XLA cannot note the times that a WorkerTensorBoard writes.")
+        compiled = (model.optimizer, model.loss, model.metrics)
+        made_for, program = self._programs.get((kind, watched), (None, None))
         if program is None or made_for != compiled:
             program = self._make_program(model, kind, watched)
-            self._programs[kind] = (compiled, program)
+            self._programs[kind, watched] = (compiled, program)
         return program
 
     def predictor(self, model: keras.Model) -> Any:
@@ -113,6 +111,12 @@ class SynchronousEngine:
         """At the end of a training: averaged weights take the place of the last ones."""
         with self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def _warn_of_xla(self, why: str) -> None:
+        """Say once that `jit_compile=True` is off; to be called by what `fit` calls in a helper."""
+        if not self._warned_of_xla:
+            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=5)
+            self._warned_of_xla = True
 
     def _make_program(self, model: keras.Model, kind: str, watched: bool) -> Any:
         name = f"{kind}_step"

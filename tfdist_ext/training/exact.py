@@ -81,7 +81,9 @@ def _apply(
     ]
 
     if here.watch is not None:
-        here.watch.gradients(weighted, here.share(tf.float64))
+        with set_part(None):
+            loss_scale = optimizer.scale_loss(tf.constant(1.0))
+        here.watch.gradients(weighted, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
 
     def apply(gradients: list[Any]) -> None:
         there = iter(gradients)

@@ -29,7 +29,7 @@ from tfdist_ext.training.same_data import check_same_call, warn_of_different_dat
 from tfdist_ext.training.saving.checkpoints import Progress
 from tfdist_ext.training.saving.methods import Saving
 from tfdist_ext.training.saving.resuming import Resumable
-from tfdist_ext.training.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.worker_tensorboard import board_among
 
 __all__ = ["DistributedModel"]
 
@@ -190,9 +190,9 @@ class DistributedModel(Saving):
     ) -> keras.callbacks.History:
         model = self._model
         loop = Loop(model, self._engine, hooks, "train")
-        boards = [board for board in hooks.callbacks if isinstance(board, WorkerTensorBoard)]
-        program = self._engine.program(model, "train", watched=bool(boards))
-        for board in boards:
+        board = board_among(hooks.callbacks)
+        program = self._engine.program(model, "train", watched=board is not None)
+        if board is not None:
             board.follow(program, self._strategy, self._reduction)
         logs: dict[str, Any] = {}
         for epoch in epochs:

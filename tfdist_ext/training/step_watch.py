@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["Notes", "ReplicaWatch", "StepWatch", "Unwatched", "when"]
+__all__ = ["NO_ROWS", "Notes", "ReplicaWatch", "StepWatch", "Unwatched", "when"]
 
 
 def when(values: Any) -> tf.Tensor:
@@ -25,8 +25,14 @@ def when(values: Any) -> tf.Tensor:
         return tf.timestamp()
 
 
+NO_ROWS = -1.0  # in the place of a norm; a gradient that has diverged is NaN
+
+
 class Notes(NamedTuple):
-    """Of each step, in order: seconds in all, seconds of this task's own, norm of its gradient."""
+    """Of each step, in order: seconds in all, seconds of this task's own, norm of its gradient.
+
+    The norm is NO_ROWS where the task had no row in the step, or no gradient has come by.
+    """
 
     step: np.ndarray
     own: np.ndarray
@@ -83,7 +89,10 @@ class StepWatch(Unwatched):
     def step_is_done(self, notes: Sequence[Any]) -> None:
         # The task is ready when its last replica is.
         ready = tf.reduce_max(tf.stack([note[0] for note in notes]))
-        self._note(self._begun, ready - self._begun - self._waited, notes[0][1])
+        norms = tf.stack([note[1] for note in notes])
+        with_rows = tf.cast(tf.not_equal(norms, NO_ROWS), tf.int32)
+        norm = tf.gather(norms, tf.argmax(with_rows))  # of the first that has any
+        self._note(self._begun, ready - self._begun - self._waited, norm)
 
     def execution_is_done(self, last: Any) -> None:
         self._note(when(last), -1.0, 0.0)
@@ -111,6 +120,7 @@ class ReplicaWatch:
     def __init__(self) -> None:
         self._meetings: list[tuple[Any, Any]] = []  # when this replica, and when all, were there
         self._squares: list[Any] = []
+        self._has_rows: Any = True
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, which waits for all replicas."""
@@ -119,13 +129,14 @@ class ReplicaWatch:
         self._meetings.append((ready, when(result)))
         return result
 
-    def gradients(self, weighted: Sequence[Any], share: Any) -> None:
-        """Take the norm of a gradient that was weighted with this replica's share of the rows."""
+    def gradients(self, weighted: Sequence[Any], weight: Any) -> None:
+        """Take the norm of a gradient times `weight`: share of the rows, and loss scale."""
         norm = tf.linalg.global_norm(list(weighted))
         # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
         with tf.device("CPU:0"):
-            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), share)
+            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), weight)
             self._squares.append(of_rows**2)
+            self._has_rows = weight > 0
 
     def notes(self, outcome: Any) -> tuple[Any, Any]:
         """(when it was ready, less what it had waited before; norm of its own mean gradient).
@@ -140,8 +151,11 @@ class ReplicaWatch:
         return ready - (tf.add_n(waited) if waited else 0.0), self._norm()
 
     def _norm(self) -> Any:
-        nan = tf.constant(np.nan, tf.float64)  # no gradient has come by
-        return tf.sqrt(tf.add_n(self._squares)) if self._squares else nan
+        if not self._squares:
+            return tf.constant(NO_ROWS, tf.float64)
+        with tf.device("CPU:0"):
+            norm = tf.sqrt(tf.add_n(self._squares))
+            return tf.where(self._has_rows, norm, tf.constant(NO_ROWS, tf.float64))
 
 
 class _Reading:

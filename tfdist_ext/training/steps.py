@@ -273,12 +273,16 @@ class StepProgram:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
         if not self._own_outputs:
             return {}
-        trace = tf.function(
-            lambda it: self._one_step(next(it), states)[1], autograph=False
-        ).get_concrete_function(iterator)
+        trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
+        # This step is never run: nobody notes when it began.
+        watch, self.watch = self.watch, Unwatched()
+        try:
+            spec_of = trace.get_concrete_function(iterator).structured_outputs
+        finally:
+            self.watch = watch
         return {
             name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
-            for name, spec in trace.structured_outputs.items()
+            for name, spec in spec_of.items()
         }
 
     def _finish(self, states: States, outputs: Any, steps: Any, seconds: Any) -> Any:

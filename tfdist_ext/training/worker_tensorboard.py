@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.step_watch import NO_ROWS
 
-__all__ = ["WorkerTensorBoard", "slow_workers"]
+__all__ = ["WorkerTensorBoard", "board_among", "slow_workers"]
 
 
 class WorkerTensorBoard(keras.callbacks.Callback):
@@ -26,10 +28,14 @@ class WorkerTensorBoard(keras.callbacks.Callback):
       read and its gradients computed, to the moment from which it waits for the other workers;
     - `step_ms`: milliseconds of the whole step, about the same on all workers;
     - `gradient_norm`: of the mean gradient over the worker's own rows, as `tf.linalg.global_norm`
-      has it; where a worker has several replicas, over the rows of the first;
+      has it; where a worker has several replicas, over the rows of the first that has any in the
+      step. Steps without are left out;
     - at the end of each epoch the loss and each metric, over the worker's own rows.
 
     At the end of an epoch the chief prints which workers the others wait for.
+
+    XLA, which knows no time of day, does not compile these steps: `jit_compile=True` is off in such
+    a `fit`, with one warning.
 
     Args:
         log_dir: a folder; it need not be shared by the workers.
@@ -42,7 +48,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     Raises:
         TrainingError: TensorBoard is not installed; numbers out of range; later, in a `fit` that is
-            not that of `tfd.distribute`, or one with parameter servers.
+            not that of `tfd.distribute`, has two of these, or has parameter servers.
     """
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
@@ -71,12 +77,13 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         """Called by `fit`: whose steps are watched, and who the workers are."""
         self._program = program
         self._reduction = reduction
+        self._first_epoch = True
+        self._close()  # what a fit that broke off has left open
         self._workers = _workers(strategy, reduction)
         self._index = reduction.first_replica // reduction.local_replicas
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._program = None
-        self._first_epoch = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._program is None:
@@ -103,7 +110,10 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 at = self._step + min(some.stop, count)
                 tf.summary.scalar("own_ms", own[some].mean(), at)
                 tf.summary.scalar("step_ms", step[some].mean(), at)
-                tf.summary.scalar("gradient_norm", notes.norm[some].mean(), at)
+                norms = notes.norm[some]
+                norms = norms[norms != NO_ROWS]
+                if len(norms):
+                    tf.summary.scalar("gradient_norm", norms.mean(), at)
             self._step += count
             for name, value in self._program.logs_of_this_task().items():
                 tf.summary.scalar(name, value, self._step)
@@ -119,9 +129,26 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 print(f"\n{line}", flush=True)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def board_among(callbacks: Iterable[Any]) -> WorkerTensorBoard | None:
+    """The one of a `fit`, if there is one.
+
+    Raises:
+        TrainingError: there are several; what is noted of a step is read once.
+    """
+    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
+    if len(boards) > 1:
+        raise TrainingError(
+            f"a fit has one WorkerTensorBoard, and {len(boards)} are among its callbacks: give one."
+        )
+    return boards[0] if boards else None
 
 
 def slow_workers(names: list[str], own_ms: Any, most_ms: float) -> list[str]:
