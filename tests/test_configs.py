@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from warm_programs import run_program
+from warm_programs import run_program, run_together
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -54,12 +54,11 @@ def test_config_trains(config: Path, tmp_path: Path, run_workers: Callable[..., 
 def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str]) -> list[str]:
     """The logs of a chief, two workers and two parameter servers, all of which ended with 0."""
     tasks = {"workers": 2, "ps": 2}
-    with open(os.devnull, "w") as nowhere, reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(command, **tasks, ports=ports, log_dir=folder, env=env)
-        result = run_plan(plan, env=env, stream=nowhere, linger=20, timeout=200)
-    logs = [(folder / f"{task.name.replace(':', '-')}.log").read_text() for task in plan.tasks]
-    assert set(result.returncodes.values()) == {0}, "\n".join(log[-2000:] for log in logs)
-    return logs
+    with reserve_ports(addresses_needed(**tasks)) as ports:
+        plan = plan_local(command, **tasks, ports=ports, env=env)
+        statuses, logs = run_together(plan, folder, env, timeout=200, linger=30)
+    assert set(statuses.values()) == {0}, "\n".join(log[-2000:] for log in logs.values())
+    return list(logs.values())
 
 
 def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]
     program = [sys.executable, *words[at + 2 :]]
     with reserve_ports(addresses_needed(**tasks)) as ports:
         plan = plan_local(program, **tasks, ports=ports, env=os.environ)
-        statuses, logs = run_together(plan, folder, os.environ, timeout=100, cwd=here)
+        statuses, logs = run_together(plan, folder, os.environ, timeout=100, linger=30, cwd=here)
     statuses = {name: statuses[name] for name in statuses if name not in plan.services}
     assert set(statuses.values()) == {0}, "\n".join(
         f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()

@@ -90,11 +90,13 @@ def run_together(
     env: Mapping[str, str],
     *,
     timeout: float,
+    linger: float = 0.0,
     cwd: Path | None = None,
 ) -> tuple[dict[str, int | None], dict[str, str]]:
     """Run all tasks of a plan until they have ended, or the coordinator has, or one has failed.
 
-    That ends the others.
+    That ends the others; `linger` is how many seconds they have to end by themselves after the
+    coordinator.
 
     Returns:
         The statuses of tasks, by name, and what they wrote to files in `folder`.
@@ -109,10 +111,10 @@ def run_together(
         while time.monotonic() < deadline:
             statuses = {name: program.poll() for name, program in programs.items()}
             running = {name for name, status in statuses.items() if status is None}
-            if running <= plan.services or plan.coordinator in set(statuses) - running:
+            if running <= plan.services or any(statuses.values()):
                 break
-            if any(statuses.values()):
-                break
+            if plan.coordinator in set(statuses) - running:
+                deadline, linger = min(deadline, time.monotonic() + linger), float("inf")
             time.sleep(0.02)
     finally:
         for program in programs.values():
