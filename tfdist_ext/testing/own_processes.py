@@ -110,7 +110,6 @@ def _arguments(item: pytest.Item) -> list[str]:
     # this pytest could rewrite their assertions.
     arguments += ["-s", "-p", "no:faulthandler"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    arguments += ["--tfdist-strategies", config.getoption("--tfdist-strategies")]
     arguments += ["--import-mode", config.getoption("importmode")]
     for name in config.getoption("plugins") or ():
         arguments += ["-p", name]

@@ -213,8 +213,7 @@ class StepProgram:
         """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
         self._turn = turn
         with kp.rows_taken_by(self._rows):
-            results = self._reduction.run(self._replica, batch, states, rows)
-        new, written, outputs, notes = results
+            new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         for number, value in written.items():
             # The value is equal on all replicas, so any of them will do.

@@ -160,14 +160,18 @@ class Supervision:
             self._told(task.name, kind, value)
         return True
 
+    def _hear_all(self, task: _Task) -> None:
+        """Take all messages that are there."""
+        while not task.connection.closed and task.connection.poll(0) and self._hear(task):
+            pass
+
     def _asked(self, kind: str, name: str, by: _Task) -> Any:
         if name not in self._tasks:
             return LaunchError(f"there is no task {name}; there are {', '.join(self._tasks)}.")
         task = self._tasks[name]
         if task is by:
             return LaunchError(f"{name} cannot {kind} itself; another task can.")
-        while not task.ended and task.connection.poll(0) and self._hear(task):
-            pass  # what it told before
+        self._hear_all(task)  # what it told before
         task.killed = True
         _kill(task)
         if kind == "restart":
@@ -175,8 +179,7 @@ class Supervision:
         return None
 
     def _ended(self, task: _Task) -> None:
-        while not task.connection.closed and task.connection.poll(0) and self._hear(task):
-            pass  # told just before the end
+        self._hear_all(task)  # told just before the end
         task.process.join(5.0)
         task.ended = True
         if not task.done and not task.killed:
