@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,12 @@ from tfdist_ext.testing.tasks import in_task
 
 collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
 os.environ.pop("PYTEST_ADDOPTS", None)  # was for this pytest, and not for those that tests start
+# Processes inherit ignored signals (nohup, a background job of a script), but no handlers: each
+# process that a test starts has the default ones, and this pytest still outlives a hang-up.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 PROGRAMS = Path(__file__).parent / "programs"
 OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 

@@ -56,6 +56,7 @@ class _Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tfdist`; the exit status is returned, also for --help and for errors (2)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
         return _dispatch(words)
     except TfDistError as error:
@@ -226,6 +227,20 @@ example:
         before=" module:builder",
     ),
 }
+
+
+def _open_standard_streams() -> None:
+    """Open what is closed (`tfdist ... >&-`) on /dev/null.
+
+    Python has no stream there, and the next file or pipe that is opened would take its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def _give_up_closed_output() -> None:

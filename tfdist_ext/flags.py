@@ -21,14 +21,18 @@ from absl import flags
 __all__ = ["define_strategy_flags", "not_parsed", "strategy_config", "strategy_flags"]
 
 _NUMBER = re.compile(r"[+-]?\d+")
-_NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication")
+_NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication", "wait")
 
 
-def define_strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Define --strategy, --strategy_config, --devices, --logical_cpus and --communication.
+def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
+    """Define --strategy, --strategy_config, --devices, --logical_cpus, --communication, --wait.
 
     A flag that is given goes over the settings file, which goes over the environment.
+
+    Args:
+        flag_values: where to define them; None: `absl.flags.FLAGS`, which `create_strategy` reads.
     """
+    flag_values = flags.FLAGS if flag_values is None else flag_values
     if _defined(flag_values):
         return  # a library and its script may both ask for them
     flags.DEFINE_string("strategy", None, "Strategy by name, or auto.", flag_values=flag_values)
@@ -45,13 +49,17 @@ def define_strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         "communication", None, ["auto", "ring", "nccl"],
         "How workers exchange gradients.", flag_values=flag_values,
     )  # fmt: skip
+    flags.DEFINE_float(
+        "wait", None, "Seconds to wait for the other tasks of a cluster; without it, no limit.",
+        flag_values=flag_values,
+    )  # fmt: skip
 
 
-def strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+def strategy_flags() -> dict[str, Any]:
     """The strategy's settings that were given as flags; none where flags are not in use."""
-    if not _in_use(flag_values):
+    if not _in_use():
         return {}
-    given = {name: flag_values[name].value for name in _NAMES if name != "strategy_config"}
+    given = {name: flags.FLAGS[name].value for name in _NAMES if name != "strategy_config"}
     settings = {name: value for name, value in given.items() if value is not None}
     if "strategy" in settings:
         settings["name"] = settings.pop("strategy")
@@ -61,18 +69,18 @@ def strategy_flags(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any
     return settings
 
 
-def strategy_config(flag_values: flags.FlagValues = flags.FLAGS) -> str | None:
+def strategy_config() -> str | None:
     """The settings file given as a flag."""
-    return flag_values["strategy_config"].value if _in_use(flag_values) else None
+    return flags.FLAGS["strategy_config"].value if _in_use() else None
 
 
-def not_parsed(flag_values: flags.FlagValues = flags.FLAGS) -> bool:
+def not_parsed() -> bool:
     """Whether the flags are defined but no command line has been parsed, so that none counts."""
-    return _defined(flag_values) and not flag_values.is_parsed()
+    return _defined(flags.FLAGS) and not flags.FLAGS.is_parsed()
 
 
-def _in_use(flag_values: flags.FlagValues) -> bool:
-    return _defined(flag_values) and flag_values.is_parsed()
+def _in_use() -> bool:
+    return _defined(flags.FLAGS) and flags.FLAGS.is_parsed()
 
 
 def _defined(flag_values: flags.FlagValues) -> bool:

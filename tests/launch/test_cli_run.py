@@ -265,6 +265,7 @@ def test_dry_run_shows_the_data_service(capsys):
         (["run", "--workers", "0", "--", "true"], "no task would train"),
         (["run", "--ps", "1", "--no-chief", "--", "true"], "without a chief"),
         (["run", "--data-workers", "-1", "--", "true"], "--data-workers is a number of tasks"),
+        (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
         (["run", "--", "no-such-program-here"], "no program 'no-such-program-here'"),
         (["fly"], "invalid choice: 'fly'"),
     ],
@@ -275,6 +276,20 @@ def test_errors_are_one_sentence(capsys, words, said):
     assert err.startswith("tfdist: error: ")
     assert err.count("\n") == 1
     assert said in err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_change_the_status(mark, tmp_path, closed):
+    words = f"{sys.executable} -m tfdist_ext.cli run --log-dir {tmp_path} -- sh -c 'echo said; exit"
+    for status in (0, 3):
+        done = subprocess.run(
+            ["sh", "-c", f"{words} {status}' {closed}"],
+            env=mark.env, cwd=ROOT, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        assert (tmp_path / "worker-0.log").read_text() == "said\n"
+        if closed == "<&-":
+            assert done.stdout == "[worker:0] said\n"
 
 
 def test_help_and_version(capsys):

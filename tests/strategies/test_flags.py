@@ -15,9 +15,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
     """Flags of their own, so that no other test sees them."""
     values = flags.FlagValues()
     tfd.flags.define_strategy_flags(values)
-    for name in ("strategy_flags", "strategy_config", "not_parsed"):
-        function = getattr(tfd.flags, name)
-        monkeypatch.setattr(tfd.flags, name, lambda function=function: function(values))
+    monkeypatch.setattr(flags, "FLAGS", values)
     return values
 
 
@@ -35,6 +33,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> flags.FlagValues:
             ["--logical_cpus=3", "--communication=ring"],
             {"logical_cpus": 3, "communication": "ring"},
         ),
+        (["--wait=2.5"], {"wait": 2.5}),
     ],
 )
 def test_what_flags_say(

@@ -43,8 +43,11 @@ class ClusterConfig:
         tf_config.check_text(self.environment, "environment", self.source)
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> ClusterConfig | None:
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ClusterConfig | None:
         """The cluster of the first environment that describes one, TF_CONFIG first.
+
+        Args:
+            env: environment variables; None: those of this process.
 
         Returns:
             None where no environment describes a cluster of its own: this process is alone.
@@ -55,7 +58,7 @@ class ClusterConfig:
         # Environments make ClusterConfigs, so they are imported when one is asked for.
         from tfdist_ext.cluster import environments
 
-        return environments.detect(env)
+        return environments.detect(os.environ if env is None else env)
 
     @classmethod
     def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:

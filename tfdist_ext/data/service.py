@@ -26,7 +26,7 @@ def through_service(
     service: str | None = None,
     job_name: str | None = None,
     wait: float = 20.0,
-    env: Mapping[str, str] = os.environ,
+    env: Mapping[str, str] | None = None,
 ) -> tf.data.Dataset:
     """The batches of a data set as a tf.data service prepares them, shared out over all tasks.
 
@@ -59,7 +59,8 @@ def through_service(
             dispatcher has: TensorFlow would give both the batches of the first. None: the number
             of this call in the process; an evaluator has names of its own.
         wait: seconds for the dispatcher to answer.
-        env: where TFDIST_DATA_SERVICE and the cluster are looked up.
+        env: environment variables with TFDIST_DATA_SERVICE and the cluster; None: those of this
+            process.
 
     Returns:
         A data set of the same `element_spec`, of unknown cardinality (where it is not infinite),
@@ -72,6 +73,7 @@ def through_service(
         raise DataError(f"through_service wants a tf.data.Dataset. Received: {shown(dataset)}.")
     if job_name is not None and (not isinstance(job_name, str) or not job_name):
         raise DataError(f"job_name must be a text that is not empty. Received: {shown(job_name)}.")
+    env = os.environ if env is None else env
     address = _address(service, env)
     _refuse_python(dataset)
     wait_for_dispatcher(address, wait)
@@ -97,9 +99,9 @@ def _address(service: str | None, env: Mapping[str, str]) -> str:
     )
 
 
-def next_job_name(env: Mapping[str, str] = os.environ) -> str:
+def next_job_name(env: Mapping[str, str] | None = None) -> str:
     """The name of the next job: the same on all tasks that ask in the same order."""
-    config = ClusterConfig.from_env(env)
+    config = ClusterConfig.from_env(env)  # None: this process's
     # An evaluator runs the same program: under the same name it would take batches away.
     evaluates = config is not None and config.task.type == "evaluator"
     return f"{'evaluator' if evaluates else 'training'}-{next(_numbers)}"

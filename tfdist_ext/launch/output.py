@@ -16,6 +16,7 @@ from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.lines import Line, LineSplitter
+from tfdist_ext.launch.report import log_report
 
 __all__ = ["OutputPump", "Printer", "wants_color"]
 
@@ -78,6 +79,7 @@ class _Channel:
         self.fd = os.dup(fd)  # its own: nobody else closes it while the thread reads
         self.prefix = prefix
         self.log = log
+        self.log_error: OSError | None = None  # why the log lacks what came after
         self.splitter = LineSplitter()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.deadline: float | None = None
@@ -126,11 +128,12 @@ class _Channel:
         return f"{self.prefix}{text}\n"
 
     def _keep(self, data: bytes) -> None:
-        if self.log is not None:
-            try:
-                self.log.write(data)
-            except OSError:  # the disk is full: no reason to end the training
-                self.close_log()
+        try:
+            while self.log is not None and data:
+                data = data[self.log.write(data) :]  # a disk that gets full takes a part
+        except OSError as error:  # no reason to end the training; it is reported
+            self.log_error = error
+            self.close_log()
 
     def close_log(self) -> None:
         if self.log is not None:
@@ -151,8 +154,9 @@ class OutputPump:
     Add the tasks, `start`, tell of each `task_ended`, and `close`.
     """
 
-    def __init__(self, printer: Printer, names: list[str], *, color: bool) -> None:
+    def __init__(self, printer: Printer, names: list[str], *, color: bool, report: Printer) -> None:
         self._printer = printer
+        self._report = report
         self._names = names
         self._color = color
         self._channels: dict[str, _Channel] = {}
@@ -191,6 +195,14 @@ class OutputPump:
         """The task is over: its output is still read, but not waited for where others hold it."""
         self._ended.put(name)
         self._wake()
+
+    def log_errors(self) -> dict[str, OSError]:
+        """Task -> what has ended its log file before its output."""
+        return {
+            name: channel.log_error
+            for name, channel in self._channels.items()
+            if channel.log_error is not None
+        }
 
     def last_lines(self, name: str) -> tuple[str, ...]:
         """The last lines of a task; for each that was added."""
@@ -256,7 +268,11 @@ class OutputPump:
         except OSError:
             data = b""
         channel.ended = not data
+        had_log = channel.log is not None
         self._printer.write(channel.received(data, now))
+        if had_log and channel.log_error is not None:
+            name = next(name for name, other in self._channels.items() if other is channel)
+            self._report.write(log_report({name: channel.log_error}))
 
     def _finish(self, channel: _Channel, open_channels: list[_Channel]) -> None:
         self._selector.unregister(channel.fd)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["failure_report", "outcome", "shell_status", "timeout_report"]
+__all__ = ["failure_report", "log_report", "outcome", "shell_status", "timeout_report"]
 
 
 def shell_status(returncode: int) -> int:
@@ -60,6 +60,17 @@ def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> s
     for name, said in last_lines.items():
         lines.append(f"    {name}: {said[-1] if said else '(wrote nothing)'}")
     return _text(lines)
+
+
+def log_report(errors: Mapping[str, OSError]) -> str:
+    """Whose log files lack the end of what the task wrote, and why; no text where all are whole."""
+    return _text(
+        [
+            f"the log file of {name} is incomplete: {error}; the run goes on, free some space or"
+            " give another folder with --log-dir"
+            for name, error in errors.items()
+        ]
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -18,11 +19,13 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
-from tfdist_ext.launch.report import failure_report, shell_status, timeout_report
+from tfdist_ext.launch.report import failure_report, log_report, shell_status, timeout_report
 
 __all__ = ["RunResult", "run_plan"]
 
 _TIMED_OUT = 124  # as coreutils' timeout does
+_FILES_PER_TASK = 4  # its output twice, its log, the lock of its port
+_FILES_BESIDE = 64
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,33 @@ def run_plan(
     for name, seconds in (("grace", grace), ("linger", linger), ("timeout", timeout)):
         if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
             raise LaunchError(f"{name} is a number of seconds and cannot be {seconds}")
+    _check_open_files(len(plan.tasks))
     env = os.environ if env is None else env
     stream = sys.stdout if stream is None else stream
     printer = Printer(stream)
-    pump = OutputPump(printer, [task.name for task in plan.tasks], color=wants_color(stream, env))
+    reporter = Printer(sys.stderr if report is None else report)
+    names = [task.name for task in plan.tasks]
+    pump = OutputPump(printer, names, color=wants_color(stream, env), report=reporter)
     run = _Run(
         plan,
         pump,
-        Printer(sys.stderr if report is None else report),
+        reporter,
         grace=grace,
         linger=linger,
         timeout=timeout,
     )
     with run.signals():
         return run.run(env)
+
+
+def _check_open_files(tasks: int) -> None:
+    needed = _FILES_PER_TASK * tasks + _FILES_BESIDE
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise LaunchError(
+            f"{tasks} tasks need about {needed} open files, and this process may have {limit}; "
+            "ask for fewer tasks, or raise the limit (ulimit -n)"
+        )
 
 
 class _Phase(enum.Enum):
@@ -170,6 +186,7 @@ class _Run:
             self._pump.close(give_up=self._output_given_up)
             processes.close()
         self._say_why()
+        self._report.write(log_report(self._pump.log_errors()))
         return RunResult(
             exit_status=self._status,
             failed_task=None if self._failed is None else self._failed.name,
