@@ -1,4 +1,7 @@
-"""Waits for a peer that does not come; reports after half a second instead of ten."""
+"""Waits for a peer that does not come; reports after half a second instead of ten.
+
+strategy_missing_peer.py NAME [SECONDS TO WAIT]
+"""
 
 import sys
 
@@ -6,4 +9,4 @@ import tfdist_ext as tfd
 from tfdist_ext.strategies import waiting
 
 waiting.FIRST_AFTER = 0.5
-tfd.create_strategy(sys.argv[1])
+tfd.create_strategy(sys.argv[1], wait=float(sys.argv[2]) if sys.argv[2:] else None)

@@ -32,11 +32,12 @@ def test_a_choice_by_itself() -> None:
 def test_a_name_that_goes_over_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
-    strategy = tfd.create_strategy("one_device", devices="CPU:2")
+    strategy = tfd.create_strategy("one_device", devices="CPU:2", alone=True)
     assert tfd.explain(strategy) == (
         "strategy     one_device (OneDeviceStrategy)\n"
         "because      it was asked for by name in the call, over the environment\n"
         "settings     devices = 'CPU:2' from the call\n"
+        "             alone = True from the call\n"
         "             name = 'one_device' from the call\n"
         "task         this process alone\n"
         "replicas     1 in sync\n"

@@ -206,6 +206,68 @@ def test_an_evaluator_gets_a_strategy_for_its_own_devices(
     assert evaluates(tfd.create_strategy("mirrored", devices=2)) is None  # asked for by name
 
 
+@pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "placed", "central_storage"])
+def test_one_machine_in_a_cluster_has_to_be_meant(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {} if name == "default" else {"devices": 1}
+    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
+    message = _refused(name, **options)
+    assert f"must span its tasks, got '{name}'" in message
+    assert "TF_CONFIG lists 2 tasks (worker:0, worker:1)" in message
+    assert "create_strategy('multi_worker_mirrored')" in message
+    assert "alone=True" in message
+    text = tfd.explain(tfd.create_strategy(name, alone=True, **options))
+    assert "alone = True from the call" in text
+    # A cluster of one task is no other training; nor is an evaluator, whoever trains.
+    for jobs, task in (({"worker": ["h:1"]}, ("worker", 0)), (PS, ("evaluator", 0))):
+        monkeypatch.setenv("TF_CONFIG", _cluster(jobs, task).to_tf_config())
+        tfd.create_strategy(name, **options)
+    monkeypatch.setenv("TF_CONFIG", _cluster(PS, ("chief", 0)).to_tf_config())
+    assert "create_strategy('parameter_server')" in _refused(name, **options)
+
+
+def test_alone_in_a_cluster_means_the_devices_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
+    assert tfd.create_strategy(alone=True).num_replicas_in_sync == 4
+    assert "got the strategy 'multi_worker" in _refused("multi_worker_mirrored", alone=True)
+    assert "got a cluster as well" in _refused(
+        alone=True, cluster=_cluster(TWO_WORKERS, ("worker", 0))
+    )
+    assert "alone must be True or False, got 'yes'" in _refused(alone="yes")
+
+
+@pytest.mark.parametrize("wait", [0, -1, "60", True, float("nan")])
+def test_wait_is_a_number_of_seconds(wait: Any) -> None:
+    assert f"wait must be a number of seconds above 0, got {wait!r}" in _refused(wait=wait)
+
+
+def test_a_limited_wait_does_not_matter_to_one_machine() -> None:
+    assert tfd.create_strategy(devices=2, wait=60).num_replicas_in_sync == 2
+
+
+def test_a_strategy_made_elsewhere_is_looked_at_when_a_model_is_distributed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    template = tfd.strategies.StrategyTemplate(["CPU:0", "CPU:1"])
+    monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
+
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+
+    for strategy in (made, template, tf.distribute.OneDeviceStrategy("CPU:0")):
+        with pytest.raises(tfd.StrategyError, match=type(strategy).__name__):
+            tfd.distribute(build, strategy)
+        with strategy.scope(), pytest.raises(tfd.StrategyError, match="must span its tasks"):
+            tfd.distribute(build)
+    assert tfd.distribute(build, made, alone=True).strategy is made
+    meant = tfd.create_strategy("one_device", alone=True)
+    assert tfd.distribute(build, meant).strategy is meant
+
+
 def test_what_tensorflow_said_itself_is_kept_as_the_cause() -> None:
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(cluster=_cluster(TWO_WORKERS, ("worker", 0)))

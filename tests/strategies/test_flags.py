@@ -74,7 +74,8 @@ def test_flags_over_file_over_environment(
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1", "b:1")}, task=tfd.Task("worker", 1))
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
     file = tmp_path / "s.toml"
-    file.write_text("[strategy]\nname = 'one_device'\ndevices = ['CPU:1', 'CPU:2', 'CPU:3']\n")
+    settings = "alone = true\nwait = 60\nname = 'one_device'\n"
+    file.write_text(f"[strategy]\n{settings}devices = ['CPU:1', 'CPU:2', 'CPU:3']\n")
     given(["program", f"--strategy_config={file}", "--strategy=mirrored"])
     strategy = tfd.create_strategy()
     assert strategy.num_replicas_in_sync == 3
@@ -84,7 +85,7 @@ def test_flags_over_file_over_environment(
     assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
     assert "the cluster of TF_CONFIG (worker:1 of 2 tasks): mirrored does not use it" in text
     # The file alone goes over the environment too.
-    file.write_text("[strategy]\nname = 'one_device'\n")
+    file.write_text("[strategy]\nalone = true\nname = 'one_device'\n")
     given.unparse_flags()
     given["strategy"].value = None
     given(["program", f"--strategy_config={file}"])

@@ -54,10 +54,10 @@ def test_waiting_is_said_and_ever_less_often(
     for _ in range(9):
         chief.look()
     lines = capsys.readouterr().err.splitlines()
-    since = [line.split(" since ")[1].split(" s.")[0] for line in lines]
+    since = [line.split(") for ")[1].split(" s.")[0] for line in lines]
     assert since == ["10", "20", "40", "200", "320"]
     assert lines[0] == (
-        "ps:0: waiting for chief:0 (10.0.0.1:22) since 10 s. Is it started, is its address right"
+        "ps:0: waiting for chief:0 (10.0.0.1:22) for 10 s. Is it started, is its address right"
         " in TF_CONFIG on every task, can this host reach it?"
     )
 

@@ -16,6 +16,7 @@ from warm_programs import Program, run_program
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launch import reserve_ports
+from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -50,7 +51,7 @@ def test_two_real_workers_sum_over_both(cluster: Any) -> None:
     # The environment that was used is not among those passed over.
     assert not any("TF_CONFIG:" in line for line in text)
     # A strategy of one machine, made in a worker, stays on that worker.
-    here = tfd.explain(tfd.create_strategy("one_device")).splitlines()
+    here = tfd.explain(tfd.create_strategy("one_device", alone=True)).splitlines()
     (device,) = [line for line in here if line.startswith("devices")]
     assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
     tfd.create_strategy("multi_worker_mirrored")  # a second one, in the same process
@@ -124,3 +125,39 @@ def test_a_missing_peer_is_named_while_tensorflow_waits(strategy: str, tmp_path:
     for word in missing:
         assert word in line
     assert "Is it started, is its address right in TF_CONFIG on every task" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs", "me", "missing"),
+    [
+        ("multi_worker_mirrored", {"worker": 2}, Task("worker", 0), "worker:1"),
+        ("parameter_server", {"chief": 1, "worker": 1, "ps": 1}, Task("chief", 0), "worker:0"),
+        ("parameter_server", {"chief": 1, "worker": 1, "ps": 1}, Task("ps", 0), "chief:0"),
+    ],
+)
+def test_the_wait_for_a_missing_peer_can_be_limited(
+    name: str, jobs: dict[str, int], me: Task, missing: str, tmp_path: Path
+) -> None:
+    with reserve_ports(sum(jobs.values())) as ports:
+        free = iter(ports)
+        cluster = {job: [f"127.0.0.1:{next(free)}" for _ in range(n)] for job, n in jobs.items()}
+        config = ClusterConfig(jobs={job: tuple(at) for job, at in cluster.items()}, task=me)
+        done = run_program(
+            [sys.executable, str(PROGRAMS / "strategy_missing_peer.py"), name, "1.5"],
+            tmp_path,
+            timeout=60,
+            env={**os.environ, "TF_CONFIG": config.to_tf_config()},
+        )
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    assert "StrategyError" in error
+    assert "within 1.5 s (wait), got no answer from" in error
+    assert missing in error
+
+
+def _limited() -> int:
+    return int(tfd.create_strategy(wait=60).num_replicas_in_sync)
+
+
+def test_workers_that_come_in_time_do_not_notice_the_limit() -> None:
+    assert run_tasks(_limited, 2) == {"worker:0": 2, "worker:1": 2}

@@ -12,10 +12,12 @@ from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.serving import serve, serves, tell_servers
 from tfdist_ext.strategies.start_failures import start_failures_in_words
-from tfdist_ext.strategies.waiting import reporting_absent_peers
+from tfdist_ext.strategies.waiting import reporting_absent_peers, wait_for_peers
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
 
+# Seconds for TensorFlow to connect to tasks that have all answered, where the wait is limited.
+_CONNECT = 60.0
 _Implementation: Any = tf.distribute.experimental.CommunicationImplementation
 _COMMUNICATION = {
     "auto": _Implementation.AUTO,
@@ -25,9 +27,9 @@ _COMMUNICATION = {
 
 
 def multi_worker_mirrored(
-    *, cluster: Cluster = None, communication: Any = "auto"
+    *, cluster: Cluster = None, communication: Any = "auto", wait: float | None = None
 ) -> tf.distribute.Strategy:
-    """A copy on each worker of the cluster; blocks until all of them are there."""
+    """A copy on each worker of the cluster; blocks until all are there, for `wait` seconds."""
     implementation = _implementation(communication)
     if cluster is None:
         raise StrategyError(
@@ -59,6 +61,8 @@ def multi_worker_mirrored(
         lambda: tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=resolver_of(cluster), communication_options=options
         ),
+        wait,
+        listens=True,
     )
 
 
@@ -67,10 +71,12 @@ def parameter_server(
     cluster: Cluster = None,
     placement: Any = None,
     partitioner: Callable[..., Any] | None = None,
+    wait: float | None = None,
 ) -> tf.distribute.Strategy:
     """Variables on the cluster's `ps` tasks; made on its chief, which coordinates.
 
     In a `ps` or `worker` task it serves instead, and ends the process as the coordinator ended.
+    Blocks until the others are there, for `wait` seconds.
     """
     if partitioner is not None and not callable(partitioner):
         raise StrategyError(
@@ -90,9 +96,9 @@ def parameter_server(
             f" {described.source} has {described}."
         )
     if serves(described):
-        serve(cluster)
+        serve(cluster, wait)
     placer = placer_for(placement, partitioner, len(described.jobs["ps"]))
-    strategy = _made(described, lambda: PlacedParameterServers(resolver_of(cluster), placer))
+    strategy = _made(described, lambda: PlacedParameterServers(resolver_of(cluster), placer), wait)
     tell_servers(described)
     return strategy
 
@@ -123,10 +129,37 @@ def _complete(strategy: str, cluster: Any) -> Described:
     return described
 
 
-def _made(described: Described, make: Callable[[], Any]) -> tf.distribute.Strategy:
-    """Call TensorFlow, name who is missing meanwhile, and put its known failures in words."""
+def _made(
+    described: Described,
+    make: Callable[[], Any],
+    wait: float | None,
+    *,
+    listens: bool = False,
+) -> tf.distribute.Strategy:
+    """Call TensorFlow, name who is missing meanwhile, and put its known failures in words.
+
+    Args:
+        wait: seconds to wait for the other tasks; None: no limit.
+        listens: the others wait for this task, too.
+    """
     me = str(described.task or "this process")
     # An evaluator takes no part in the connections of the training.
     peers = {task: at for task, at in described.peers().items() if not task.startswith("evaluator")}
-    with start_failures_in_words(described), reporting_absent_peers(me, peers, described.source):
+    limit = None
+    with reporting_absent_peers(me, peers, described.source):
+        if wait is not None:
+            port = int(described.address.rpartition(":")[2]) if listens else None
+            try:
+                wait_for_peers(peers, wait, port=port)
+            except TimeoutError as error:
+                raise StrategyError(
+                    f"all tasks of {described.source} must be there within {wait:g} s (wait), got"
+                    f" no answer from {error}. Start them, correct their addresses on every task,"
+                    " or allow more seconds."
+                ) from error
+            limit = wait + _CONNECT
+    with (
+        start_failures_in_words(described),
+        reporting_absent_peers(me, peers, described.source, limit=limit),
+    ):
         return make()

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described, describe
 
-__all__ = ["Explanation", "evaluates", "explain", "remember"]
+__all__ = ["Explanation", "evaluates", "explain", "is_apart", "remember"]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
@@ -25,6 +25,7 @@ class Explanation:
     settings: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     cluster: Described | None = None
+    apart: bool = False  # asked for without the cluster that the environment describes
 
 
 _MADE: weakref.WeakKeyDictionary[Any, Explanation] = weakref.WeakKeyDictionary()
@@ -40,6 +41,12 @@ def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
     cluster = None if made is None else made.cluster
     task = None if cluster is None else cluster.task
     return cluster if task is not None and task.type == "evaluator" else None
+
+
+def is_apart(strategy: tf.distribute.Strategy) -> bool:
+    """Whether it was asked for without the cluster that the environment describes, on purpose."""
+    made = _MADE.get(strategy)
+    return made is not None and made.apart
 
 
 def explain(strategy: tf.distribute.Strategy) -> str:

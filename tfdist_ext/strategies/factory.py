@@ -20,6 +20,7 @@ from tfdist_ext.strategies.explanation import Explanation, remember
 from tfdist_ext.strategies.registry import Entry, lookup
 from tfdist_ext.strategies.resolvers import Described, describe
 from tfdist_ext.strategies.settings import Settings, merge, read_file
+from tfdist_ext.strategies.spanning import check_spans_cluster
 
 __all__ = ["create_strategy"]
 
@@ -34,6 +35,8 @@ def create_strategy(
     devices: Any = None,
     placement: Any = None,
     config: str | Path | None = None,
+    wait: float | None = None,
+    alone: bool | None = None,
     **options: Any,
 ) -> tf.distribute.Strategy:
     """Make a `tf.distribute` strategy.
@@ -46,6 +49,9 @@ def create_strategy(
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
         placement: where variables live, for strategies that take it.
         config: a TOML file whose [strategy] table holds any of these settings.
+        wait: seconds to wait for the other tasks of a cluster; None: no limit.
+        alone: let each task of the cluster that the environment describes train by itself, on
+            the devices of its own machine.
         options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage,
             placed, and auto on one machine), `owned_from` (placed), `cross_device_ops`
             (mirrored), `parameter_device` (central_storage), `communication`
@@ -68,7 +74,13 @@ def create_strategy(
         ClusterConfigError: the cluster to use is one that cannot be right. A strategy asked for
             by name that takes no cluster does not mind what the environment says of one.
     """
-    arguments = {"devices": devices, "placement": placement, **options}
+    arguments = {
+        "devices": devices,
+        "placement": placement,
+        "wait": wait,
+        "alone": alone,
+        **options,
+    }
     if name != "auto":  # the default, which leaves the choice to flags and file
         arguments["name"] = name
     layers = _layers(arguments, config)
@@ -77,7 +89,10 @@ def create_strategy(
     tpu = tpu_environment.detect(os.environ)
     passed_over: list[str] = []
     try:
-        of_cluster = wanted in ("auto", *_OF_CLUSTERS)
+        alone = _check_alone(settings.values.get("alone"), wanted, cluster)
+        chosen = alone or cluster is not None  # and so the environment's cluster does not count
+        _check_wait(settings.values.get("wait"))
+        of_cluster = wanted in ("auto", *_OF_CLUSTERS) and not alone
         found = ClusterConfig.from_env(os.environ) if of_cluster and cluster is None else None
         evaluator = _evaluator(cluster if found is None else found) if of_cluster else None
         if evaluator is not None:
@@ -90,21 +105,27 @@ def create_strategy(
         else:
             entry = lookup(wanted)
             because = f"it was asked for by name in {settings.where['name']}"
-            if cluster is None and "cluster" in entry.signals and entry.takes("cluster"):
+            takes_cluster = "cluster" in entry.signals and entry.takes("cluster") and not alone
+            if cluster is None and takes_cluster:
                 found = found or ClusterConfig.from_env(os.environ)
+                chosen = True  # what its factory makes of the cluster
             elif cluster is None and (beaten := _not_used(os.environ)):
                 because += ", over the environment"
                 passed_over.append(f"{beaten}: {entry.name} does not use it")
             choice = Choice(entry.name, because)
         signals = _signals(entry, found, tpu) if cluster is None else {"cluster": cluster}
         settings = merge([*layers, (_ENVIRONMENT, signals)])
-        given = {key: value for key, value in settings.values.items() if key != "name"}
+        given = {key: v for key, v in settings.values.items() if key not in ("name", "alone")}
+        if not entry.takes("wait"):
+            given.pop("wait", None)  # it waits for nobody
         if wanted == "auto" and entry.name == "default":
             given.pop("logical_cpus", None)  # they are made: the choice counted them
         if evaluator is not None:
             given = {key: value for key, value in given.items() if not _of_training(key, entry)}
         entry.check(given, settings.where)
         strategy = entry.make(given)
+        if not chosen and evaluator is None:
+            check_spans_cluster(strategy, entry.name)
     except StrategyError as error:
         if elsewhere := _from_elsewhere(settings):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
@@ -117,9 +138,28 @@ def create_strategy(
         tuple(_settings_lines(settings, found, config)),
         (*choice.passed_over, *passed_over),
         evaluator or _described(given.get("cluster")),
+        chosen,
     )
     remember(strategy, explanation)
     return strategy
+
+
+def _check_alone(alone: Any, wanted: str, cluster: Any) -> bool:
+    if alone is not None and not isinstance(alone, bool):
+        raise StrategyError(f"alone must be True or False, got {alone!r}.")
+    if alone and (cluster is not None or wanted in _OF_CLUSTERS):
+        other = "a cluster" if cluster is not None else f"the strategy {wanted!r}"
+        raise StrategyError(
+            f"alone=True must come without a cluster and its strategies, got {other} as well: each"
+            " task trains by itself then. Leave one of them out."
+        )
+    return bool(alone)
+
+
+def _check_wait(wait: Any) -> None:
+    number = isinstance(wait, int | float) and not isinstance(wait, bool)
+    if wait is not None and not (number and 0 < wait < 1e9):
+        raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
 
 
 def _layers(

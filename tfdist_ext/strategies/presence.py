@@ -49,7 +49,7 @@ class Presence:
         waited = time.monotonic() - self._started
         if waited >= self._next_report:
             say(
-                f"{self._me}: waiting for {self} since {waited:.0f} s. Is it started, is its"
+                f"{self._me}: waiting for {self} for {waited:.0f} s. Is it started, is its"
                 f" address right in {self._source} on every task, can this host reach it?"
             )
             self._next_report = waited + min(waited, waiting.LONGEST_PAUSE)

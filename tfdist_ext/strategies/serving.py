@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.presence import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
@@ -45,15 +46,18 @@ def serves(described: Described) -> bool:
     return task is not None and task.type in ("ps", "worker") and "ps" in described.jobs
 
 
-def serve(cluster: Any) -> NoReturn:
+def serve(cluster: Any, wait: float | None = None) -> NoReturn:
     """Serve as this task of a cluster with parameter servers until the coordinator has ended.
 
-    It waits for the coordinator's first sign without a limit, and says so on stderr. Signals end
-    it at once.
+    It waits for the coordinator's first sign, and says so on stderr. Signals end it at once.
+
+    Args:
+        wait: seconds to wait for the coordinator's first sign; None: no limit.
 
     Raises:
         RoleEnded: always: with 0 when the coordinator said that it ended well, else with 1.
-        StrategyError: this task cannot listen at its address.
+        StrategyError: this task cannot listen at its address, or no sign of the coordinator in
+            time.
     """
     described = describe(cluster)
     assert described.task is not None
@@ -66,7 +70,7 @@ def serve(cluster: Any) -> NoReturn:
             task_index=described.task.index,
             protocol=resolver.rpc_layer or "grpc",
         )
-    word = _last_word(described)
+    word = _last_word(described, wait)
     del server  # it serves as long as there is a reference
     raise RoleEnded(0 if word == _DONE else 1)
 
@@ -91,7 +95,7 @@ def tell_servers(described: Described) -> None:
 _failed = threading.Event()
 
 
-def _last_word(described: Described) -> str:
+def _last_word(described: Described, wait: float | None) -> str:
     """What the coordinator said last, when it has ended or is gone; meanwhile this serves."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
@@ -104,10 +108,17 @@ def _last_word(described: Described) -> str:
         return word
     coordinator = Presence(me, *driver, described.source)
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
+    deadline = float("inf") if wait is None else time.monotonic() + wait
     while (word := _heard()) not in (_DONE, _FAILED) and not coordinator.gone:
         coordinator.seen |= word == _HERE  # it may be gone again before anybody looks
         time.sleep(_LOOK_EVERY)
         coordinator.look()
+        if not coordinator.seen and time.monotonic() >= deadline:
+            raise StrategyError(
+                f"the coordinator must be there within {wait:g} s (wait), got no answer from"
+                f" {coordinator}. Start it, correct its address on every task, or allow more"
+                " seconds."
+            )
     if word not in (_DONE, _FAILED):
         say(f"{me}: the coordinator, {coordinator}, is gone without a last word: a crash")
         return word

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["absent", "reporting_absent_peers", "watch"]
+__all__ = ["absent", "reporting_absent_peers", "wait_for_peers", "watch"]
 
 FIRST_AFTER = 10.0  # seconds; then after ever longer ones
 LONGEST_PAUSE = 120.0
@@ -26,18 +27,69 @@ NAMED_AT_MOST = 5  # each that hangs costs a second; a report must not take minu
 
 
 @contextlib.contextmanager
-def reporting_absent_peers(me: str, peers: Mapping[str, str], source: str) -> Iterator[None]:
+def reporting_absent_peers(
+    me: str, peers: Mapping[str, str], source: str, *, limit: float | None = None
+) -> Iterator[None]:
     """While the body runs, name on stderr the tasks that do not answer, after 10 s and then on.
 
     Args:
         me: this task, for the message.
         peers: task -> "host:port" of those that are waited for.
         source: where the addresses came from, for the message.
+        limit: seconds after which this process is killed, because nothing else ends a TensorFlow
+            that waits for a peer; None: none.
     """
     with contextlib.ExitStack() as stack:
         if peers:
-            stack.enter_context(_watching(me, peers, source))
+            stack.enter_context(_watching(me, peers, source, limit))
         yield
+
+
+def wait_for_peers(peers: Mapping[str, str], seconds: float, *, port: int | None = None) -> None:
+    """Return when each of the peers has answered at its address, before TensorFlow connects.
+
+    Args:
+        peers: task -> "host:port".
+        seconds: the longest wait.
+        port: where to answer meanwhile, because the peers look at this task in the same way.
+
+    Raises:
+        TimeoutError: names up to 5 tasks that have not answered in time.
+    """
+    deadline = time.monotonic() + seconds
+    unseen = dict(peers)
+    with contextlib.ExitStack() as stack:
+        server = None
+        if port is not None:
+            try:
+                server = stack.enter_context(_listening(port))
+            except OSError:
+                return  # the port is in use: TensorFlow will say so
+        while unseen:
+            left = deadline - time.monotonic()
+            missing = absent(unseen, timeout=max(0.1, min(1.0, left)))
+            if len(missing) < NAMED_AT_MOST:  # all were tried
+                unseen = {task: at for task, at in unseen.items() if f"{task} ({at})" in missing}
+            if unseen and time.monotonic() >= deadline:
+                raise TimeoutError(", ".join(missing))
+            _accept_all(server)
+            if unseen:
+                time.sleep(0.1)
+
+
+def _listening(port: int) -> socket.socket:
+    # On every interface, as TensorFlow's server does.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+    server.setblocking(False)
+    return server
+
+
+def _accept_all(server: socket.socket | None) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while server is not None:
+            server.accept()[0].close()
 
 
 def watch(
@@ -48,15 +100,21 @@ def watch(
     first_after: float,
     done: threading.Event,
     say: Callable[[str], None],
-) -> None:
-    """Report until `done` is set: after `first_after` seconds, and then ever less often."""
+    limit: float | None = None,
+) -> bool:
+    """Report until `done` is set: after `first_after` seconds, and then ever less often.
+
+    Returns:
+        Whether it was not set in `limit` seconds.
+    """
     started = time.monotonic()
+    end = float("inf") if limit is None else started + limit
     pause = first_after
-    while not done.wait(pause):
+    while not done.wait(max(0.0, min(pause, end - time.monotonic()))):
         missing = absent(peers)
         if done.is_set():
-            return
-        waited = f"since {time.monotonic() - started:.0f} s"
+            return False
+        waited = f"for {time.monotonic() - started:.0f} s"
         if missing:
             more = " and perhaps others" if len(missing) == NAMED_AT_MOST else ""
             say(
@@ -68,7 +126,11 @@ def watch(
                 f"{me}: waiting {waited}, though every task answers at its address. Do all of them"
                 f" have the same cluster in {source}, and make the same strategy?"
             )
+        if time.monotonic() >= end:
+            say(f"{me}: ends, because the wait for the others is limited to {limit:g} s")
+            return True
         pause = min(pause * 2, LONGEST_PAUSE)
+    return False
 
 
 def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
@@ -89,8 +151,10 @@ def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
 
 
 @contextlib.contextmanager
-def _watching(me: str, peers: Mapping[str, str], source: str) -> Iterator[None]:
-    order = json.dumps([me, dict(peers), source, FIRST_AFTER])
+def _watching(
+    me: str, peers: Mapping[str, str], source: str, limit: float | None
+) -> Iterator[None]:
+    order = json.dumps([me, dict(peers), source, FIRST_AFTER, limit])
     try:
         # Isolated and without site: it starts in some 20 ms, whatever is installed.
         watcher = subprocess.Popen(
@@ -120,7 +184,8 @@ def _watching(me: str, peers: Mapping[str, str], source: str) -> Iterator[None]:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that waits
-    me, peers, source, first_after = json.loads(sys.stdin.readline())
+    me, peers, source, first_after, limit = json.loads(sys.stdin.readline())
+    parent = os.getppid()
     done = threading.Event()
 
     def until_closed() -> None:
@@ -128,14 +193,17 @@ def _main() -> None:
         done.set()
 
     threading.Thread(target=until_closed, daemon=True).start()
-    watch(
+    late = watch(
         me,
         peers,
         source,
         first_after=first_after,
         done=done,
         say=lambda line: print(line, file=sys.stderr, flush=True),
+        limit=limit,
     )
+    if late and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
+from tfdist_ext.strategies.explanation import evaluates, is_apart
+from tfdist_ext.strategies.spanning import check_spans_cluster
 from tfdist_ext.training.adopt import adopt
 from tfdist_ext.training.model import DistributedModel
 
@@ -18,6 +20,8 @@ __all__ = ["distribute"]
 def distribute(
     model_or_builder: keras.Model | Callable[[], keras.Model],
     strategy: tf.distribute.Strategy | None = None,
+    *,
+    alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
 
@@ -27,10 +31,13 @@ def distribute(
             weights, compile settings and optimizer state; the original stays as it is.
         strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
             `create_strategy()`.
+        alone: let each task of the cluster that the environment describes train by itself, where
+            the strategy has replicas on this machine only.
 
     Raises:
         TrainingError: not a model, one that cannot be copied from its config, or a strategy
             that is none.
+        StrategyError: a strategy of one machine in a cluster of several tasks.
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
@@ -40,5 +47,7 @@ def distribute(
     if strategy is None:
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
+    if not (alone or is_apart(strategy) or evaluates(strategy)):
+        check_spans_cluster(strategy, type(strategy).__name__)
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     return DistributedModel(adopt(model_or_builder, strategy), strategy, builder)
