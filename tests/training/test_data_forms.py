@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -254,5 +257,91 @@ def test_predict_and_evaluate_refuse_empty_data() -> None:
         ours.predict(nothing.map(lambda x, _: x), verbose=0)
     with pytest.raises(tfd.TrainingError, match="no batch at all"):
         ours.evaluate(nothing, verbose=0)
-    with pytest.raises(tfd.TrainingError, match="1 or more; -1"):
+    with pytest.raises(
+        tfd.TrainingError, match="steps_per_epoch must be a whole number from 0, got -1"
+    ):
         ours.fit(X, Y, steps_per_epoch=-1)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "said"),
+    [
+        ("fit", {"batch_size": "8"}, "batch_size must be a whole number from 1, got '8'"),
+        ("fit", {"batch_size": 8.0}, "batch_size must be a whole number from 1, got 8.0"),
+        ("fit", {"batch_size": True}, "batch_size must be a whole number from 1, got True"),
+        ("fit", {"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
+        ("fit", {"epochs": "2"}, "epochs must be a whole number from 0, got '2'"),
+        ("fit", {"initial_epoch": -1}, "initial_epoch must be a whole number from 0, got -1"),
+        ("fit", {"steps_per_epoch": 1.5}, "steps_per_epoch must be a whole number from 0, got 1.5"),
+        (
+            "fit",
+            {"validation_steps": "1"},
+            "validation_steps must be a whole number from 0, got '1'",
+        ),
+        ("fit", {"validation_batch_size": "4"}, "validation_batch_size must be a whole number"),
+        ("evaluate", {"batch_size": "8"}, "batch_size must be a whole number from 1, got '8'"),
+        ("predict", {"steps": [3]}, r"steps must be a whole number from 0, got \[3\]"),
+    ],
+)
+def test_numbers_that_are_none_are_named(method: str, arguments: dict, said: str) -> None:
+    model = tfd.distribute(classifier(), mirrored(2))
+    data = (X,) if method == "predict" else (X, Y)
+    with pytest.raises(tfd.TrainingError, match=said):
+        getattr(model, method)(*data, verbose=0, **arguments)
+    assert not model.keras_model.optimizer.built  # nothing had started
+    model.fit(X, Y, batch_size=np.int64(32), steps_per_epoch=np.int32(1), verbose=0)
+
+
+class SomeNone(keras.utils.PyDataset):
+    """Batches with None in the place of x or of y."""
+
+    def __init__(self, *batch: np.ndarray | None) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray | None, ...]:
+        return self._batch
+
+
+def test_data_without_input_is_named() -> None:
+    model = tfd.distribute(classifier(), mirrored(2))
+    for x in (None, [None], []):
+        with pytest.raises(tfd.TrainingError, match="x must have data, got"):
+            model.fit(x, verbose=0)
+    for data in (SomeNone(None, Y), (batch for batch in [(None, Y)] * 3)):
+        with pytest.raises(tfd.TrainingError, match="must begin with the model's input, got None"):
+            model.fit(data, verbose=0)
+
+
+def without_targets() -> keras.Model:
+    class Reconstruction(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+            self.add_loss(keras.ops.mean(keras.ops.square(inputs - outputs)))
+            return outputs
+
+    inputs = keras.Input((5,))
+    outputs = Reconstruction()(inputs, keras.layers.Dense(5)(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+def test_data_may_leave_out_the_targets() -> None:
+    expected, ours = without_targets(), tfd.distribute(without_targets, mirrored(2))
+    ours.keras_model.set_weights(expected.get_weights())
+    expected.fit(X, batch_size=len(X) // 2, shuffle=False, verbose=0)
+    half = len(X) // 2
+    ours.fit(((X[i : i + half], None) for i in (0, half)), verbose=0)
+    assert_same_weights(expected, ours)
+
+
+def test_copies_and_pickles_say_what_to_do() -> None:
+    model = tfd.distribute(classifier(), mirrored(2))
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(tfd.TrainingError, match=r"cannot be pickled or copied.*save\(\)"):
+            copied(model)
+    again = tfd.distribute(model.keras_model, mirrored(2))
+    assert_same_weights(model.keras_model, again)

@@ -319,5 +319,10 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):
         engine._make_program(build(), "train", True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(tfd.TrainingError, match="pip install tensorboard"):
+    with pytest.raises(tfd.TrainingError, match="WorkerTensorBoard needs the package tensorboard"):
         tfd.WorkerTensorBoard(tmp_path)
+    model = tfd.distribute(build, strategy_of("mirrored"))
+    board = keras.callbacks.TensorBoard(tmp_path / "keras")
+    with pytest.raises(tfd.TrainingError, match=r"pip install tensorboard, .*tfdist_ext\[tensorb"):
+        model.fit(*data(), verbose=0, callbacks=[board])
+    assert not (tmp_path / "keras").exists()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 __all__ = ["GlobalBatches", "PartsOf"]
@@ -51,7 +52,9 @@ class GlobalBatches:
     @property
     def element_spec(self) -> Any:
         """The structure of one global batch, batch dimension unknown."""
-        return self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
+        spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
+        # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
+        return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
 
     def distributed(self, strategy: tf.distribute.Strategy) -> Any:
         """A distributed dataset: each element holds one part for each local replica."""

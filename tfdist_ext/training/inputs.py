@@ -73,8 +73,8 @@ def read(
             class_weight=class_weight,
             going_on=seed is not None,
         )
-    if batch_size is not None and batch_size < 1:
-        raise TrainingError(f"batch_size is 1 or more examples; {batch_size!r} arrived.")
+    if all(part is None for part in keras.tree.flatten(x)):
+        raise TrainingError(f"x must have data, got {x!r}.")
     is_dataset = kp.is_tf_dataset(x)
     adapter = kp.get_data_adapter(
         x,
@@ -104,6 +104,7 @@ def read(
             spec=_spec_of_arrays(arrays),
         )
     dataset = adapter.get_tf_dataset()
+    _check_has_input(dataset.element_spec)
     _check_batched(dataset.element_spec)
     if shuffle and seed and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         return _in_an_order(x, dataset.element_spec, class_weight, seed())
@@ -224,6 +225,15 @@ def _rows_of(batch: Any, low: Any, high: Any) -> Any:
 
 def _batch_size(batch: Any) -> tf.Tensor:
     return rows_in(next(part for part in keras.tree.flatten(batch) if part is not None))
+
+
+def _check_has_input(spec: Any) -> None:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+    if all(getattr(part, "shape", None) is None for part in keras.tree.flatten(x)):
+        raise TrainingError(
+            "each batch must begin with the model's input, got None: let the data yield x, (x, y)"
+            " or (x, y, sample_weight)."
+        )
 
 
 def _check_batched(spec: Any) -> None:

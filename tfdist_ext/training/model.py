@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.adopt import belongs_to, build, recompile
+from tfdist_ext.training.arguments import check_counts
 from tfdist_ext.training.called_back import called_back_as
 from tfdist_ext.training.chiefs_part import follow_chief
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
@@ -117,6 +118,14 @@ class DistributedModel(Saving):
                 model in `checkpoint_dir`.
             ValueError: what Keras itself refuses; the model is not compiled.
         """
+        check_counts(
+            batch_size=batch_size,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+        )
         self._check_compiled("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
@@ -229,6 +238,7 @@ class DistributedModel(Saving):
 
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
+        check_counts(batch_size=batch_size, steps=steps)
         self._check_compiled("evaluate")
         batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
@@ -249,6 +259,7 @@ class DistributedModel(Saving):
 
         `batch_size` is that of the global batch.
         """
+        check_counts(batch_size=batch_size, steps=steps)
         if isinstance(x, FunctionDataset) and self._reduction.multi_worker:
             raise TrainingError(
                 "predict() gives rows in an order, and from_dataset_fn has none over several"
@@ -290,6 +301,14 @@ class DistributedModel(Saving):
         sizes = {"steps": batches.steps, "batch_size": batches.batch_size}
         check_same_call(self._reduction, **sizes, asked=asked)
         return Epochs(batches, self._engine.feed(batches), asked)
+
+    def __reduce__(self) -> NoReturn:
+        raise TrainingError(
+            "a DistributedModel cannot be pickled or copied, because its variables belong to a"
+            " strategy of this process: save() the model and load it with"
+            " keras.models.load_model(), or call distribute(model.keras_model, strategy) for a"
+            " copy on a strategy."
+        )
 
     def _prepare(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""

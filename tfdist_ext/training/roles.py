@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import keras
 
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.chiefs_part import follow_chief
 from tfdist_ext.training.reduction import Reduction
 
-__all__ = ["follow_chief_if_restored", "for_this_task", "looks_at_batches"]
+__all__ = [
+    "check_tensorboard",
+    "follow_chief_if_restored",
+    "for_this_task",
+    "looks_at_batches",
+]
 
 # They write files, or print: the chief alone does.
 _WRITERS = (
@@ -28,15 +35,30 @@ def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Cal
 
     What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
     every task, so each decides the same.
+
+    Raises:
+        TrainingError: a callback writes for TensorBoard, which is not installed.
     """
     given = keras.tree.flatten(callbacks) if callbacks else []
     if is_chief:
+        for callback in given:
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                check_tensorboard(callback)
         return given
     kept = [callback for callback in given if not isinstance(callback, _WRITERS)]
     for callback in kept:
         if getattr(callback, "verbose", 0):
             callback.verbose = 0
     return kept
+
+
+def check_tensorboard(callback: keras.callbacks.Callback) -> None:
+    """TensorFlow would say so after the first epoch, by an error that names no callback."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise TrainingError(
+            f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"
+            ' bring: pip install tensorboard, or install this package as "tfdist_ext[tensorboard]".'
+        )
 
 
 def looks_at_batches(callbacks: Any, kind: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.roles import check_tensorboard
 from tfdist_ext.training.step_watch import NO_ROWS
 
 __all__ = ["WorkerTensorBoard", "board_among", "slow_workers"]
@@ -53,11 +53,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
         super().__init__()
-        if importlib.util.find_spec("tensorboard") is None:
-            raise TrainingError(
-                "WorkerTensorBoard needs the package tensorboard, which TensorFlow does not bring:"
-                " pip install tensorboard."
-            )
+        check_tensorboard(self)
         if update_freq < 1 or not 0 < slow < 1:
             raise TrainingError(
                 "update_freq is 1 step or more, and slow a part of a step between 0 and 1;"
