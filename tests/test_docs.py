@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from pages import PAGES, ROOT, Block, blocks_of, commands_of, side
-from warm_programs import run_program, run_together
+from warm_programs import Program, run_program, run_together
 
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
@@ -61,6 +61,10 @@ COMMANDS_BY = {
     ],
     "tests/cluster/test_cluster_environments.py::srun": [
         "srun --nodes=2 --ntasks-per-node=2 python train.py",
+    ],
+    "tests/testing/test_sample_project.py::test_the_sample_project_passes_on_the_installed_wheel": [
+        "pip install /path/to/tfdist_ext",
+        'pip install "/path/to/tfdist_ext[tensorboard,pytest]"',
     ],
     "tests/testing/test_new_strategy.py::test_without_the_repository": [
         "python -m tfdist_ext.testing.new_strategy my_strategy.py",
@@ -102,6 +106,37 @@ def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
                 run += 1
     if page == "README.md":
         assert (here / "model.keras").exists()
+
+
+def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
+    """On this machine, at two ports in the place of two hosts."""
+    blocks = blocks_of("README.md")
+    (script,) = [block for block in blocks if block.file == "train.py"]
+    (tmp_path / "train.py").write_text(script.program, encoding="utf-8")
+    lines = re.findall(r"^[AB]\$ (.*)$", "".join(block.text for block in blocks), re.M)
+    assert len(lines) == 2
+    programs = []
+    with reserve_ports(2) as ports:
+        for number, line in enumerate(lines):
+            for host, port in zip(("10.0.0.4:2222", "10.0.0.5:2222"), ports, strict=True):
+                line = line.replace(host, f"127.0.0.1:{port}")
+            setting, *words = shlex.split(line)
+            assert words == ["python", "train.py"]
+            folder = tmp_path / "AB"[number]
+            folder.mkdir()
+            env = {**os.environ, "TF_CONFIG": setting.removeprefix("TF_CONFIG=")}
+            command = [sys.executable, str(tmp_path / "train.py")]
+            programs.append(Program(command, output=folder / "log", env=env, cwd=folder))
+        try:
+            assert [program.wait(100) for program in programs] == [0, 0]
+        finally:
+            for program in programs:
+                program.kill()
+    for folder, index in (("A", 0), ("B", 1)):
+        log = (tmp_path / folder / "log").read_text(encoding="utf-8")
+        assert re.search(f"^task .*worker:{index}.* in a cluster of 2 worker", log, re.M)
+    assert (tmp_path / "A" / "model.keras").exists()
+    assert not (tmp_path / "B" / "model.keras").exists()
 
 
 def _run_as_one_program(blocks: list[Block], folder: Path) -> None:
