@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,8 @@ __all__ = ["CheckpointFile", "Saved", "write_checkpoint"]
 
 _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
-_DAMAGED = (
-    "It is damaged; use another checkpoint. Where fit(checkpoint_dir=...) wrote it, remove it: fit"
-    " goes on from the one before."
-)
+_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit goes on from the one before."
+_DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ def write_checkpoint(
     groups: Mapping[str, Mapping[str, Any]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
+    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = replaced_when_complete,
 ) -> None:
     """Write variables, a block of rows at a time.
 
@@ -63,15 +62,18 @@ def write_checkpoint(
         groups: group -> name -> Keras variable.
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
+        place: gives the file to write to, and puts it where it belongs when it is complete.
 
     Raises:
         TrainingError: `path` is a folder.
+        OSError: the file cannot be written.
     """
     if path.is_dir():
         raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_when_complete(path) as unfinished, _open(unfinished, "w") as file:
-        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **attributes})
+    fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
+    with place(path) as unfinished, _open(unfinished, "w") as file:
+        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **fixed})
         for name, variables in groups.items():
             group = file.create_group(name)
             if kind := kinds.get(name, ""):
@@ -100,7 +102,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         except OSError as error:
             raise TrainingError(
                 f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
-                " save_checkpoint() has written; a copy must be complete."
+                f" save_checkpoint() has written; a copy must be complete. {_REMOVE}"
             ) from error
         try:
             self._version = self._checked_version()
