@@ -13,6 +13,7 @@ its own. So no byte goes unnoticed that changes what is restored. Files of versi
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +73,7 @@ def write_checkpoint(
         raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
-    with place(path) as unfinished, _open(unfinished, "w") as file:
+    with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
         file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **fixed})
         for name, variables in groups.items():
             group = file.create_group(name)
@@ -80,6 +81,40 @@ def write_checkpoint(
                 group.attrs["kind"] = _as_bytes(kind)
             for number, (key, variable) in enumerate(variables.items()):
                 _write_variable(group, str(number), key, variable)
+
+
+class _Sink(io.FileIO):
+    """A new file that HDF5 writes to; what fails is raised when it is closed.
+
+    Of a write that fails, as on a full disk, HDF5 must not know: it keeps the file then, complains
+    about each object in it, and may end the process with a segmentation fault.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left and self._error is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self._error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return size or 0
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+        if self._error is not None:
+            raise self._error
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
@@ -212,7 +247,7 @@ def _in(folder: Path) -> str:
     return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."
 
 
-def _open(path: Path, mode: str) -> Any:
+def _open(path: Path | _Sink, mode: str) -> Any:
     # Files are written under a name of their own and never changed; shared disks may have no locks.
     # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
     # may end the process.

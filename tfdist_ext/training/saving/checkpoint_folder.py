@@ -23,14 +23,20 @@ from pathlib import Path
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.saving.checkpoint_index import INDEX, KEPT, Index, Progress
-from tfdist_ext.training.saving.complete_files import check_writable, moved_if_free, on_disk
+from tfdist_ext.training.saving.complete_files import (
+    moved_if_free,
+    naming_unwritable,
+    on_disk,
+    to_disk,
+)
 from tfdist_ext.training.saving.folder_owner import Owner, claim, newest_owner
 
 __all__ = ["CheckpointFolder"]
 
-# What a job that was killed leaves behind.
+# What a job that was killed leaves behind, with its generation.
 _UNFINISHED = re.compile(
-    r"\.((epoch|last)-.+\.h5.*|[0-9a-f]{32}|(checkpoints|owner-\d+)\.json)\.unfinished"
+    r"\.((epoch|last)-\d[\w-]*\.h5(\.(?P<job>\d{5,}))?"
+    r"|(checkpoints|owner-\d+|probe)\.json(\.[0-9a-f]{32})?)\.unfinished"
 )
 
 
@@ -59,21 +65,14 @@ class CheckpointFolder:
         Raises:
             TrainingError: nothing can be written there, or no checkpoint that is there be read.
         """
-        self.index, fault = Index.stored(self.path)
-        newest = newest_owner(self.path)
-        if (
-            fault is None
-            and self.index.generation >= (newest.generation if newest else 0)
-            and self.last_state(epochs) is not None
-        ):
+        if self._is_complete(epochs):
             return  # nothing will be written: it may be an archive
-        check_writable(self.path, "checkpoint_dir")
-        self._owner, before = claim(self.path, after=self.index.generation)
+        with naming_unwritable(self.path, "checkpoint_dir"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._owner, before = claim(self.path, after=self.index.generation)
         if before is not None and before.may_be_running():
             self._warn_of(before)
-        for path in list(self.path.iterdir()):
-            if _UNFINISHED.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        self._remove_unfinished()
         self.index, faults = Index.checked(self.path)
         self._listed = _names(self.index)
         training = self.index.training or uuid.uuid4().hex
@@ -119,6 +118,7 @@ class CheckpointFolder:
         beside = path.with_name(f".{path.name}.{generation}.unfinished")
         with self._writing(path.name), on_disk(beside) as unfinished:
             yield unfinished
+            to_disk(unfinished)
             self._owner.check(self.path)
             if not moved_if_free(unfinished, path):
                 # No other job writes files of this name.
@@ -169,6 +169,23 @@ class CheckpointFolder:
             with contextlib.suppress(OSError, TrainingError):  # it is a courtesy
                 self._owner.update(self.path, ended=True)
 
+    def _is_complete(self, epochs: int) -> bool:
+        try:
+            self.index, fault = Index.stored(self.path)
+            newest = newest_owner(self.path)
+        except OSError:
+            return False
+        by_the_newest = self.index.generation >= (newest.generation if newest else 0)
+        return fault is None and by_the_newest and self.last_state(epochs) is not None
+
+    def _remove_unfinished(self) -> None:
+        assert self._owner is not None
+        for path in list(self.path.iterdir()):
+            match = _UNFINISHED.fullmatch(path.name)
+            if match and int(match["job"] or 0) < self._owner.generation:
+                self._owner.check(self.path)
+                path.unlink(missing_ok=True)
+
     def _check_goes_on(self, epochs: int) -> None:
         last = self.index.last_state
         if last is not None and not self.index.checkpoints and self.last_state(epochs) is None:
@@ -188,10 +205,13 @@ class CheckpointFolder:
             yield
         except OSError as error:
             self._owner.check(self.path)  # a newer job removes what this one has not finished
+            last = next(reversed(self.index.checkpoints), None)
+            stays = f"the last complete checkpoint, {last}, stays" if last else "there is no other"
             raise TrainingError(
-                f"{name} could not be written to checkpoint_dir {str(self.path)!r}:"
-                f" {type(error).__name__}: {error}. Nothing of it is left there, and what was"
-                " complete before stays. Free disk space or correct the folder's permissions."
+                f"checkpoint_dir must be writable, and {name} could not be written to {self.path}:"
+                f" {type(error).__name__}: {error.strerror or error}. Nothing of it is left there;"
+                f" {stays}. Free disk space or correct the folder's permissions, and run the job"
+                " again."
             ) from error
 
     def _warn_of(self, before: Owner) -> None:

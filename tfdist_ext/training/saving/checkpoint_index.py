@@ -190,6 +190,11 @@ class _Found:
     epochs_when_done: int  # 0: it is not the state at the end of a fit
 
     @property
+    def of_epoch(self) -> bool:
+        """Whether a training goes on from it."""
+        return not self.epochs_when_done
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """By jobs, and by progress in each: an older job may have been ahead."""
         return self.generation, self.progress.epoch, self.progress.batches
@@ -245,12 +250,14 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
         ):
             return f"does not describe {name}"
     known = {*index.checkpoints, index.last_state}
+    if index.checkpoints and not known & found.keys() and any(f.of_epoch for f in found.values()):
+        return "names no file that can be read"
     newest = max((file.order for name, file in found.items() if name in known), default=(-1, 0, 0))
     for name, file in found.items():
         if name in known or file.training != index.training:
             continue
         # The state at the end of a fit is written when the epoch before it is in the index.
-        if file.order > newest or (file.epochs_when_done and file.order == newest):
+        if file.order > newest or (file.order == newest and not file.of_epoch):
             return f"is older than {name}"
     return None
 
@@ -286,11 +293,11 @@ def _made_from(
         )
     chosen = known[0] if known else next(iter(trainings), "")
     newest_first = sorted(trainings.get(chosen, []), key=lambda n: found[n].order, reverse=True)
-    last = next((name for name in newest_first if found[name].epochs_when_done), None)
+    last = next((name for name in newest_first if not found[name].of_epoch), None)
     names: list[str] = []
     for name in newest_first:
         ahead = names and found[name].order[1:] >= found[names[-1]].order[1:]
-        if not found[name].epochs_when_done and not ahead:
+        if found[name].of_epoch and not ahead:
             names.append(name)
     names = names[:KEPT]
     at_end = last is not None and (not names or found[last].order >= found[names[0]].order)

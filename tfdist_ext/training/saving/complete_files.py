@@ -17,8 +17,10 @@ __all__ = [
     "create_exclusively",
     "local_path",
     "moved_if_free",
+    "naming_unwritable",
     "on_disk",
     "replaced_when_complete",
+    "to_disk",
 ]
 
 
@@ -53,32 +55,40 @@ def checkpoint_folder(checkpoint_dir: Any) -> Path | None:
     if "\0" in str(checkpoint_dir):
         raise TrainingError(f"checkpoint_dir must be a path without null characters, {got}.")
     folder = local_path(os.fspath(checkpoint_dir))
-    if folder.exists() and not folder.is_dir():
-        raise TrainingError(f"checkpoint_dir must be a folder, {got}, which is a file.")
+    if folder.is_file():
+        raise TrainingError(f"checkpoint_dir must be a folder, got {str(folder)!r}, a file.")
     return folder
 
 
 def check_writable(folder: Path, argument: str) -> None:
     """Make a folder where there is none, and a file in it that is removed again.
 
+    Raises:
+        TrainingError: this process cannot write there.
+    """
+    with naming_unwritable(folder, argument):
+        folder.mkdir(parents=True, exist_ok=True)
+        create_exclusively(probe := folder / ".probe.json", " ", name=uuid.uuid4().hex)
+        probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming_unwritable(folder: Path, argument: str) -> Iterator[None]:
+    """Scope whose files cannot be written because the folder is not a good one.
+
     Args:
         argument: that names the folder, for the message.
 
     Raises:
-        TrainingError: this process cannot write there.
+        TrainingError: in place of an OSError.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{uuid.uuid4().hex}.unfinished"
-        try:
-            _write(probe, " ")
-        finally:
-            probe.unlink(missing_ok=True)
+        yield
     except OSError as error:
         raise TrainingError(
             f"{argument} must be a folder that this process can write to, got {str(folder)!r}:"
-            f" {type(error).__name__}: {error}. Correct its permissions or free disk space, or give"
-            " another folder."
+            f" {type(error).__name__}: {error.strerror}. Correct its permissions, free disk space,"
+            " or give another folder."
         ) from error
 
 
@@ -91,7 +101,7 @@ def replaced_when_complete(path: Path) -> Iterator[Path]:
     """
     with on_disk(path.with_name(f".{path.name}.unfinished")) as unfinished:
         yield unfinished
-        _to_disk(unfinished)
+        to_disk(unfinished)
         os.replace(unfinished, path)
 
 
@@ -104,15 +114,14 @@ def on_disk(unfinished: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the first error is the one to be seen
             unfinished.unlink(missing_ok=True)
         raise
-    _to_disk(unfinished.parent)  # the new name itself
+    to_disk(unfinished.parent)  # the new name itself
 
 
 def moved_if_free(unfinished: Path, path: Path) -> bool:
-    """Rename a complete file, unless there is one of that name already; whether it was done.
+    """Rename a file, unless there is one of that name already; whether it was done.
 
     Also False where the file system has no hard links: nothing else renames so at once.
     """
-    _to_disk(unfinished)
     try:
         os.link(unfinished, path)
     except OSError:
@@ -129,7 +138,7 @@ def create_exclusively(path: Path, text: str, *, name: str) -> bool:
     Args:
         name: of this process and call alone.
     """
-    with on_disk(path.with_name(f".{name}.unfinished")) as unfinished:
+    with on_disk(path.with_name(f".{path.name}.{name}.unfinished")) as unfinished:
         _write(unfinished, text)
         if moved_if_free(unfinished, path):
             return True
@@ -148,7 +157,8 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would be there after a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

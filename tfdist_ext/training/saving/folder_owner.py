@@ -131,7 +131,8 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
             since=time.time(),
             training=before.training if before else "",
         )
-        if _create(folder, owner):
+        # One that is removed as old, by a job that came meanwhile, can be created twice.
+        if _create(folder, owner) and newest_owner(folder) == owner:
             break
     for older in _generations(folder):
         if older < generation:

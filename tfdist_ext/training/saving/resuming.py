@@ -222,7 +222,8 @@ class Resumable:
             raise
         except BaseException as error:
             if self._folder is not None and self._reduction.is_chief:
-                say(f"training stopped by {type(error).__name__}. {self.resume_hint()}")
+                # After a line that a progress bar has not ended.
+                say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")
             raise
         finally:
             self._chiefs.close()
@@ -288,8 +289,9 @@ class Resumable:
 
 
 def _completed(progress: Progress) -> str:
-    batches = f" and {progress.batches} batches" if progress.batches else ""
-    return f"{progress.epoch} epochs{batches} (step {progress.step})"
+    if progress.batches:
+        return f"batch {progress.batches} of epoch {progress.epoch + 1} (step {progress.step})"
+    return f"epoch {progress.epoch} (step {progress.step})"
 
 
 def _is_finite(logs: dict[str, Any]) -> bool:
