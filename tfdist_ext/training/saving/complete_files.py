@@ -42,7 +42,7 @@ def checkpoint_folder(checkpoint_dir: Any) -> Path | None:
     """The folder that `fit(checkpoint_dir=...)` names; None: no checkpoints.
 
     Raises:
-        TrainingError: anything but a path, an empty one, a file, or the address of an object store.
+        TrainingError: anything but a path, an empty one, or the address of an object store.
     """
     if checkpoint_dir is None:
         return None
@@ -54,10 +54,7 @@ def checkpoint_folder(checkpoint_dir: Any) -> Path | None:
         )
     if "\0" in str(checkpoint_dir):
         raise TrainingError(f"checkpoint_dir must be a path without null characters, {got}.")
-    folder = local_path(os.fspath(checkpoint_dir))
-    if folder.is_file():
-        raise TrainingError(f"checkpoint_dir must be a folder, got {str(folder)!r}, a file.")
-    return folder
+    return local_path(os.fspath(checkpoint_dir))
 
 
 def check_writable(folder: Path, argument: str) -> None:
@@ -85,9 +82,12 @@ def naming_unwritable(folder: Path, argument: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = f"{type(error).__name__}: {error.strerror}"
+        if isinstance(error, FileExistsError):
+            reason = "there is a file of that name"
         raise TrainingError(
             f"{argument} must be a folder that this process can write to, got {str(folder)!r}:"
-            f" {type(error).__name__}: {error.strerror}. Correct its permissions, free disk space,"
+            f" {reason}. Correct its permissions, free disk space,"
             " or give another folder."
         ) from error
 
