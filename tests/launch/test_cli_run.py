@@ -162,6 +162,14 @@ def test_each_task_finds_its_own_config_and_a_port_it_can_listen_on(tfdist):
     ]
 
 
+def test_each_task_knows_the_line_that_started_the_run(tfdist):
+    words = ("run", "--", "sh", "-c", 'echo "$TFDIST_COMMAND"')
+    out, _ = tfdist(*words).communicate(timeout=10)
+    assert out == f"[worker:0] {shlex.join(['tfdist', *words])}\n"
+    out, _ = tfdist(*words, TFDIST_COMMAND="sbatch train.sh").communicate(timeout=10)
+    assert out == "[worker:0] sbatch train.sh\n"
+
+
 def test_timeout_and_linger_reach_the_run(tfdist):
     launcher = tfdist("run", "--timeout", "0.3", "--", "sleep", "60")
     _, err = launcher.communicate(timeout=10)

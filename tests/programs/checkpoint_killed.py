@@ -1,7 +1,8 @@
 """Stops in the middle of writing a checkpoint, says so, and waits to be killed.
 
 Arguments: a folder; "one", to stop where a file is written once more, or "fit", to stop in the
-checkpoint after the third epoch of a training.
+checkpoint after the third epoch of a training. With "paused", the training stops itself before that
+epoch, until it is woken.
 """
 
 import os
@@ -42,11 +43,20 @@ class StopsInTheThird(keras.callbacks.Callback):
             stop_in_the_next_checkpoint()
 
 
+class PausesBeforeTheThird(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            print("PAUSED", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
 strategy = tfd.create_strategy("mirrored", logical_cpus=2)
 keras.utils.set_random_seed(3)
 model = tfd.distribute(mlp.build, strategy)
-if sys.argv[2] == "fit":
-    model.fit(x, y, epochs=4, checkpoint_dir=folder / "D", callbacks=[StopsInTheThird()], **FIT)
+if sys.argv[2] != "one":
+    stops = PausesBeforeTheThird() if sys.argv[2] == "paused" else StopsInTheThird()
+    name = "paused" if sys.argv[2] == "paused" else "D"
+    model.fit(x, y, epochs=4, checkpoint_dir=folder / name, callbacks=[stops], **FIT)
 else:
     model.fit(x, y, epochs=1, **FIT)
     model.save_checkpoint(folder / "one.h5")

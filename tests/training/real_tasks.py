@@ -23,7 +23,7 @@ class Tasks:
 
     def __init__(self, commands: dict[str, tuple[Sequence[str], dict[str, str]]], folder: Path):
         self._commands = commands
-        self._folder = folder
+        self.folder = folder
         self._processes: dict[str, Program] = {}
         self._watchers: list[threading.Thread] = []
         self._ended: dict[str, float] = {}
@@ -31,14 +31,14 @@ class Tasks:
     def start(self, *names: str) -> None:
         for name in names:
             argv, env = self._commands[name]
-            process = Program(argv, output=self._folder / f"{name}.log", env=env)
+            process = Program(argv, output=self.folder / f"{name}.log", env=env)
             self._processes[name] = process
             watcher = threading.Thread(target=self._watch, args=(name, process), daemon=True)
             watcher.start()
             self._watchers.append(watcher)
 
     def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text(errors="replace")
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def wait_for(self, name: str, pattern: str, seconds: float = 60.0) -> re.Match[str]:
         """The first match in what a task writes."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
+import shutil
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +173,27 @@ def test_without_the_damaged_one_a_training_goes_on_from_the_one_before(tmp_path
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of jobs that were killed for sure in the middle of a checkpoint."""
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
+    """Jobs that were killed for sure in the middle of a checkpoint, and one that is paused."""
     folder = tmp_path_factory.mktemp("killed")
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     program = [sys.executable, str(PROGRAMS / "checkpoint_killed.py"), str(folder)]
-    jobs = Tasks({name: ([*program, name], env) for name in ("one", "fit")}, folder)
+    jobs = Tasks({name: ([*program, name], env) for name in ("one", "fit", "paused")}, folder)
     try:
-        jobs.start("one", "fit")
+        jobs.start("one", "fit", "paused")
         for name in ("one", "fit"):
             jobs.wait_for(name, "INSIDE")
             jobs.signal(name, signal.SIGKILL)
             assert jobs.status(name) == -signal.SIGKILL
-        yield folder
+        jobs.wait_for("paused", "PAUSED")
+        yield jobs
     finally:
         jobs.kill()
+
+
+@pytest.fixture
+def killed(jobs: Tasks) -> Path:
+    return jobs.folder
 
 
 def test_a_killed_save_leaves_the_checkpoint_before(killed: Path) -> None:
@@ -210,7 +220,8 @@ def test_a_fit_that_was_killed_while_it_saved_goes_on(killed: Path, tmp_path: Pa
     files = ["epoch-00001.h5", "epoch-00002.h5"]
     assert [path.name for path in finished_checkpoints(folder)] == files
     on_disk = sorted(path.name for path in folder.iterdir())
-    assert on_disk == [".epoch-00003.h5.unfinished", "checkpoints.json", *files]
+    unfinished = ".epoch-00003.h5.00001.unfinished"
+    assert on_disk == [unfinished, "checkpoints.json", *files, "owner-00001.json"]
     assert not training_is_done(folder)
     fit = {"batch_size": mlp.BATCH, "epochs": 4, "verbose": 0}
     keras.utils.set_random_seed(3)
@@ -222,3 +233,108 @@ def test_a_fit_that_was_killed_while_it_saved_goes_on(killed: Path, tmp_path: Pa
     assert steps_taken(resumed) == 4 * 8
     assert not list(folder.glob(".*"))
     assert training_is_done(folder)
+
+
+def test_a_paused_job_that_wakes_leaves_the_training_of_its_successor(jobs: Tasks) -> None:
+    import mlp
+
+    folder = jobs.folder / "paused"
+    model = tfd.distribute(mlp.build, mirrored())
+    with pytest.warns(UserWarning, match="another job has .*, process .* takes the folder over"):
+        history = model.fit(
+            *mlp.data(), batch_size=mlp.BATCH, epochs=4, verbose=0, checkpoint_dir=folder
+        )
+    assert history.epoch == [2, 3]
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"epoch-00004.h5", "last-00004.h5"} <= before.keys()
+    jobs.signal("paused", signal.SIGCONT)
+    assert jobs.status("paused") == 1
+    log = jobs.log("paused")
+    taken = rf"a newer job has taken over {folder}: host {socket.gethostname()}, process"
+    assert re.search(rf"FolderTakenError: .*{taken} {os.getpid()}, since 20", log)
+    assert "To resume" not in log
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert training_is_done(folder)
+    other = tfd.distribute(mlp.build, strategy_of("central_storage"))
+    assert other.restore_checkpoint(folder / "last-00004.h5").epoch == 4
+    assert_same_weights(model, other, tolerance=0)
+
+
+def test_with_a_lost_index_the_numbers_are_those_of_one_training(tmp_path: Path) -> None:
+    def copy(epoch: int, logs: Any) -> None:
+        shutil.copytree(tmp_path / "whole", tmp_path / str(epoch))
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[next(iter(middles(path).values()))] ^= 1
+        path.write_bytes(content)
+
+    arguments = {"epochs": 4, **FIT}
+    whole, resumed = (tfd.distribute(classifier("adam"), mirrored()) for _ in range(2))
+    copies = [keras.callbacks.LambdaCallback(on_epoch_begin=copy)]
+    whole.fit(X, Y, checkpoint_dir=tmp_path / "whole", callbacks=copies, **arguments)
+    damages: dict[str, Callable[[Path], object]] = {
+        "gone": Path.unlink,
+        "cut": lambda index: index.write_bytes(index.read_bytes()[:200]),
+        "of the epoch before": lambda index: shutil.copy(tmp_path / "2" / index.name, index),
+        "gone, and the newest is damaged": lambda index: (
+            index.unlink(),
+            flip(index.with_name("epoch-00003.h5")),
+        ),
+    }
+    for name, damage in damages.items():
+        folder = shutil.copytree(tmp_path / "3", tmp_path / name)
+        damage(folder / "checkpoints.json")
+        newest = (folder / "epoch-00003.h5").read_bytes()
+        said = r"checkpoints\.json is .*made again from epoch-00001\.h5"
+        with pytest.warns(UserWarning, match=said):
+            history = resumed.fit(X, Y, checkpoint_dir=folder, **arguments)
+        assert history.epoch == ([2, 3] if "damaged" in name else [3])
+        assert_same_weights(whole, resumed)
+        assert (folder / "epoch-00003.h5").read_bytes() == newest
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for the disk's: the system refuses the write alike."""
+    model = tfd.distribute(classifier("adam"), mirrored())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(epoch: int, logs: Any) -> None:
+        size = (tmp_path / "epoch-00001.h5").stat().st_size if epoch == 2 else 0
+        if size:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+
+    full = keras.callbacks.LambdaCallback(on_epoch_end=fill)
+    arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
+    try:
+        with pytest.raises(tfd.TrainingError) as raised:
+            model.fit(X, Y, callbacks=[full], **arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    raised.match(r"checkpoint_dir must be writable, and epoch-00003\.h5 could not be written")
+    raised.match(r"File too large.* the last complete checkpoint, epoch-00002\.h5, stays")
+    assert "Traceback" not in capfd.readouterr().err  # of HDF5's objects, as they are collected
+    names = ["checkpoints.json", "epoch-00001.h5", "epoch-00002.h5", "owner-00001.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert tfd.distribute(classifier("adam"), mirrored()).fit(X, Y, **arguments).epoch == [2, 3]
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.99])
+def test_a_full_disk_is_an_error_wherever_it_is_noticed(
+    part: float, model: tfd.DistributedModel, saved: Path, good: list[np.ndarray], tmp_path: Path
+) -> None:
+    held = saved.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(len(held) * part), before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            model.save_checkpoint(saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert saved.read_bytes() == held
+    assert not list(saved.parent.glob(".*"))
+    fill(model, 7)
+    model.restore_checkpoint(saved)
+    np.testing.assert_equal(copies_of(model), good)

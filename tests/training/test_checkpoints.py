@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving import checkpoint_file, whole_values
+from tfdist_ext.training.saving import checkpoint_file, complete_files, whole_values
 from tfdist_ext.training.saving.checkpoint_state import state_of
 from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
 from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
@@ -295,7 +297,7 @@ def test_the_last_three_stay(tmp_path: Path) -> None:
     assert [path.name for path in finished_checkpoints(tmp_path)] == epochs[2:]
     assert training_is_done(tmp_path)
     on_disk = sorted(path.name for path in tmp_path.iterdir())
-    assert on_disk == ["checkpoints.json", *epochs[2:], "last-00005.h5"]
+    assert on_disk == ["checkpoints.json", *epochs[2:], "last-00005.h5", "owner-00001.json"]
     progress = model.restore_checkpoint(tmp_path / "epoch-00004.h5")
     assert (progress.epoch, progress.step) == (4, 16)
     assert finished_checkpoints(tmp_path / "nowhere") == []
@@ -482,14 +484,104 @@ def test_fit_refuses_before_it_begins(two: Any, tmp_path: Path) -> None:
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     with pytest.raises(tfd.TrainingError, match="give one of them"):
         model.fit(X, Y, checkpoint_dir=tmp_path / "D", callbacks=[backup], **FIT)
-    index = tmp_path / "D" / "checkpoints.json"
-    for content in ("no json", "[]", '{"format": "another"}', '{"a": 1}'):
-        index.write_text(content)
-        with pytest.raises(tfd.TrainingError, match=r"checkpoints\.json is no index"):
-            model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
-    with pytest.raises(FileExistsError):
-        model.fit(X, Y, checkpoint_dir=index, **FIT)
     assert steps_taken(model) == 4
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["", " ", "\t\n", 0, 5, True, b"bytes", [], "a\0b"],
+    ids=["empty", "blank", "blanks", "zero", "number", "bool", "bytes", "list", "null"],
+)
+def test_what_is_no_folder_is_refused(
+    folder: Any, two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be .* got "):
+        two[0].fit(X, Y, checkpoint_dir=folder, **FIT)
+    assert not list(tmp_path.iterdir())
+    assert steps_taken(two[0]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = two
+    file = tmp_path / "file"
+    file.write_text("what somebody keeps")
+    denied = tmp_path / "denied"
+    denied.mkdir()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for folder, words in {
+        file: "got '.*file': there is a file of that name",
+        file / "below": "NotADirectoryError",
+        Path("/proc/checkpoints"): "FileNotFoundError",
+        tmp_path / ("x" * 300): "File name too long",
+        denied: "PermissionError: Permission denied",
+    }.items():
+        with monkeypatch.context() as patch:
+            if folder == denied:  # root is denied nothing
+                patch.setattr(complete_files, "_write", refuse)
+            with pytest.raises(tfd.TrainingError, match=words) as raised:
+                model.fit(X, Y, checkpoint_dir=folder, **FIT)
+        raised.match("checkpoint_dir must be a folder")
+    assert steps_taken(model) == 0
+    assert file.read_text() == "what somebody keeps"
+    assert not list(denied.iterdir())
+
+
+def test_a_complete_training_is_read_where_nothing_can_be_written(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, archived = two
+    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    monkeypatch.setattr(complete_files, "_write", lambda *_: 1 / 0)
+    assert archived.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT).epoch == []
+    assert_same_weights(model, archived)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    said = f"training in {tmp_path} is complete after 2 epochs; nothing to do\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, resumed = two
+    arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--name", "a b"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--name", "a b"])
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(X, Y, callbacks=[Break(0)], **arguments)
+    assert capsys.readouterr().err == (
+        f"\ntraining stopped by KeyboardInterrupt. There is no checkpoint in {tmp_path} yet.\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(X, Y, callbacks=[Break(3)], **arguments)
+    assert capsys.readouterr().err == (
+        "\ntraining stopped by KeyboardInterrupt. The last checkpoint is"
+        f" {tmp_path / 'epoch-00003.h5'}, after epoch 3 (step 12). To resume from it, run again:"
+        " python train.py --name 'a b'\n"
+    )
+    monkeypatch.setenv("TFDIST_COMMAND", "tfdist run --workers 2 -- python train.py")
+
+    def fail(epoch: int, logs: Any) -> None:
+        raise ZeroDivisionError("in a callback")
+
+    failing = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    with pytest.raises(ZeroDivisionError, match="in a callback"):
+        resumed.fit(X, Y, callbacks=[failing], **arguments)
+    first, _, last = capsys.readouterr().err.splitlines()
+    assert first == f"resuming from epoch 4, step 12, of {tmp_path / 'epoch-00003.h5'}"
+    assert last.startswith("training stopped by ZeroDivisionError. The last checkpoint is")
+    assert last.endswith("run again: tfdist run --workers 2 -- python train.py")
+    resumed.fit(X, Y, **arguments)
+    assert capsys.readouterr().err == first + "\n"
+    resumed.fit(X, Y, **FIT)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

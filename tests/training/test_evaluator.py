@@ -118,6 +118,19 @@ def test_checkpoints_in_the_middle_of_an_epoch_are_evaluated_too(
     assert b"epoch_loss" not in file.read_bytes()
 
 
+def test_scalars_that_cannot_be_written_are_refused_before_the_wait(
+    tmp_path: Path, chief: socket.socket
+) -> None:
+    (tmp_path / "evaluator").write_text("in the way")
+    with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be a folder .*/evaluator'"):
+        _follow(Model(tmp_path), chief)
+    callbacks = [keras.callbacks.TensorBoard(tmp_path / "evaluator" / "below")]
+    with pytest.raises(tfd.TrainingError, match="log_dir of the TensorBoard callback must be"):
+        _follow(Model(tmp_path), chief, callbacks=callbacks)
+    with pytest.raises(tfd.TrainingError, match="checkpoint_dir must be the path of a folder"):
+        _follow(Model(tmp_path), chief, checkpoint_dir="")
+
+
 def test_the_end_of_a_shorter_training_before_is_not_the_end(
     tmp_path: Path, chief: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
