@@ -102,7 +102,7 @@ def get_value(key: str, *, seconds: float) -> str | None:
 
 
 def peer_status(job: str, index: int, *, seconds: float = 1.0) -> str:
-    """"there", "gone" (nothing listens at its address), "restarted" or "silent".
+    """ "there", "gone" (nothing listens at its address), "restarted" or "silent".
 
     Private because nothing public asks TensorFlow's server of another task whether it is there.
     """

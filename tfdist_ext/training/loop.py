@@ -59,11 +59,11 @@ class Loop:
         self, program: Any, data: Epoch, check_ctrl_c: Callable[[], None], where: str
     ) -> tuple[dict[str, Any], int]:
         peers = self._reduction.peers
-        # Told to stop before the first batch, Keras still runs that one.
-        one_only = self._reduction.any_worker(self._stopped)
         logs: dict[str, Any] = {}
         done, seconds = 0, 0.0
-        with peers.meeting(f"{where}before step 0"):
+        with peers.meeting(f"{where}before its first step"):
+            # Told to stop before the first batch, Keras still runs that one.
+            one_only = self._reduction.any_worker(self._stopped)
             program.reset(going_on=data.going_on)
         while data.steps is None or done < data.steps:
             left = None if data.steps is None else data.steps - done
@@ -72,7 +72,7 @@ class Loop:
             n = self._pace.next(1 if one_only else left)
             self._begin(done)
             started = time.perf_counter()
-            with peers.meeting(f"{where}steps from {done}"):
+            with peers.meeting(f"{where}steps after {done}"):
                 result = program.run(
                     data.iterator,
                     n,

@@ -3,9 +3,9 @@
 A collective waits for all workers, silently and without a limit. Where one has left, died, or
 called something else, TensorFlow says "Collective ops is aborted" after ten seconds, or nothing.
 So each place where workers wait for each other is a `meeting` with a number and a name, the same
-on all workers. A thread looks at those who wait: it finds out in a few seconds that a meeting cannot
-take place, and lets it fail with a sentence that names the task. A slow worker is no error; whom it
-keeps waiting says so on stderr.
+on all workers. A thread looks after the meeting that this worker is in: it finds out in a few
+seconds that it cannot take place, and lets it fail with a sentence that names the task. A slow
+worker is no error; those who wait for it say so on stderr.
 
 Workers tell each other in the key-value store of TensorFlow's coordination service, which the
 first task (the leader) keeps:
@@ -158,9 +158,11 @@ class Peers:
         """
         self._termination.check()
         outer = self._here
+        detail = detail or (outer.detail if outer.inside else "")
         here = Place(outer.number + 1, " > ".join(self._calls), detail, True, time.time())
         self._check_end(here)
         self._here = here
+        self._termination.deferred = True
         try:
             yield
             self._completed = self._here.number
@@ -172,9 +174,13 @@ class Peers:
         finally:
             # An outer meeting goes on under a new number: what it waits for comes after.
             number = self._here.number
-            self._here = replace(outer, number=number + 1) if outer.inside else self._between(here)
-            if not outer.inside:
-                self._here = replace(self._here, number=number)
+            if outer.inside:
+                self._here = replace(outer, number=number + 1)
+            else:
+                self._here = replace(self._between(here), number=number)
+            self._termination.deferred = outer.inside
+        if not outer.inside:
+            self._termination.check()
 
     def reached(self, place: str) -> None:
         """Note what this worker has done, as "step 120", for what it says when it leaves."""
@@ -232,6 +238,13 @@ class Peers:
             if self._end is not None and here.number > self._end["completed"]:
                 return self._failed(self._end, here)
             time.sleep(_TICK)
+        if isinstance(error, tf.errors.UnavailableError):  # TensorFlow has missed its heartbeats
+            for task in self._addresses:
+                if _status_of(task) == "silent":
+                    text = f"{task} does not answer: it is stopped (SIGSTOP), or its machine is"
+                    self._decide("gone", task, f"{text} down or cannot be reached", here.number - 1)
+                    assert self._end is not None
+                    return self._failed(self._end, here)
         return None
 
     def _decide(self, kind: str, task: str, text: str, completed: int) -> None:
@@ -319,10 +332,10 @@ class Peers:
             if status in ("gone", "restarted") and self._alarm((task, status), here):
                 at = self._addresses[task]
                 what = {
-                    "gone": f"{task} is gone: nothing listens at its address {at}. It was killed,"
-                    " has crashed, or its machine or network is down; see its log",
-                    "restarted": f"{task} is another process than before: it was restarted, and"
-                    " the others were not",
+                    "gone": f"{task} is gone: nothing listens at its address {at} (it was killed,"
+                    " has crashed, or its machine or network is down: see its log)",
+                    "restarted": f"{task} is another process than before (it was restarted, and"
+                    " the others were not)",
                 }[status]
                 self._decide("gone", task, what, here.number - 1)
                 return
@@ -362,7 +375,9 @@ class Peers:
             if place is not None and place.number == here.number and place.inside:
                 continue
             at = f", since {_clock(place.since)} in {place}" if place is not None else ""
-            silent = ", which does not answer: is it stopped?" if _status_of(task) != "there" else ""
+            silent = (
+                ", which does not answer: is it stopped?" if _status_of(task) != "there" else ""
+            )
             late.append(f"{task}{silent or at}")
         if late:
             more = f" and {len(late) - 5} others" if len(late) > 5 else ""
@@ -386,20 +401,17 @@ class Peers:
 
     def _parting(self) -> tuple[str, str, str, int]:
         """kind, task, text and completed meetings of this task's own end."""
-        at = f"at {_clock(time.time())}"
+        kind, at = "failed", f"at {_clock(time.time())}"
         after = f" after {self._reached}" if self._reached else ""
         error = getattr(sys, "last_value", None)
         if self._termination.received is not None:
-            return "failed", self._me, f"{self._me} got SIGTERM {at} and ended{after}", self._completed
-        if error is not None:
+            text = f"{self._me} got SIGTERM {at} and ended{after}"
+        elif error is not None:
             words = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            return "failed", self._me, f"{self._me} failed {at}{after}: {words}", self._completed
-        return (
-            "left",
-            self._me,
-            f"{self._me} left {at}{after}: its script ended",
-            self._completed,
-        )
+            text = f"{self._me} failed {at}{after}: {words}"
+        else:
+            kind, text = "left", f"{self._me} left {at}{after}: its script ended"
+        return kind, self._me, text, self._completed
 
     def _leave(self) -> None:
         """At exit: tell the others, and wait for them where all is well.

@@ -26,10 +26,13 @@ class Termination:
 
     Attributes:
         received: the monotonic time at which it came, if it did.
+        deferred: it ends nothing until `check` is called. TensorFlow's calls need that: an
+            exception that is raised while they raise one of theirs hides both.
     """
 
     def __init__(self) -> None:
         self.received: float | None = None
+        self.deferred = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
 
@@ -52,19 +55,20 @@ class Termination:
                 signal.set_wakeup_fd(-1)
 
     def check(self) -> None:
-        """Raise the SystemExit that was lost, as one raised in a finalizer is."""
+        """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is."""
         if self.received is not None:
             raise SystemExit(STATUS)
 
     def wait(self, seconds: float) -> None:
         """Sleep in another thread than the main one, at most until a signal comes."""
-        if select.select([self._reader], [], [], seconds)[0]:
-            if signal.SIGTERM in self._reader.recv(64):
-                self._note()
+        came = select.select([self._reader], [], [], seconds)[0]
+        if came and signal.SIGTERM in self._reader.recv(64):
+            self._note()
 
     def _end(self, *_: Any) -> None:
         self._note()
-        raise SystemExit(STATUS)
+        if not self.deferred:
+            raise SystemExit(STATUS)
 
     def _note(self) -> None:
         if self.received is None:
