@@ -46,6 +46,7 @@ LONGEST_PAUSE = 120.0
 LEAVE_LIMIT = 30.0  # seconds for the others to end, too
 _TICK = 0.25
 _LOOKS = 3  # in a row that must find the same: one may be lost, and values change meanwhile
+_SILENT_LOOKS = 15  # of one or two seconds; a machine that swaps may be silent for a while
 _ROOM = "tfdist_ext/"
 
 
@@ -232,26 +233,23 @@ class Peers:
         )
         if ours and "ollective" not in str(error) and self._end is None:
             return None
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 6.0
         while time.monotonic() < deadline:
-            self._look(here)
+            self._look(here, silent=_LOOKS)  # TensorFlow has waited for its heartbeats already
             if self._end is not None and here.number > self._end["completed"]:
                 return self._failed(self._end, here)
             time.sleep(_TICK)
-        if isinstance(error, tf.errors.UnavailableError):  # TensorFlow has missed its heartbeats
-            for task in self._addresses:
-                if _status_of(task) == "silent":
-                    text = f"{task} does not answer: it is stopped (SIGSTOP), or its machine is"
-                    self._decide("gone", task, f"{text} down or cannot be reached", here.number - 1)
-                    assert self._end is not None
-                    return self._failed(self._end, here)
         return None
+
+    def _store_answers(self) -> bool:
+        """Whether the leader does; what is written to a store that does not waits without limit."""
+        return self._me == self._leader or _status_of(self._leader) == "there"
 
     def _decide(self, kind: str, task: str, text: str, completed: int) -> None:
         """Write why the workers cannot meet any more, unless another one was quicker."""
         end = {"kind": kind, "task": task, "text": text, "completed": completed}
         with contextlib.suppress(tf.errors.OpError):
-            if not tp.insert_value(f"{_ROOM}end", json.dumps(end)):
+            if self._store_answers() and not tp.insert_value(f"{_ROOM}end", json.dumps(end)):
                 earlier = tp.get_value(f"{_ROOM}end", seconds=1.0)
                 end = json.loads(earlier) if earlier else end
         self._end = self._end or end
@@ -269,7 +267,8 @@ class Peers:
             if text is not None:
                 self._end = self._end or json.loads(text)
         with contextlib.suppress(tf.errors.OpError):
-            tp.insert_value(f"{_ROOM}noted/{self._me}", "")
+            if self._store_answers():
+                tp.insert_value(f"{_ROOM}noted/{self._me}", "")
 
     def _watch(self) -> None:
         """Look at the meeting that this worker is in, every now and then."""
@@ -305,37 +304,46 @@ class Peers:
 
     def _publish(self) -> None:
         here = self._here
-        if here == self._published:
+        if here == self._published or not self._store_answers():
             return
         with contextlib.suppress(tf.errors.OpError):
             tp.replace_value(f"{_ROOM}place/{self._me}", json.dumps(asdict(here)))
             self._published = here
 
-    def _look(self, here: Place) -> None:
-        """Find out whether this meeting can take place; sets `_end` where it cannot."""
+    def _look(self, here: Place, silent: int = _SILENT_LOOKS) -> None:
+        """Find out whether this meeting can take place; sets `_end` where it cannot.
+
+        Args:
+            silent: looks in a row after which a task that does not answer is taken for gone.
+        """
         with self._looking:
             self._looks += 1
             self._publish()
-            for look in (self._look_for_end, self._look_for_dead, self._look_for_other_calls):
-                if self._end is None:
-                    look(here)
+            self._look_for_end()
+            if self._end is None:
+                self._look_for_dead(here, silent)
+            if self._end is None:
+                self._look_for_other_calls(here)
 
-    def _look_for_end(self, here: Place) -> None:
+    def _look_for_end(self) -> None:
         with contextlib.suppress(tf.errors.OpError):
             if text := tp.get_value(f"{_ROOM}end", seconds=0.1):
-                self._end = json.loads(text)
+                self._end = self._end or json.loads(text)
 
-    def _look_for_dead(self, here: Place) -> None:
+    def _look_for_dead(self, here: Place, silent: int) -> None:
         # The leader first: where it is gone, others may have ended because of that.
         for task in sorted(self._addresses, key=lambda task: task != self._leader):
             status = _status_of(task)
-            if status in ("gone", "restarted") and self._alarm((task, status), here):
+            looks = silent if status == "silent" else _LOOKS
+            if status != "there" and self._alarm((task, status), here, looks):
                 at = self._addresses[task]
                 what = {
                     "gone": f"{task} is gone: nothing listens at its address {at} (it was killed,"
                     " has crashed, or its machine or network is down: see its log)",
                     "restarted": f"{task} is another process than before (it was restarted, and"
                     " the others were not)",
+                    "silent": f"{task} does not answer: it is stopped (SIGSTOP), or its machine is"
+                    " down or cannot be reached",
                 }[status]
                 self._decide("gone", task, what, here.number - 1)
                 return
@@ -355,12 +363,12 @@ class Peers:
                 self._decide("differs", _odd_one(calls), _different(calls), here.number - 1)
                 return
 
-    def _alarm(self, what: Any, here: Place) -> bool:
+    def _alarm(self, what: Any, here: Place, looks: int = _LOOKS) -> bool:
         """Whether this was found in several looks in a row, in the meeting that still goes on."""
         found, look = self._alarms.get(what, (0, 0))
         found = found + 1 if look == self._looks - 1 else 1
         self._alarms[what] = found, self._looks
-        return found >= _LOOKS and self._here == here
+        return found >= looks and self._here == here
 
     def _place_of(self, task: str, seconds: float = 0.1) -> Place | None:
         with contextlib.suppress(tf.errors.OpError):
@@ -426,6 +434,8 @@ class Peers:
             parting = self._parting()
             failed = parting[0] != "left"
             self._decide(*parting)
+        if not self._store_answers():
+            return
         with contextlib.suppress(tf.errors.OpError):
             tp.insert_value(f"{_ROOM}left/{self._me}", "")
             if not failed:
