@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import NoReturn
 from tfdist_ext import __version__
 from tfdist_ext.errors import LaunchError, TfDistError
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan, shell_line
+from tfdist_ext.launch.command_line import COMMAND
 from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
 
 __all__ = ["main"]
@@ -175,6 +177,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, command: list[str]) -> int:
     # The environment is read here, and handed down.
     env = dict(os.environ)
+    env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
     tasks = {
         "workers": options.workers,
         "chief": options.chief,

@@ -56,7 +56,7 @@ def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
     assert not {"whole1", "parts1"} & folders
     names = sorted(path.name for path in (workers.shared / "parts0").iterdir())
     epochs = [f"epoch-0000{epoch}.h5" for epoch in (2, 3, 4)]
-    assert names == ["checkpoints.json", *epochs, "last-00004.h5"]
+    assert names == ["checkpoints.json", *epochs, "last-00004.h5", "owner-00002.json"]
 
 
 def test_all_take_over_what_the_chief_reads(workers: Workers) -> None:

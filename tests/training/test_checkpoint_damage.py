@@ -210,7 +210,8 @@ def test_a_fit_that_was_killed_while_it_saved_goes_on(killed: Path, tmp_path: Pa
     files = ["epoch-00001.h5", "epoch-00002.h5"]
     assert [path.name for path in finished_checkpoints(folder)] == files
     on_disk = sorted(path.name for path in folder.iterdir())
-    assert on_disk == [".epoch-00003.h5.unfinished", "checkpoints.json", *files]
+    unfinished = ".epoch-00003.h5.00001.unfinished"
+    assert on_disk == [unfinished, "checkpoints.json", *files, "owner-00001.json"]
     assert not training_is_done(folder)
     fit = {"batch_size": mlp.BATCH, "epochs": 4, "verbose": 0}
     keras.utils.set_random_seed(3)

@@ -15,6 +15,7 @@ from tfdist_ext.strategies.presence import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.saving.checkpoint_index import Index, Progress
+from tfdist_ext.training.saving.complete_files import check_writable, checkpoint_folder
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -61,11 +62,13 @@ def evaluate_checkpoints(
     Raises:
         RoleEnded: always: with 0 when the training is done and all its checkpoints are evaluated,
             with 1 when the task that leads it is gone before.
-        TrainingError: no `checkpoint_dir` or no validation data.
+        TrainingError: no `checkpoint_dir`, one that is no folder, or no validation data; or the
+            scalars cannot be written.
     """
     me = str(cluster.task)
-    if checkpoint_dir is None or validation_data is None:
-        lacks = "checkpoint_dir" if checkpoint_dir is None else "validation data"
+    folder = checkpoint_folder(checkpoint_dir)
+    if folder is None or validation_data is None:
+        lacks = "checkpoint_dir" if folder is None else "validation data"
         raise TrainingError(
             f"this task is {me}, where fit() evaluates the checkpoints of the training, and it was"
             f" called without {lacks}: give fit(validation_data=..., checkpoint_dir=...) on every"
@@ -79,8 +82,8 @@ def evaluate_checkpoints(
 
     if not model.keras_model.built:
         evaluate(steps=1)  # a model that learns from data what shape it has
-    folder = Path(checkpoint_dir)
-    log_dir = _log_dir(callbacks, folder)
+    log_dir, argument = _log_dir(callbacks, folder)
+    check_writable(log_dir, argument)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
     writer = tf.summary.create_file_writer(str(log_dir))
@@ -130,11 +133,12 @@ def _restored(
                 leader.look()
 
 
-def _log_dir(callbacks: Any, folder: Path) -> Path:
+def _log_dir(callbacks: Any, folder: Path) -> tuple[Path, str]:
+    """(where the scalars go, the argument that says so)."""
     for callback in keras.tree.flatten(callbacks or []):
         if isinstance(callback, keras.callbacks.TensorBoard):
-            return Path(callback.log_dir) / "evaluator"
-    return folder / "evaluator"
+            return Path(callback.log_dir) / "evaluator", "log_dir of the TensorBoard callback"
+    return folder / "evaluator", "checkpoint_dir"
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

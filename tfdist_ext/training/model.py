@@ -111,8 +111,9 @@ class DistributedModel(Saving):
                 too; `x` is a `tfd.data.ShardedDataset` then.
 
         Raises:
-            TrainingError: data or arguments that cannot be distributed, or checkpoints of another
-                model in `checkpoint_dir`.
+            TrainingError: data or arguments that cannot be distributed; a `checkpoint_dir` that
+                cannot be written, that has checkpoints of another model, or that a newer job
+                writes to.
             ValueError: what Keras itself refuses; the model is not compiled.
         """
         self._check_compiled("fit")
@@ -134,7 +135,13 @@ class DistributedModel(Saving):
             )
         positioned = x if self._engine.keeps_position(x) else None
         saved = Resumable(
-            checkpoint_dir, self._model, self._reduction, callbacks, positioned, checkpoint_every
+            checkpoint_dir,
+            self._model,
+            self._reduction,
+            callbacks,
+            positioned,
+            checkpoint_every,
+            epochs,
         )
         batches = self._engine.read(
             x,
@@ -169,7 +176,10 @@ class DistributedModel(Saving):
         )
         self._model.stop_training = False
         initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
-        with called_back_as(self, self._model, is_chief=self._reduction.is_chief):
+        with (
+            saved.reporting_failure(),
+            called_back_as(self, self._model, is_chief=self._reduction.is_chief),
+        ):
             hooks.on_train_begin()
             follow_chief_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch

@@ -13,9 +13,10 @@ its own. So no byte goes unnoticed that changes what is restored. Files of versi
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,8 @@ __all__ = ["CheckpointFile", "Saved", "write_checkpoint"]
 
 _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
-_DAMAGED = (
-    "It is damaged; use another checkpoint. Where fit(checkpoint_dir=...) wrote it, remove it: fit"
-    " goes on from the one before."
-)
+_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit goes on from the one before."
+_DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ def write_checkpoint(
     groups: Mapping[str, Mapping[str, Any]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
+    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = replaced_when_complete,
 ) -> None:
     """Write variables, a block of rows at a time.
 
@@ -63,21 +63,58 @@ def write_checkpoint(
         groups: group -> name -> Keras variable.
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
+        place: gives the file to write to, and puts it where it belongs when it is complete.
 
     Raises:
         TrainingError: `path` is a folder.
+        OSError: the file cannot be written.
     """
     if path.is_dir():
         raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_when_complete(path) as unfinished, _open(unfinished, "w") as file:
-        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **attributes})
+    fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
+    with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
+        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **fixed})
         for name, variables in groups.items():
             group = file.create_group(name)
             if kind := kinds.get(name, ""):
                 group.attrs["kind"] = _as_bytes(kind)
             for number, (key, variable) in enumerate(variables.items()):
                 _write_variable(group, str(number), key, variable)
+
+
+class _Sink(io.FileIO):
+    """A new file that HDF5 writes to; what fails is raised when it is closed.
+
+    Of a write that fails, as on a full disk, HDF5 must not know: it keeps the file then, complains
+    about each object in it, and may end the process with a segmentation fault.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left and self._error is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self._error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return size or 0
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+        if self._error is not None:
+            raise self._error
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
@@ -100,7 +137,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         except OSError as error:
             raise TrainingError(
                 f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
-                " save_checkpoint() has written; a copy must be complete."
+                f" save_checkpoint() has written; a copy must be complete. {_REMOVE}"
             ) from error
         try:
             self._version = self._checked_version()
@@ -210,7 +247,7 @@ def _in(folder: Path) -> str:
     return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."
 
 
-def _open(path: Path, mode: str) -> Any:
+def _open(path: Path | _Sink, mode: str) -> Any:
     # Files are written under a name of their own and never changed; shared disks may have no locks.
     # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
     # may end the process.

@@ -6,6 +6,8 @@ on the chief's own disk is enough, and no task can come upon another file than t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tfdist_ext.training.saving.checkpoint_index import (
     training_is_done,
 )
 from tfdist_ext.training.saving.checkpoint_state import kinds_of, matching, state_of
+from tfdist_ext.training.saving.complete_files import replaced_when_complete
 from tfdist_ext.training.saving.whole_values import assign_rows, blocks
 
 __all__ = [
@@ -34,9 +37,19 @@ __all__ = [
 
 
 def save_checkpoint(
-    model: keras.Model, reduction: Reduction, path: Path, progress: Progress
+    model: keras.Model,
+    reduction: Reduction,
+    path: Path,
+    progress: Progress,
+    *,
+    place: Callable[[Path], AbstractContextManager[Path]] = replaced_when_complete,
+    attributes: Mapping[str, int | str] | None = None,
 ) -> Progress:
     """Write the model's state to one file; every task must call, and returns when it is there.
+
+    Args:
+        place: on the chief: gives the file to write to, and puts it where it belongs.
+        attributes: on the chief: what else is written into the file.
 
     Returns:
         The progress that was saved, its step that of the optimizer.
@@ -51,7 +64,13 @@ def save_checkpoint(
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
     done_by_chief(
         reduction,
-        lambda: write_checkpoint(path, state_of(model), kinds_of(model), asdict(progress)),
+        lambda: write_checkpoint(
+            path,
+            state_of(model),
+            kinds_of(model),
+            {**asdict(progress), **(attributes or {})},
+            place,
+        ),
         f"write the checkpoint {path}",
     )
     return progress

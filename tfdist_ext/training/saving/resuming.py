@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -16,14 +17,18 @@ import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.launch.command_line import command_line
+from tfdist_ext.strategies.presence import say
 from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.same_data import check_same_call
-from tfdist_ext.training.saving.checkpoint_index import Index, Progress
+from tfdist_ext.training.saving.checkpoint_folder import CheckpointFolder
+from tfdist_ext.training.saving.checkpoint_index import Progress
 from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
-from tfdist_ext.training.saving.complete_files import local_path
+from tfdist_ext.training.saving.complete_files import checkpoint_folder
+from tfdist_ext.training.saving.folder_owner import FolderTakenError
 
 __all__ = ["Resumable"]
 
@@ -37,12 +42,12 @@ class Resumable:
         folder: where checkpoints are, or will be.
         data: what is trained on, where it keeps a position: that is part of the checkpoints.
         every: also a checkpoint after so many global batches, in the middle of an epoch.
+        epochs: of the whole training.
 
     Raises:
-        TrainingError: another callback restores the model too, the folder's index is broken, the
-            folder is the address of an object store, or `every` is no number from 1, or for data
-            without a position.
-        OSError: the folder cannot be made.
+        TrainingError: another callback restores the model too; no checkpoint in the folder can be
+            read, or none be written there; the folder is no path, a file, or the address of an
+            object store; or `every` is no number from 1, or for data without a position.
     """
 
     def __init__(
@@ -53,12 +58,14 @@ class Resumable:
         callbacks: Any,
         data: ShardedDataset | None = None,
         every: int | None = None,
+        epochs: int = 1,
     ):
-        self._folder = None if folder is None else local_path(folder)
+        self._folder = checkpoint_folder(folder)
         self._model = model
         self._reduction = reduction
         self._progress = Progress()
-        self._index = Index()  # the chief's; empty elsewhere
+        self._chiefs = CheckpointFolder(self._folder or Path())  # opened on the chief alone
+        self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
         self._was_done = False
         self._data = data
         self._every = every
@@ -74,14 +81,14 @@ class Resumable:
                 "both checkpoint_dir and the callback BackupAndRestore would restore the model:"
                 " give one of them."
             )
-        done_by_chief(reduction, self._open, f"open the checkpoints in {folder}")
+        done_by_chief(reduction, lambda: self._chiefs.open(epochs), f"open {self._folder}")
 
     def seed(self) -> int:
         """Where the order of examples starts on all tasks: as in the job before, or anew.
 
         A new one comes from Python's generator, as Keras takes its seeds.
         """
-        latest = next(reversed(self._index.checkpoints.values()), Progress())
+        latest = next(reversed(self._chiefs.index.checkpoints.values()), Progress())
         seed = latest.seed or random.randint(1, 2**31 - 1)
         self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
         return self._progress.seed
@@ -99,22 +106,24 @@ class Resumable:
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         if self._folder is None:
             return initial_epoch
-        ended = self._index.epochs_when_done
-        at_end = ended is not None and ended >= epochs and self._index.last_state is not None
-        name = self._index.last_state if at_end else next(reversed(self._index.checkpoints), None)
+        index = self._chiefs.index
+        last = self._chiefs.last_state(epochs)
+        name = last or next(reversed(index.checkpoints), None)
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
         self._progress = restore_checkpoint(
             self._model, self._reduction, self._folder / (name or "")
         )
+        self._latest = (name or "", self._progress)
         self._check_same_kind_of_data()
-        self._was_done = self._reduction.any_worker(at_end)
+        self._was_done = self._reduction.any_worker(last is not None)
+        self._say_what_is_resumed()
         if self._was_done:
             if self._data is not None and self._progress.data:
                 self._data.restore(json.loads(self._progress.data))
             return max(epochs, self._progress.epoch)
-        self._index.epochs_when_done = None
-        self._write_index()
+        index.epochs_when_done = None
+        self._by_chief(self._chiefs.write_index)
         if self._data is not None and self._progress.data:
             self._data.restore(json.loads(self._progress.data))
             self._in_epoch = self._progress.batches
@@ -185,21 +194,61 @@ class Resumable:
         """Save the state at the end of `fit`, and say in the index that it is the end."""
         if self._folder is None or self._was_done:
             return
-        self._index.last_state = None
-        if _is_finite(logs):
-            self._index.last_state = f"last-{self._progress.epoch:05d}.h5"
-            self._save(self._index.last_state)
-        self._index.epochs_when_done = epochs
-        self._write_index()
+        finite = _is_finite(logs)
+        if finite:
+            self._save(f"last-{self._progress.epoch:05d}.h5", epochs_when_done=epochs)
+        self._by_chief(lambda: self._chiefs.add_last(epochs, written=finite))
+
+    def resume_hint(self) -> str:
+        """A sentence for a person: the last checkpoint, and the command that goes on from it."""
+        if self._folder is None:
+            return "There is no checkpoint: fit() was called without checkpoint_dir."
+        if self._latest is None:
+            return f"There is no checkpoint in {self._folder} yet."
+        name, progress = self._latest
+        what = str(self._folder / name) if name else f"in {self._folder} on the chief"
+        line = command_line()
+        run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
+        return (
+            f"The last checkpoint is {what}, after {_completed(progress)}. To resume from it, {run}"
+        )
+
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Scope of the training; where it fails, say on the chief how to resume it."""
+        try:
+            yield
+        except FolderTakenError:  # which says what to do, and that is not to run it again
+            raise
+        except BaseException as error:
+            if self._folder is not None and self._reduction.is_chief:
+                # After a line that a progress bar has not ended.
+                say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")
+            raise
+        finally:
+            self._chiefs.close()
 
     def _save_in_index(self) -> None:
         progress = self._progress
         middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
-        name = f"epoch-{progress.epoch:05d}{middle}.h5"
-        self._index.checkpoints.pop(name, None)
-        self._progress = self._save(name)
-        self._index.checkpoints[name] = self._progress
-        self._write_index()
+        self._progress = self._save(f"epoch-{progress.epoch:05d}{middle}.h5")
+        self._by_chief(lambda: self._chiefs.add(self._progress))
+        self._latest = (self._chiefs.written, self._progress)
+
+    def _say_what_is_resumed(self) -> None:
+        if not self._reduction.is_chief or self._latest is None:
+            return
+        name, progress = self._latest
+        assert self._folder is not None
+        if self._was_done:
+            done = self._chiefs.index.epochs_when_done
+            say(f"training in {self._folder} is complete after {done} epochs; nothing to do")
+            return
+        batch = f", batch {progress.batches + 1}" if progress.batches else ""
+        say(
+            f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of"
+            f" {self._folder / name}"
+        )
 
     def _check_same_kind_of_data(self) -> None:
         if self._progress.batches and self._data is None:
@@ -222,27 +271,27 @@ class Resumable:
                 " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
             )
 
-    def _open(self) -> None:
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._index = Index.read(self._folder)
-        if removed := self._index.forget_removed(self._folder):
-            warnings.warn(
-                f"{self._folder} lacks {', '.join(removed)} of its index, and the training goes on"
-                " from the files that are there.",
-                stacklevel=3,
-            )
-
-    def _save(self, name: str) -> Progress:
+    def _save(self, name: str, **attributes: int) -> Progress:
         assert self._folder is not None
         data = "" if self._data is None else json.dumps(self._data.state())
         progress = replace(self._progress, data=data)
-        return save_checkpoint(self._model, self._reduction, self._folder / name, progress)
+        return save_checkpoint(
+            self._model,
+            self._reduction,
+            self._folder / name,
+            progress,
+            place=self._chiefs.new_file,
+            attributes={**self._chiefs.attributes, **attributes},
+        )
 
-    def _write_index(self) -> None:
-        folder = self._folder
-        assert folder is not None
-        done_by_chief(self._reduction, lambda: self._index.write(folder), f"write to {folder}")
+    def _by_chief(self, action: Callable[[], None]) -> None:
+        done_by_chief(self._reduction, action, f"write to {self._folder}")
+
+
+def _completed(progress: Progress) -> str:
+    if progress.batches:
+        return f"batch {progress.batches} of epoch {progress.epoch + 1} (step {progress.step})"
+    return f"epoch {progress.epoch} (step {progress.step})"
 
 
 def _is_finite(logs: dict[str, Any]) -> bool:
