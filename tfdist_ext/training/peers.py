@@ -13,7 +13,7 @@ first task (the leader) keeps:
     place/TASK   in which meeting a task is; written by its thread, not in the way of the training
     end          why the workers cannot meet any more; the first one to know writes it
     noted/TASK   this task has read `end`
-    left/TASK    this task's script has ended
+    left/TASK    this task's script has ended: "left", or "failed"
     call/N/TASK  which call this task has made as meeting N; where calls differ
 """
 
@@ -210,20 +210,32 @@ class Peers:
             raise self._failed(end, here)
 
     def _failed(self, end: dict[str, Any], here: Place) -> PeerError:
+        """The error for this worker, the same one each time."""
         if self._failure is None:
-            hint = ""
+            task, text = end["task"], end["text"]
+            if end["kind"] == "left" and (others := self._all_have_left()):
+                # Not they are odd, but this one.
+                task = self._me
+                text = f"{self._me} alone goes on: the scripts of {others} have ended"
+            if end["kind"] != "differs":
+                text += f"; {self._me} is in {here}, which needs every worker."
             if end["kind"] == "left":
-                hint = (
+                text += (
                     " Every worker must make the same calls, fit, evaluate, predict and save"
                     " among them; of save and export the chief writes the files."
                 )
-            self._failure = PeerError(
-                f"{end['text']}; {self._me} is in {here}, which needs every worker.{hint}"
-                if end["kind"] != "differs"
-                else end["text"]
-            )
-            self._failure.task = end["task"]
+            self._failure = PeerError(text)
+            self._failure.task = task
         return self._failure
+
+    def _all_have_left(self) -> str:
+        """The others, where they are several and all have left; else ""."""
+        tasks = list(self._addresses)
+        with contextlib.suppress(tf.errors.OpError):
+            values = (tp.get_value(f"{_ROOM}left/{task}", seconds=0.5) for task in tasks)
+            if len(tasks) > 1 and all(value == "left" for value in values):
+                return " and ".join(tasks)
+        return ""
 
     def _cause_of(self, error: tf.errors.OpError) -> PeerError | None:
         """The failure of another worker that made a collective fail here; None: it is ours."""
@@ -437,7 +449,7 @@ class Peers:
         if not self._store_answers():
             return
         with contextlib.suppress(tf.errors.OpError):
-            tp.insert_value(f"{_ROOM}left/{self._me}", "")
+            tp.insert_value(f"{_ROOM}left/{self._me}", "failed" if failed else "left")
             if not failed:
                 self._wait_for("left", LEAVE_LIMIT, until=self._others_have_failed)
             elif self._me == self._leader:
