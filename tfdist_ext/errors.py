@@ -5,6 +5,7 @@
     ├── PlacementError     (also ValueError)   a placement of variables that cannot be
     ├── StrategyError      (also ValueError)   a strategy that does not exist or cannot run here
     ├── TrainingError      (also ValueError)   a model, data or call that cannot be distributed
+    │   └── PeerError                          another task left, died, or made another call
     ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
     └── LaunchError        (also RuntimeError) processes that could not be planned or started
 
@@ -17,6 +18,7 @@ __all__ = [
     "ClusterConfigError",
     "DataError",
     "LaunchError",
+    "PeerError",
     "PlacementError",
     "StrategyError",
     "TfDistError",
@@ -52,6 +54,18 @@ class StrategyError(TfDistError, ValueError):
 
 class TrainingError(TfDistError, ValueError):
     """A model, a data set or a call that cannot be distributed as it is."""
+
+
+class PeerError(TrainingError):
+    """A call failed here because of another task: it left, died, or made another call.
+
+    After it the workers cannot train together any more in these processes: start the job again.
+
+    Attributes:
+        task: the task because of which it failed, as "worker:1"; "" where it is not one alone.
+    """
+
+    task: str = ""
 
 
 class DataError(TfDistError, ValueError):

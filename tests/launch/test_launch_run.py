@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -128,6 +129,51 @@ def test_who_fails_because_of_another_is_not_blamed(run_tasks, tmp_path, first):
     scripts[f"worker:{first}"] = f"(sleep 0.15; : > {failed}) & sleep 0.1; exit 4"
     ran = run_tasks(scripts)
     assert (ran.result.failed_task, ran.result.exit_status) == (f"worker:{first}", 4)
+
+
+PEER = "echo 'tfdist_ext.errors.PeerError: worker:1 {}; worker:0 is in fit' >&2; exit 1"
+
+
+def test_who_left_with_0_is_blamed_and_not_who_needed_it(run_tasks):
+    left = PEER.format("left at 12:03:04")
+    ran = run_tasks({"worker:0": f"sleep 0.3; {left}", "worker:1": "echo done", "worker:2": SLEEP})
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 1)
+    report = ran.err.splitlines()
+    assert report[0] == "tfdist: worker:1 left; ending the others"
+    assert re.match(
+        r"tfdist: worker:1 left with exit code 0 at \d\d:\d\d:\d\d, after 0\.\d s, and the others"
+        r" still needed it$",
+        report[1],
+    )
+    assert re.match(r"tfdist: worker:0 failed because of it, 0\.\d s later:$", report[2])
+    assert report[3] == "    worker:1 left at 12:03:04; worker:0 is in fit"
+    assert re.match(r"tfdist: worker:1 left, after 0\.\d s: exit code 0$", report[4])
+    assert report[-1].endswith("the others ended: worker:2 killed by SIGTERM (signal 15)")
+
+
+def test_who_is_still_failing_is_waited_for_and_blamed(run_tasks):
+    """It tells the others before its process has ended."""
+    failed = PEER.format("failed at 12:03:04: OSError: disk full")
+    ran = run_tasks({"worker:0": failed, "worker:1": "sleep 0.5; echo OSError: disk full; exit 3"})
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:1", 3)
+    assert "tfdist: worker:0 failed because of worker:1, after 0." in ran.err
+    assert "tfdist: worker:1 failed first, after 0." in ran.err
+    assert "OSError: disk full\n" in ran.err
+
+
+@pytest.mark.parametrize("others", [{}, {"worker:1": SLEEP}], ids=["elsewhere", "goes on"])
+def test_where_the_cause_does_not_end_here_it_is_named(run_tasks, monkeypatch, others):
+    monkeypatch.setattr("tfdist_ext.launch.run._SETTLE", 0.2)
+    ran = run_tasks({"worker:0": PEER.format("is gone"), "worker:2": SLEEP, **others})
+    assert (ran.result.failed_task, ran.result.exit_status) == ("worker:0", 1)
+    assert "tfdist: worker:0 failed because of worker:1, after 0." in ran.err
+    assert "    worker:1 is gone; worker:0 is in fit\n" in ran.err
+
+
+def test_what_tensorflow_says_of_a_task_that_left(run_tasks):
+    line = "UNAVAILABLE: Error reported from /job:worker/task:1: The following tasks are unhealthy"
+    ran = run_tasks({"worker:0": f"sleep 0.3; echo '{line}'; exit 1", "worker:1": "exit 0"})
+    assert ran.result.failed_task == "worker:1"
 
 
 def test_an_exit_code_given_on_sigterm_is_not_the_root_cause(run_tasks):

@@ -16,7 +16,7 @@ from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.lines import Line, LineSplitter
-from tfdist_ext.launch.report import log_report
+from tfdist_ext.launch.report import Blame, blame_in, log_report
 
 __all__ = ["OutputPump", "Printer", "wants_color"]
 
@@ -82,6 +82,8 @@ class _Channel:
         self.log_error: OSError | None = None  # why the log lacks what came after
         self.splitter = LineSplitter()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.blame: Blame | None = None
+        self.drained = threading.Event()
         self.deadline: float | None = None
         self.ended = False
         self._heard = 0.0
@@ -125,6 +127,7 @@ class _Channel:
 
     def _line(self, text: str) -> str:
         self.last_lines.append(text)
+        self.blame = blame_in(text) or self.blame
         return f"{self.prefix}{text}\n"
 
     def _keep(self, data: bytes) -> None:
@@ -208,6 +211,12 @@ class OutputPump:
         """The last lines of a task; for each that was added."""
         return tuple(self._channels[name].last_lines)
 
+    def blame(self, name: str) -> Blame | None:
+        """Whom a task that has ended blames for its failure, by its last words about it."""
+        channel = self._channels[name]
+        channel.drained.wait(2 * _DRAIN)
+        return channel.blame
+
     def close(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Show what has been written until now, and close the log files.
 
@@ -279,3 +288,4 @@ class OutputPump:
         open_channels.remove(channel)
         self._printer.write(channel.unfinished(time.monotonic(), closed=True))
         channel.close()
+        channel.drained.set()

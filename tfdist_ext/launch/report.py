@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["failure_report", "log_report", "outcome", "shell_status", "timeout_report"]
+__all__ = [
+    "Blame",
+    "blame_in",
+    "failure_report",
+    "log_report",
+    "outcome",
+    "peer_failure_report",
+    "shell_status",
+    "timeout_report",
+]
+
+# The last line of a PeerError's traceback; what TensorFlow logs where one's process is gone.
+_BLAMES = (
+    re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
+)
+
+
+class Blame(NamedTuple):
+    """What a task has written about another one.
+
+    Attributes:
+        task: because of which it failed, as "worker:1".
+        words: its sentence.
+    """
+
+    task: str
+    words: str
+
+
+def blame_in(line: str) -> Blame | None:
+    """The task that a line of output blames, if it does."""
+    for pattern in _BLAMES:
+        if found := pattern.search(line):
+            return Blame(f"{found['job']}:{found['index']}", found["words"])
+    return None
 
 
 def shell_status(returncode: int) -> int:
@@ -30,6 +67,8 @@ def failure_report(
     last_lines: Sequence[str],
     log_file: Path | None,
     others: Mapping[str, int | None],
+    *,
+    verb: str = "failed first",
 ) -> str:
     """The root cause, with its last words and where to read more, then what became of the others.
 
@@ -37,8 +76,9 @@ def failure_report(
         name, returncode: the task that failed first.
         seconds: how long the run had lasted when it did.
         others: the return codes of the tasks that were still running then.
+        verb: what it did: "failed first", or "left", where it ended with 0 and was needed.
     """
-    lines = [f"{name} failed first, after {seconds:.1f} s: {outcome(returncode)}"]
+    lines = [f"{name} {verb}, after {seconds:.1f} s: {outcome(returncode)}"]
     if returncode == -signal.SIGKILL:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
@@ -52,6 +92,31 @@ def failure_report(
         ended = ", ".join(f"{other} {outcome(code)}" for other, code in others.items())
         lines.append(f"then the others ended: {ended}")
     return _text(lines)
+
+
+def peer_failure_report(
+    name: str, returncode: int, seconds: float, blame: Blame, then: float | None, at: str
+) -> str:
+    """What failed because of another task.
+
+    Args:
+        name, returncode, seconds: the task that failed, and how long the run had lasted.
+        blame: its words about the other task.
+        then: how long the run had lasted when the other one ended with 0; None where it did not.
+        at: the time of day then.
+    """
+    lines = []
+    if then is not None:
+        lines.append(
+            f"{blame.task} left with exit code 0 at {at}, after {then:.1f} s, and the others still"
+            " needed it"
+        )
+        lines.append(f"{name} failed because of it, {seconds - then:.1f} s later:")
+    else:
+        lines.append(
+            f"{name} failed because of {blame.task}, after {seconds:.1f} s: {outcome(returncode)}:"
+        )
+    return _text([*lines, f"    {blame.words}"])
 
 
 def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> str:

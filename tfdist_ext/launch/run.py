@@ -19,13 +19,21 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
-from tfdist_ext.launch.report import failure_report, log_report, shell_status, timeout_report
+from tfdist_ext.launch.report import (
+    Blame,
+    failure_report,
+    log_report,
+    peer_failure_report,
+    shell_status,
+    timeout_report,
+)
 
 __all__ = ["RunResult", "run_plan"]
 
 _TIMED_OUT = 124  # as coreutils' timeout does
 _FILES_PER_TASK = 4  # its output twice, its log, the lock of its port
 _FILES_BESIDE = 64
+_SETTLE = 5.0  # seconds for the task that another one blames to end by itself
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ def _check_open_files(tasks: int) -> None:
 
 class _Phase(enum.Enum):
     RUNNING = "all tasks are at work"
+    SETTLING = "a task has failed because of another one, which may be about to end"
     LINGERING = "the coordinator has succeeded; the others may end by themselves"
     ENDING = "SIGTERM was sent"
     KILLING = "SIGKILL was sent"
@@ -145,6 +154,8 @@ class _Run:
         self._hurried = False  # ended by a signal or the hard limit: readers must not hold it
         self._failed: TaskProcess | None = None
         self._failed_after = 0.0
+        self._victim: tuple[TaskProcess, Blame, float] | None = None  # failed because of another
+        self._ended_after: dict[str, float] = {}
         self._others: list[TaskProcess] = []  # that were running when the ending began
 
     @contextmanager
@@ -215,6 +226,8 @@ class _Run:
                 self._begin_ending()
             case _Phase.LINGERING:
                 self._begin_ending()
+            case _Phase.SETTLING:
+                self._blame_victim()
             case _Phase.ENDING:
                 self._kill()
             case _Phase.KILLING:
@@ -238,12 +251,16 @@ class _Run:
         # A task is over when its first process is; what that leaves behind has no master.
         task.signal_group(signal.SIGTERM)
         self._pump.task_ended(task.name)
+        self._ended_after[task.name] = time.monotonic() - self._start
+        if self._phase is _Phase.SETTLING:
+            assert self._victim is not None
+            if task.name == self._victim[1].task:
+                self._root_cause(task)
+            elif not self._processes.running():
+                self._blame_victim()
         if self._phase is _Phase.RUNNING:
             if returncode or self._serves(task):
-                self._failed = task
-                self._failed_after = time.monotonic() - self._start
-                self._status = shell_status(returncode) or 1
-                self._begin_ending()
+                self._failure(task)
             elif task.name == self._plan.coordinator:
                 self._phase = _Phase.LINGERING
                 self._deadline = time.monotonic() + self._linger
@@ -251,6 +268,38 @@ class _Run:
             running = self._processes.running()
             if running and all(map(self._serves, running)):  # for nobody: they never end
                 self._begin_ending()
+
+    def _failure(self, task: TaskProcess) -> None:
+        """The first failure; the cause may be another task, which this one names."""
+        blame = self._pump.blame(task.name) if len(self._processes.tasks) > 1 else None
+        if blame is None or blame.task == task.name:
+            self._root_cause(task)
+            return
+        self._victim = task, blame, self._ended_after[task.name]
+        of_run = {other.name: other for other in self._processes.tasks}
+        cause = of_run.get(blame.task)
+        if cause is not None and cause.returncode is None:
+            self._phase = _Phase.SETTLING
+            settled = time.monotonic() + _SETTLE
+            self._deadline = settled if self._deadline is None else min(settled, self._deadline)
+        elif cause is not None and cause.returncode == 0:
+            self._root_cause(cause)
+        else:
+            self._blame_victim()
+
+    def _blame_victim(self) -> None:
+        """Its cause runs on, or is a task of another machine."""
+        assert self._victim is not None
+        self._root_cause(self._victim[0])
+
+    def _root_cause(self, task: TaskProcess) -> None:
+        self._failed = task
+        self._failed_after = self._ended_after[task.name]
+        code = task.returncode
+        if not code and self._victim is not None:
+            code = self._victim[0].returncode
+        self._status = shell_status(code or 0) or 1
+        self._begin_ending()
 
     def _serves(self, task: TaskProcess) -> bool:
         return task.name in self._plan.services
@@ -260,7 +309,8 @@ class _Run:
         self._deadline = time.monotonic() + self._grace
         self._others = self._processes.running()
         if self._failed is not None and self._others:
-            self._report.write(f"tfdist: {self._failed.name} failed; ending the others\n")
+            how = "left" if self._left_early else "failed"
+            self._report.write(f"tfdist: {self._failed.name} {how}; ending the others\n")
         self._processes.signal_all(signal.SIGTERM)
 
     def _kill(self) -> None:
@@ -290,8 +340,33 @@ class _Run:
             self._hurried |= isinstance(self._events.get(), signal.Signals)
         return self._hurried and time.monotonic() >= (self._deadline or 0.0)
 
+    @property
+    def _left_early(self) -> bool:
+        """Whether the cause is a task that ended with 0 while others needed it."""
+        if self._failed is None or self._victim is None:
+            return False
+        return self._failed.returncode == 0 and self._failed is not self._victim[0]
+
+    def _say_who_was_needed(self) -> None:
+        if self._victim is None:
+            return
+        task, blame, after = self._victim
+        assert task.returncode is not None
+        at = time.localtime(time.time() - (time.monotonic() - self._start - self._failed_after))
+        self._report.write(
+            peer_failure_report(
+                task.name,
+                task.returncode,
+                after,
+                blame,
+                self._failed_after if self._left_early else None,
+                time.strftime("%H:%M:%S", at),
+            )
+        )
+
     def _say_why(self) -> None:
         if self._failed is not None and self._failed.returncode is not None:
+            self._say_who_was_needed()
             self._report.write(
                 failure_report(
                     self._failed.name,
@@ -300,6 +375,7 @@ class _Run:
                     self._pump.last_lines(self._failed.name),
                     self._failed.plan.log_file,
                     {task.name: task.returncode for task in self._others},
+                    verb="left" if self._left_early else "failed first",
                 )
             )
         elif self._status == _TIMED_OUT and self._timeout is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +58,7 @@ def multi_worker_mirrored(
             " task_type='worker', task_id=0)."
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    return _made(
+    strategy = _made(
         described,
         lambda: tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=resolver_of(cluster), communication_options=options
@@ -64,6 +66,8 @@ def multi_worker_mirrored(
         wait,
         listens=True,
     )
+    _restore_sigterm()
+    return strategy
 
 
 def parameter_server(
@@ -101,6 +105,16 @@ def parameter_server(
     strategy = _made(described, lambda: PlacedParameterServers(resolver_of(cluster), placer), wait)
     tell_servers(described)
     return strategy
+
+
+def _restore_sigterm() -> None:
+    """Let SIGTERM do what it did before TensorFlow's coordination service replaced its handler.
+
+    The service's own handler takes note of a preemption, and the process goes on.
+    """
+    handler = signal.getsignal(signal.SIGTERM)  # Python's; the service has told it nothing
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _implementation(communication: Any) -> Any:

@@ -13,6 +13,7 @@ from tfdist_ext.strategies.explanation import evaluates, is_apart
 from tfdist_ext.strategies.spanning import check_spans_cluster
 from tfdist_ext.training.adopt import adopt
 from tfdist_ext.training.model import DistributedModel
+from tfdist_ext.training.peers import peers_of
 
 __all__ = ["distribute"]
 
@@ -50,4 +51,8 @@ def distribute(
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
-    return DistributedModel(adopt(model_or_builder, strategy), strategy, builder)
+    peers = peers_of(strategy)
+    with peers.call("distribute"):
+        with peers.meeting("making the model"):  # its first values are the chief's
+            model = adopt(model_or_builder, strategy)
+        return DistributedModel(model, strategy, builder)

@@ -109,7 +109,7 @@ class SynchronousEngine:
 
     def finalize(self, model: keras.Model) -> None:
         """At the end of a training: averaged weights take the place of the last ones."""
-        with self._strategy.scope():
+        with self.reduction.peers.meeting("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def _warn_of_xla(self, why: str) -> None:

@@ -50,19 +50,21 @@ class Loop:
     def _stopped(self) -> bool:
         return bool(getattr(self._model, self._stop_flag))
 
-    def run(self, program: Any, data: Epoch) -> tuple[dict[str, Any], int]:
-        """(logs, steps done) of one epoch."""
+    def run(self, program: Any, data: Epoch, where: str = "") -> tuple[dict[str, Any], int]:
+        """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised():
-            return self._run(program, data, check_ctrl_c)
+            return self._run(program, data, check_ctrl_c, where)
 
     def _run(
-        self, program: Any, data: Epoch, check_ctrl_c: Callable[[], None]
+        self, program: Any, data: Epoch, check_ctrl_c: Callable[[], None], where: str
     ) -> tuple[dict[str, Any], int]:
-        # Told to stop before the first batch, Keras still runs that one.
-        one_only = self._reduction.any_worker(self._stopped)
+        peers = self._reduction.peers
         logs: dict[str, Any] = {}
         done, seconds = 0, 0.0
-        program.reset(going_on=data.going_on)
+        with peers.meeting(f"{where}before its first step"):
+            # Told to stop before the first batch, Keras still runs that one.
+            one_only = self._reduction.any_worker(self._stopped)
+            program.reset(going_on=data.going_on)
         while data.steps is None or done < data.steps:
             left = None if data.steps is None else data.steps - done
             if (room := data.room()) is not None:
@@ -70,13 +72,14 @@ class Loop:
             n = self._pace.next(1 if one_only else left)
             self._begin(done)
             started = time.perf_counter()
-            result = program.run(
-                data.iterator,
-                n,
-                seconds=seconds,
-                known_length=data.known_length,
-                agreed=data.agreed,
-            )
+            with peers.meeting(f"{where}steps after {done}"):
+                result = program.run(
+                    data.iterator,
+                    n,
+                    seconds=seconds,
+                    known_length=data.known_length,
+                    agreed=data.agreed,
+                )
             seconds = time.perf_counter() - started
             check_ctrl_c()
             self._pace.took(result.chief_seconds)
@@ -84,6 +87,7 @@ class Loop:
                 logs = result.logs if data.going_on else logs
                 break
             done += result.steps
+            peers.reached(f"{where}step {done}")
             logs = result.logs
             data.done(result.steps, logs)
             self._end(done - 1, logs)

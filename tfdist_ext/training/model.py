@@ -22,13 +22,12 @@ from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.evaluator import evaluate_checkpoints
 from tfdist_ext.training.global_batches import GlobalBatches
-from tfdist_ext.training.leaving import leave_together
 from tfdist_ext.training.loop import Loop
 from tfdist_ext.training.partitioned import make_readable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
 from tfdist_ext.training.saving.checkpoints import Progress
-from tfdist_ext.training.saving.methods import Saving
+from tfdist_ext.training.saving.methods import Saving, on_every_worker
 from tfdist_ext.training.saving.resuming import Resumable
 from tfdist_ext.training.worker_tensorboard import board_among
 
@@ -62,8 +61,6 @@ class DistributedModel(Saving):
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         self._engine = (CoordinatorEngine if asynchronous else SynchronousEngine)(strategy)
         self._reduction = self._engine.reduction
-        if self._reduction.multi_worker:
-            leave_together(strategy)
         # Weights that came along are each worker's own; where they differ, the chief's count.
         follow_chief(model, self._reduction)
 
@@ -76,6 +73,7 @@ class DistributedModel(Saving):
     def strategy(self) -> tf.distribute.Strategy:
         return self._strategy
 
+    @on_every_worker
     def fit(
         self,
         x: Any = None,
@@ -217,7 +215,7 @@ class DistributedModel(Saving):
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
-                logs, steps = loop.run(program, data)
+                logs, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
             complete = train.is_done(data, steps, stopped=bool(model.stop_training))
             if validation is not None and validates(epoch, validation_freq):
                 val_logs = self._evaluate(validation, hooks)
@@ -233,6 +231,7 @@ class DistributedModel(Saving):
         saved.training_is_done(epochs.stop, logs)
         return model.history
 
+    @on_every_worker
     def evaluate(
         self,
         x: Any = None,
@@ -257,6 +256,7 @@ class DistributedModel(Saving):
         logs = self._evaluate(epochs, hooks)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
 
+    @on_every_worker
     def predict(
         self,
         x: Any,
@@ -279,7 +279,8 @@ class DistributedModel(Saving):
         batches = self._engine.read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps)
         self._built_for = batches.element_spec
-        build(self._model, self._built_for, self._strategy, kind="predict")
+        with self._reduction.peers.meeting("building the model"):
+            build(self._model, self._built_for, self._strategy, kind="predict")
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return self._engine.predictor(self._model).predict(epochs, hooks)
 
@@ -322,9 +323,10 @@ class DistributedModel(Saving):
 
     def _prepare(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
-        recompile(self._model, self._model, self._strategy)
         self._built_for = batches.element_spec
-        build(self._model, self._built_for, self._strategy, kind=kind)
+        with self._reduction.peers.meeting("building the model"):
+            recompile(self._model, self._model, self._strategy)
+            build(self._model, self._built_for, self._strategy, kind=kind)
         self._engine.prepare(self._model)
 
     def _check_compiled(self, method: str) -> None:

@@ -55,7 +55,8 @@ class Predictor:
                 step = len(collected)
                 hooks.on_predict_batch_begin(step)
                 try:
-                    outputs = self._next_outputs(data)
+                    with self._reduction.peers.meeting(f"batch {step}"):
+                        outputs = self._next_outputs(data)
                 except (StopIteration, tf.errors.OutOfRangeError):
                     break
                 check_ctrl_c()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfdist_ext.training.peers import Peers, peers_of
 
 __all__ = ["Reduction"]
 
@@ -30,6 +34,25 @@ class Reduction:
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[Any, Any] = {}
+        self.peers = peers_of(strategy)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Scope of a public call; all workers wait until each has made it.
+
+        Raises:
+            TrainingError: on every worker, where they make different calls.
+            PeerError: a worker is gone, or is somewhere else.
+        """
+        with self.peers.call(name):
+            if isinstance(self.peers, Peers):
+                # A type of its own: two collectives of one type would be taken for one.
+                number = float(zlib.crc32(name.encode()) % 2**20)
+                sums = self.sum_over_workers(np.array([1.0, number, number**2], np.float64))
+                # Equal numbers, and no others, have a variance of 0.
+                if sums[1] != sums[0] * number or sums[2] != sums[0] * number**2:
+                    raise self.peers.different_calls(name)
+            yield
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
@@ -110,7 +133,8 @@ class Reduction:
         if kind not in self._sums:
             function = tf.function(self._sum_of_local, autograph=False)
             self._sums[kind] = function.get_concrete_function(kind)
-        return self._sums[kind](value).numpy()
+        with self.peers.meeting():
+            return self._sums[kind](value).numpy()
 
     def from_chief(self, value: Any) -> np.ndarray:
         """The chief's number or array, on every worker; every worker must call."""

@@ -7,6 +7,7 @@ end; so logs are the same on every worker.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.optimizers import check_built
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.progress import reporting_progress
 from tfdist_ext.training.reduction import Reduction
 from tfdist_ext.training.replica_scope import ReplicaScope
 from tfdist_ext.training.step_watch import StepWatch, Unwatched
@@ -82,6 +84,7 @@ class StepProgram:
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._states: States = []
         self._turn: Any = None
+        self._compiles = True  # the next execution does
 
     def reset(self, *, going_on: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
@@ -111,7 +114,8 @@ class StepProgram:
         """
         run = self._counted if known_length else self._open_ended
         run = self._agreed if agreed else run
-        result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
+        with self._reporting_compilation():
+            result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
@@ -120,6 +124,15 @@ class StepProgram:
             for name, value in sorted(logs.items())
         }
         return Execution(logs, int(steps), float(chief_seconds))
+
+    def _reporting_compilation(self) -> Any:
+        """Scope of an execution; the first one may take minutes, which the chief says."""
+        first, self._compiles = self._compiles, False
+        if not first or not self._reduction.is_chief or self._model.run_eagerly:
+            return contextlib.nullcontext()
+        return reporting_progress(
+            f"compiling the first step ({self._reduction.replicas} replicas)"
+        )
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""

@@ -22,6 +22,7 @@ from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_server
 from tfdist_ext.training.coordinated.steps import CoordinatedSteps
 from tfdist_ext.training.copies import outside_of_strategies
 from tfdist_ext.training.engine import SynchronousEngine
+from tfdist_ext.training.peers import Alone
 from tfdist_ext.training.sharded_batches import check_says_nothing_else
 
 __all__ = ["CoordinatorEngine", "SoleCoordinator"]
@@ -34,6 +35,10 @@ class SoleCoordinator:
     multi_worker = False
     replicas = local_replicas = 1  # of global batches, which are read here as they are
     first_replica = 0
+    peers = Alone()
+
+    def call(self, name: str) -> Any:
+        return self.peers.call(name)
 
     def any_worker(self, flag: bool) -> bool:
         return bool(flag)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,24 @@ from tfdist_ext.training.saving.checkpoints import Progress, restore_checkpoint,
 from tfdist_ext.training.saving.complete_files import local_path
 from tfdist_ext.training.saving.exporting import export
 
-__all__ = ["Saving"]
+__all__ = ["Saving", "on_every_worker"]
+
+_Model = TypeVar("_Model", bound="Saving")
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def on_every_worker(
+    method: Callable[Concatenate[_Model, _Given], _Result],
+) -> Callable[Concatenate[_Model, _Given], _Result]:
+    """A public method that every worker must call: where one does not, the others say so."""
+
+    @functools.wraps(method)
+    def called(self: _Model, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with self._reduction.call(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called
 
 
 class Saving:
@@ -29,6 +47,7 @@ class Saving:
     _built_for: Any  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
 
+    @on_every_worker
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
         """Write the model as `keras.Model.save` does; plain Keras loads it.
 
@@ -40,6 +59,7 @@ class Saving:
             f"write {filepath}",
         )
 
+    @on_every_worker
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
         """Write a SavedModel as `keras.Model.export` does; `tf.saved_model.load` loads it.
 
@@ -55,6 +75,7 @@ class Saving:
             f"export to {filepath}",
         )
 
+    @on_every_worker
     def save_checkpoint(self, path: str | Path) -> None:
         """Write all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
 
@@ -69,6 +90,7 @@ class Saving:
         self._build_optimizer()
         self._progress = save_checkpoint(self._model, self._reduction, path, self._progress)
 
+    @on_every_worker
     def restore_checkpoint(self, path: str | Path) -> Progress:
         """Take over the state in a file of `save_checkpoint`, whatever strategy it was saved on.
 

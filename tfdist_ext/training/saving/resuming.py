@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.strategies.presence import say
 from tfdist_ext.training.chiefs_part import done_by_chief
@@ -221,6 +221,8 @@ class Resumable:
         except FolderTakenError:  # which says what to do, and that is not to run it again
             raise
         except BaseException as error:
+            if isinstance(error, PeerError) and (hint := self.resume_hint()) not in str(error):
+                error.args = (f"{error} {hint}",)
             if self._folder is not None and self._reduction.is_chief:
                 # After a line that a progress bar has not ended.
                 say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")

@@ -1,0 +1,87 @@
+"""One worker of a cluster that trains while another one leaves, dies or does something else.
+
+Arguments: what happens, to which worker, and a folder for checkpoints.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import tfdist_ext as tfd
+
+own_handler = []
+if sys.argv[1] == "slow":
+    signal.signal(signal.SIGTERM, lambda *_: own_handler.append(True))
+strategy = tfd.create_strategy()
+
+import keras  # noqa: E402
+import mlp  # noqa: E402
+
+event, victim, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+x, y = mlp.data()
+model = tfd.distribute(mlp.build, strategy)
+
+
+def terminate():
+    print("TERMINATED", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class InThirdEpoch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch != 2:
+            return
+        if event == "terminated in a wait" and rank != victim:
+            time.sleep(60)
+        if rank != victim:
+            return
+        print("NOW", flush=True)
+        if event == "leaves":
+            sys.exit(0)
+        if event == "fails":
+            raise RuntimeError("no such file: data.tfrecord")
+        if event == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if event == "evaluates":
+            self.model.evaluate(x, y, verbose=0)
+        if event == "is terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if event == "terminated in a wait":
+            threading.Timer(0.5, terminate).start()
+        if event == "slow":
+            terminate()
+            time.sleep(13)
+
+
+def different_calls():
+    try:
+        if rank == victim:
+            model.save(os.path.join(folder, "model.keras"))
+        else:
+            model.evaluate(x, y, verbose=0)
+    except tfd.TrainingError as error:
+        return str(error)
+    return "it passed"
+
+
+history = model.fit(
+    x,
+    y,
+    batch_size=mlp.BATCH,
+    epochs=4,
+    verbose=0,
+    callbacks=[InThirdEpoch()],
+    checkpoint_dir=os.path.join(folder, "checkpoints"),
+)
+result = {"epochs": len(history.epoch), "own_handler": own_handler}
+if event == "slow":
+    result["different_calls"] = different_calls()
+    result["rows"] = len(model.predict(x[:50], batch_size=mlp.BATCH, verbose=0))
+    result["handler"] = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+print("RESULT " + json.dumps(result), flush=True)
+if event == "stops at exit" and rank == victim:
+    os.kill(os.getpid(), signal.SIGSTOP)

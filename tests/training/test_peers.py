@@ -1,0 +1,112 @@
+"""A worker that leaves, dies or makes another call is named to the others, and within seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from real_tasks import Tasks, tasks
+
+SECONDS = (
+    15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever
+)
+
+
+def train(cluster: Tasks, workers: int) -> list[int]:
+    names = [f"worker:{n}" for n in range(workers)]
+    cluster.start(*names)
+    return [cluster.status(name, 120.0) for name in names]
+
+
+def error_of(cluster: Tasks, name: str) -> str:
+    found = re.findall(r"^tfdist_ext\.errors\.PeerError: (.*)$", cluster.log(name), re.MULTILINE)
+    assert found, cluster.log(name)[-3000:]
+    return str(found[-1])
+
+
+@pytest.mark.parametrize(
+    ("event", "victim", "status", "says"),
+    [
+        ("leaves", 2, 0, r"worker:2 left at \d\d:\d\d:\d\d after epoch 2, step 8: its script"),
+        ("leaves", 0, 0, r"worker:0 left at \d\d:\d\d:\d\d after epoch 2, step 8: its script"),
+        (
+            "fails",
+            0,
+            1,
+            r"worker:0 failed at .* step 8: RuntimeError: no such file: data.tf",
+        ),
+        ("is killed", 1, -signal.SIGKILL, r"worker:1 is gone: nothing listens at its address 127"),
+        ("is terminated", 1, 143, r"worker:1 got SIGTERM at .* and ended after epoch 2, step 8;"),
+    ],
+)
+def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
+    tmp_path: Path, event: str, victim: int, status: int, says: str
+) -> None:
+    workers = 3 if victim == 2 else 2
+    with tasks(
+        "worker_leaves.py", event, str(victim), str(tmp_path),
+        folder=tmp_path, workers=workers, ps=0,
+    ) as cluster:  # fmt: skip
+        statuses = train(cluster, workers)
+        for n in {*range(workers)} - {victim}:
+            error = error_of(cluster, f"worker:{n}")
+            assert re.match(says, error), error
+            assert f"worker:{n} is in fit (epoch 3, before its first step)" in error
+            assert "epoch-00002.h5" in error or "checkpoints on the chief" in error
+            assert statuses[n] == 1
+            assert cluster.seconds_after(f"worker:{victim}", f"worker:{n}") < SECONDS
+        assert statuses[victim] == status
+
+
+def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:
+    with tasks(
+        "worker_leaves.py", "evaluates", "1", str(tmp_path), folder=tmp_path, workers=3, ps=0
+    ) as cluster:
+        assert train(cluster, 3) == [1, 1, 1]
+        errors = [error_of(cluster, f"worker:{n}").split(" The last checkpoint")[0] for n in (0, 2)]
+        errors.append(error_of(cluster, "worker:1").split(" The last checkpoint")[0])
+    for error in errors:
+        assert error == errors[0]
+        assert "worker:1 in evaluate inside fit" in error
+        assert "worker:0, worker:2 in fit (epoch 3, before its first step)" in error
+
+
+def test_sigterm_ends_a_worker_that_waits_for_another(tmp_path: Path) -> None:
+    with tasks(
+        "worker_leaves.py", "terminated in a wait", "1", str(tmp_path),
+        folder=tmp_path, workers=2, ps=0,
+    ) as cluster:  # fmt: skip
+        cluster.start("worker:0", "worker:1")
+        cluster.wait_for("worker:1", "TERMINATED", 90.0)
+        assert cluster.status("worker:1", SECONDS) == 143
+
+
+def test_a_worker_that_stops_at_exit_is_named(tmp_path: Path) -> None:
+    with tasks(
+        "worker_leaves.py", "stops at exit", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
+    ) as cluster:
+        cluster.start("worker:0", "worker:1")
+        cluster.wait_for("worker:0", r"worker:0: done; waiting for worker:1 to end", 90.0)
+
+
+def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: Path) -> None:
+    """The one is slow for longer than anything above takes; its own handler gets the SIGTERM."""
+    with tasks(
+        "worker_leaves.py", "slow", "1", str(tmp_path), folder=tmp_path, workers=2, ps=0
+    ) as cluster:
+        assert train(cluster, 2) == [0, 0]
+        results = [json.loads(cluster.wait_for(f"worker:{n}", "RESULT (.*)")[1]) for n in (0, 1)]
+        assert re.search(
+            r"worker:0: waiting in fit \(epoch 3, before its first step\) for 10 s for worker:1,"
+            r" since \d\d:\d\d:\d\d in its own code, inside fit",
+            cluster.log("worker:0"),
+        )
+    for result in results:
+        assert result["epochs"] == 4
+        assert "got worker:0 in evaluate; worker:1 in save. Call" in result["different_calls"]
+        assert result["rows"] == 50  # the cluster works after it
+        assert result["handler"] is True
+    assert [result["own_handler"] for result in results] == [[], [True]]
