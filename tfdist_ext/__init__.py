@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         register_strategy,
         run,
     )
-    from tfdist_ext.training import DistributedModel, WorkerTensorBoard, distribute
+    from tfdist_ext.training import DistributedModel, WorkerTensorBoard, all_rows, distribute
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ _HOME = {
     "TfDistError": "tfdist_ext.errors",
     "TrainingError": "tfdist_ext.errors",
     "WorkerTensorBoard": "tfdist_ext.training",
+    "all_rows": "tfdist_ext.training",
     "available_strategies": "tfdist_ext.strategies",
     "create_strategy": "tfdist_ext.strategies",
     "distribute": "tfdist_ext.training",
@@ -80,6 +81,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "TfDistError",
     "TrainingError",
     "WorkerTensorBoard",
+    "all_rows",
     "available_strategies",
     "create_strategy",
     "data",

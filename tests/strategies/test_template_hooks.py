@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies import Reduced, StrategyTemplate
 from tfdist_ext.testing.asking import numbers, replica, run
 
 FULL = "/job:localhost/replica:0/task:0/device:CPU:"
@@ -196,6 +197,110 @@ def test_how_values_are_reduced() -> None:
         (total, 4, everywhere),
         (mean, 4, everywhere[:1]),
     ]
+
+
+class Told(StrategyTemplate):
+    """Remembers what each reduction is of."""
+
+    def __init__(self, devices: Any = None):
+        self.told: list[Reduced] = []
+        super().__init__(devices)
+
+    def reduce_values(self, op: Any, values: Any, devices: Any, what: Any) -> Any:
+        self.told.append(what)
+        return super().reduce_values(op, values, devices, what)
+
+
+class ToldAndOwned(Told, Owned):
+    """Updates are computed once: gradients are reduced to the owner's device."""
+
+
+class Average(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.average = self.add_weight(shape=(), trainable=False, name="average")
+
+    def call(self, x: Any) -> Any:
+        self.average.assign(0.5 * self.average + tf.reduce_mean(x))
+        return x
+
+
+class OwnReduction(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        tf.distribute.get_replica_context().all_reduce("SUM", tf.shape(data[0])[1])
+        tfd.all_rows(data[0])
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("cls", [Told, ToldAndOwned])
+def test_a_reduction_is_told_what_it_reduces(cls: Any) -> None:
+    def build() -> keras.Model:
+        layers = [
+            keras.layers.Embedding(5, 3, name="table"),
+            keras.layers.Flatten(),
+            keras.layers.BatchNormalization(synchronized=True, name="norm"),
+            Average(name="averaged"),
+            keras.layers.Dense(1, name="last"),
+        ]
+        model = OwnReduction([keras.Input([2], dtype="int32"), *layers], name="own")
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = cls(2)
+    model = tfd.distribute(build, strategy)
+    strategy.told.clear()
+    model.fit(tf.zeros([7, 2], tf.int32), tf.zeros([7, 1]), batch_size=4, verbose=0)
+    found = {kind: set() for kind in ("gradient", "metric", "statistic", "assignment", "other")}
+    variables = {v.path: v.value for v in model.keras_model.variables}
+    for what in strategy.told:
+        found[what.kind].add(what.path)
+        assert what.variable is variables.get(what.path)
+    trained = {"table/embeddings", "norm/gamma", "norm/beta", "last/kernel", "last/bias"}
+    assert {path.removeprefix("own/") for path in found["gradient"]} == trained
+    assert found["metric"] == {""}
+    moving = {"norm/moving_mean", "norm/moving_variance", "averaged/average", ""}
+    assert {path.removeprefix("own/") for path in found["statistic"]} == moving
+    assert found["assignment"] == set()
+    assert found["other"] == {""}
+
+
+def test_what_a_loop_of_ones_own_reduces() -> None:
+    strategy = Told(2)
+    with strategy.scope():
+        variable = tf.Variable(0.0, name="v", aggregation=tf.VariableAggregation.MEAN)
+        metric = keras.metrics.Sum(name="m")
+
+    def step() -> Any:
+        variable.assign(replica())
+        metric.update_state(replica())
+        return tf.distribute.get_replica_context().all_reduce("SUM", replica())
+
+    strategy.run(step)
+    assert float(metric.result()) == 3
+    assert [what.kind for what in strategy.told] == ["assignment", "other", "metric"]
+    assert strategy.told[0].variable is variable
+    assert [what.path for what in strategy.told] == ["v", "", "m/total"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.told[0].kind = "metric"
+
+
+def test_hooks_without_what_are_called_as_before() -> None:
+    """Also below one that has it, and above."""
+    asked: list[Any] = []
+
+    class Old(Told):
+        def reduce_values(self, op: Any, values: Any, devices: Any) -> Any:
+            asked.append(len(values))
+            return StrategyTemplate.reduce_values(self, op, values, devices)
+
+    class New(Pairwise):
+        def reduce_values(self, op: Any, values: Any, devices: Any, *, what: Any) -> Any:
+            asked.append(what.kind)
+            return super().reduce_values(op, values, devices)
+
+    for cls in (Old, New, Pairwise):
+        strategy = cls(2)
+        assert float(strategy.reduce("SUM", strategy.run(replica), axis=None)) == 3
+    assert asked == [2, "other"]
 
 
 def test_results_of_a_reduction_are_moved_to_where_they_are_wanted() -> None:

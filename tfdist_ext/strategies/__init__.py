@@ -3,12 +3,14 @@
 from tfdist_ext.strategies.explanation import explain
 from tfdist_ext.strategies.factory import create_strategy
 from tfdist_ext.strategies.placed import PlacedStrategy
+from tfdist_ext.strategies.reductions import Reduced
 from tfdist_ext.strategies.registry import available_strategies, register_strategy
 from tfdist_ext.strategies.roles import run
 from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = [
     "PlacedStrategy",
+    "Reduced",
     "StrategyTemplate",
     "available_strategies",
     "create_strategy",

@@ -17,6 +17,7 @@ from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
+from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_extended import TemplateExtended
 
 __all__ = ["StrategyTemplate"]
@@ -145,7 +146,11 @@ class StrategyTemplate(tf.distribute.Strategy):
         return [update(number) for number in range(len(copies))]
 
     def reduce_values(
-        self, op: tf.distribute.ReduceOp, values: Sequence[Any], devices: Sequence[str]
+        self,
+        op: tf.distribute.ReduceOp,
+        values: Sequence[Any],
+        devices: Sequence[str],
+        what: Reduced = OTHER,
     ) -> Sequence[Any]:
         """Hook: how values are reduced.
 
@@ -155,6 +160,9 @@ class StrategyTemplate(tf.distribute.Strategy):
             op: `tf.distribute.ReduceOp.SUM` or `.MEAN`.
             values: a tensor, or tf.IndexedSlices, of each replica, on its device.
             devices: full names of those on which the result is wanted.
+            what: a `Reduced`: a gradient, and of which variable, a metric, a statistic, or a value
+                of the user's own. A hook of a subclass gets it, as a keyword, if it has a
+                parameter of this name; one without is called with the three arguments above.
 
         Returns:
             A list with the result for each device, which is moved there if it is not there yet. By

@@ -7,7 +7,8 @@ methods with an underscore are those that the base calls and leaves to its desce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.reductions import OTHER, Reduced, takes_what
 from tfdist_ext.strategies.template_checks import (
     check_created,
     check_dataset,
@@ -48,6 +50,8 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         super().__init__(strategy)
         self._devices = tuple(devices)
         self._host = tp.full_name("/device:CPU:0")
+        self._reducing: Sequence[Reduced] = ()  # what is reduced now, if somebody has told
+        self._hook_takes_what = takes_what(strategy.reduce_values)
         self._asking = ""  # path of the variable that the hook is asked for
 
     # Replicas
@@ -157,6 +161,15 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             return tensor  # it takes the dtype of the variable that it is added to
         return tf.distribute.ReductionToOneDevice().broadcast(tensor, destinations)
 
+    @contextlib.contextmanager
+    def reducing(self, what: Sequence[Reduced]) -> Iterator[None]:
+        """Scope of a `batch_reduce_to` of these values, in cross-replica context."""
+        before, self._reducing = self._reducing, what
+        try:
+            yield
+        finally:
+            self._reducing = before
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         def reduced(value: Any) -> Any:
             if not isinstance(value, tf.distribute.DistributedValues):
@@ -168,14 +181,19 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                     "a sum over replicas of what is the same on all of them is not defined;"
                     f" {value!r} arrived. Read it, or use the MEAN."
                 )
-            return self._reduced(reduce_op, value.values, destinations)
+            return self._reduced(reduce_op, value.values, destinations, what)
 
+        what = _what(value, destinations)
         return tf.nest.map_structure(reduced, value)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         results = []
-        for value, destinations in value_destination_pairs:
-            if isinstance(value, tf.distribute.DistributedValues):
+        untold: list[Reduced | None] = [None] * len(value_destination_pairs)
+        told = self._reducing or untold
+        for (value, destinations), what in zip(value_destination_pairs, told, strict=True):
+            if isinstance(value, tf.distribute.DistributedValues) and what is not None:
+                results.append(self._reduced(reduce_op, value.values, destinations, what))
+            elif isinstance(value, tf.distribute.DistributedValues):
                 results.append(self._reduce_to(reduce_op, value, destinations, options))
             else:
                 # The same tensor comes from every replica. It may be on no device, and the device
@@ -183,17 +201,19 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 everywhere = tp.per_replica(
                     [tp.copied_to(device, value) for device in self._devices], always=True
                 )
-                results.append(self._reduced(reduce_op, everywhere.values, everywhere))
+                what = OTHER if what is None else what
+                results.append(self._reduced(reduce_op, everywhere.values, everywhere, what))
         return results
 
-    def _reduced(self, op: Any, parts: Sequence[Any], destinations: Any) -> Any:
+    def _reduced(self, op: Any, parts: Sequence[Any], destinations: Any, what: Reduced) -> Any:
         strategy = self._container_strategy()
         devices = tp.devices_of(destinations)
         parts = tuple(  # a copy of a variable is read where it is
             part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
             for part in parts
         )
-        results = strategy.reduce_values(op, parts, devices)
+        told = {"what": what} if self._hook_takes_what else {}
+        results = strategy.reduce_values(op, parts, devices, **told)
         check_reduced(strategy, results, parts, devices)
         there = [
             result if result.device == device else tp.copied_to(device, result)
@@ -248,3 +268,13 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         count = len(self._devices)
         contexts = [tf.distribute.experimental.ValueContext(n, count) for n in range(count)]
         return tp.per_replica([value_fn(each) for each in contexts], always=True)
+
+
+def _what(value: Any, destinations: Any) -> Reduced:
+    """What is reduced where nobody has told."""
+    if tp.is_synchronized_on_read(value):
+        return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
+    if isinstance(destinations, tf.Variable):
+        name = destinations.name.removesuffix(":0")
+        return Reduced(kind="assignment", variable=destinations, path=name)
+    return OTHER

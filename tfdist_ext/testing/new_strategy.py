@@ -55,11 +55,13 @@ class {name}(tfd.strategies.StrategyTemplate):
         # computes the optimizer's step for its own copies, all at once.
         return super().update_variable(variable, copies, update)
 
-    def reduce_values(self, op, values, devices):
+    def reduce_values(self, op, values, devices, what):
         # How do the replicas' values become their sum or mean? A result is wanted for each of
-        # `devices`. Slices are the gradients of embeddings; leave them to super().
+        # `devices`. `what.kind` says what they are: a "gradient" (of `what.variable`), a "metric",
+        # a "statistic", an "assignment" or "other". Slices are the gradients of embeddings; leave
+        # them to super().
         if any(isinstance(value, tf.IndexedSlices) for value in values):
-            return super().reduce_values(op, values, devices)
+            return super().reduce_values(op, values, devices, what)
         total = values[0]
         for value in values[1:]:
             with tf.device(devices[0]):

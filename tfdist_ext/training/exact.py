@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._keras_hooks import replace_in_steps
 from tfdist_ext.training.copies import (
@@ -42,7 +43,7 @@ from tfdist_ext.training.exact_losses import (
     reduce_loss,
     scale_loss,
 )
-from tfdist_ext.training.part import Part, part, set_part
+from tfdist_ext.training.part import Part, part, reduced_for, set_part
 from tfdist_ext.training.step_watch import when
 
 __all__ = ["install"]
@@ -118,7 +119,10 @@ def _apply(
         merge_call = tf.distribute.get_replica_context().merge_call
         here.meeting(lambda gradients: merge_call(apply_once, args=(gradients,)), weighted)
     else:
-        summed = here.meeting(here.sum_up, weighted)
+        pairs = zip(grads, variables, strict=False)
+        what = [reduced_for("gradient", v) for g, v in pairs if g is not None]
+        what += [OTHER] * (len(weighted) - len(what))  # Keras says what is wrong with numbers
+        summed = here.meeting(lambda gradients: here.sum_up(gradients, what), weighted)
         number = int(tf.get_static_value(_replica_number()))
         copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
         with set_part(None), outside_of_strategies(optimizer), copies:
@@ -131,7 +135,8 @@ def _on_owners(
     """The sum over replicas of each gradient, on the device that computes its update alone."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     pairs = list(zip(gradients, devices, strict=False))  # Keras says what is wrong with numbers
-    return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))
+    what = [reduced_for("gradient", variable) for variable in variables]
+    return batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what[: len(pairs)])
 
 
 def _replica_number() -> Any:
@@ -146,8 +151,12 @@ def _update_mean(
     sample_weight: Any = None,
 ) -> Any:
     """A single number is the part's mean: as on one device it counts once a step."""
+    share = here.share(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
-        sample_weight = here.share(metric.dtype)
+        sample_weight = share
+    elif here.has_all_rows(values):  # each replica has the same ones
+        weights = tf.ones_like(values) if sample_weight is None else sample_weight
+        sample_weight = tf.cast(weights, metric.dtype) * share
     return original(metric, values, sample_weight)
 
 

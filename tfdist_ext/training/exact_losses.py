@@ -50,6 +50,8 @@ def reduce_loss(
     if values.shape.rank == 0:
         return _weighted_number(here, original, values, sample_weight, mask, reduction, loss)
     if reduction == "sum":
+        if here.has_all_rows(values):
+            return loss
         return tf.math.divide_no_nan(loss, here.share(loss.dtype))
     # What the mean divides by, where that is not the number of rows.
     if reduction == "mean_with_sample_weight":
@@ -175,6 +177,7 @@ def gradient(
         if (scope := _scope()) is not None:
             sources = tf.nest.map_structure(scope.source_of, sources)
         targets = tf.nest.flatten(target)
+        here.warn_of_rows_compared(targets)
         output_gradients = _of_sums(here, targets, output_gradients)
         of_loss = here.weighted_loss
         if of_loss is not None and of_loss.is_target(target):

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_reduce
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import keys_of_turn
+from tfdist_ext.training.row_tracing import RowTrace, may_compare_rows, places_rows
 from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
 
-__all__ = ["Part", "current_graph", "outside_of_inner_graphs", "part", "set_part"]
+__all__ = [
+    "Part",
+    "current_graph",
+    "outside_of_inner_graphs",
+    "part",
+    "reduced_for",
+    "set_part",
+]
 
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
@@ -51,7 +63,11 @@ class Part:
     ):
         self.replicas = replicas
         self.local_replicas = local_replicas
-        self._rows = rows
+        self._rows = tf.cast(rows, tf.int64)
+        self._batch = [leaf for leaf in tf.nest.flatten(batch) if tf.is_symbolic_tensor(leaf)]
+        self._gathered: list[tf.Tensor] = []  # results of all_rows
+        self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
+        self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
         leaves = tf.nest.flatten(batch)
         self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
@@ -68,6 +84,10 @@ class Part:
         """1, or 0 where this replica has no row of its own."""
         return tf.cast(self._rows > 0, dtype)
 
+    def if_present(self, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+        """`value`, or `otherwise` where this replica has no row of its own."""
+        return tf.where(self._rows > 0, value, otherwise)
+
     def has_rows(self, value: Any) -> bool:
         """Whether a floating tensor has numbers for each row of the part.
 
@@ -75,9 +95,80 @@ class Part:
         in a dimension of unknown size; else in a first dimension as long as the part.
         """
         sizes = _sizes(value)
+        if self.has_all_rows(value):
+            return False
         if None in sizes or self._size is None:
             return None in sizes
         return sizes[:1] == [self._size]
+
+    def has_all_rows(self, value: Any) -> bool:
+        """Whether a tensor has numbers for each row of the global batch, from `all_rows`.
+
+        It is the same on all replicas.
+        """
+        sizes = _sizes(value)
+        if not self._gathered or not sizes:
+            return False
+        if tf.is_symbolic_tensor(value):
+            if None not in sizes:
+                return False
+            trace = self.trace([value])
+            return trace is not None and not trace.is_of_part(trace.targets[0])
+        of_all, of_part = int(self._place()[1]), max(int(self._rows), 1)
+        return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
+
+    def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
+        """Where this part's rows are in tensors of a graph; None where that cannot be told."""
+        if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
+            return None
+        try:
+            return RowTrace(targets, self._batch, self._gathered, self._summed)
+        except ValueError:  # a shape that cannot be with these numbers of rows
+            return None
+
+    def check_written(self, variable: Any, value: Any) -> None:
+        """Raise TrainingError if rows of this part are written into a variable's rows."""
+        if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
+            return
+        if self._size is None and not places_rows(value, lambda t: None in _shape(t)):
+            return  # a RowTrace takes longer
+        trace = self.trace([value])
+        if trace is None or trace.crosses_replicas:
+            return
+        if (op := places_rows(trace.targets[0], trace.is_of_part)) is not None:
+            raise TrainingError(
+                f"what is assigned to {variable.path!r} must be the same on all {self.replicas}"
+                f" replicas, got rows of this replica's part of the batch (from {op.type}): each"
+                " replica would write other rows. Use the rows of all replicas:"
+                f" rows = tfd.all_rows(rows), before they are put into {variable.name!r}."
+            )
+
+    def _is_traced_first(self) -> bool:
+        """Whether this is the worker's first replica, in a graph: what it does, all do."""
+        if self.replicas == 1 or not self._batch:
+            return False
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.get_static_value(number)
+        return number is not None and int(number) % self.local_replicas == 0
+
+    def warn_of_rows_compared(self, targets: Sequence[Any]) -> None:
+        """Warn if a loss compares this part's rows with each other."""
+        tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
+        if not tensors or not self._is_traced_first():
+            return
+        if not may_compare_rows(tensors, self._batch):
+            return
+        trace = self.trace(tensors)
+        op = None if trace is None else trace.compares_rows()
+        if op is not None:
+            warnings.warn(
+                "the loss compares rows of the batch with each other (in-batch negatives:"
+                f" {op.type} {op.name.split('/', 1)[1]!r}). On {self.replicas} replicas each"
+                " compares the rows of its own part only, which is another loss than on one"
+                " device. Take one side from tfd.all_rows: logits ="
+                " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True).",
+                stacklevel=2,
+            )
 
     def may_have_rows(self, value: Any) -> bool:
         """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
@@ -102,36 +193,46 @@ class Part:
         """What this replica adds to the mean over all rows; what is no float stays as it is."""
         return self._times_share(value) if value.dtype.is_floating else value
 
-    def mean(self, values: dict[Any, Any]) -> dict[Any, Any]:
+    def mean(self, values: dict[Any, Any], variables: dict[Any, Any]) -> dict[Any, Any]:
         """The mean over all rows of each floating value that is a mean over the part's.
 
         Other values (seeds, counters) are the same on every replica already.
+
+        Args:
+            variables: by the same keys, the Keras variables that the values are written to.
         """
         floats = [key for key, value in values.items() if value.dtype.is_floating]
-        reduced = self.sum_up(self.weighted([values[key] for key in floats]))
+        what = [reduced_for("statistic", variables[key]) for key in floats]
+        reduced = self.sum_up(self.weighted([values[key] for key in floats]), what)
         return {**values, **dict(zip(floats, reduced, strict=True))}
 
-    def sum_up(self, values: Sequence[Any]) -> list[Any]:
-        """The sum of each value over all replicas. It has no gradient."""
+    def sum_up(self, values: Sequence[Any], what: Sequence[Reduced] | None = None) -> list[Any]:
+        """The sum of each value over all replicas. It has no gradient.
+
+        Args:
+            what: what each value is, for a StrategyTemplate; statistics unless told.
+        """
         if not values or self.replicas == 1:
             return list(values)
         self.check_graph()
-        context = tf.distribute.get_replica_context()
-        slices = [value for value in values if isinstance(value, tf.IndexedSlices)]
-        dense = [value for value in values if not isinstance(value, tf.IndexedSlices)]
+        what = [STATISTIC] * len(values) if what is None else what
         keys = contextlib.nullcontext() if self._turn is None else keys_of_turn(self._turn)
-        summed = []
-        for part, scope in ((slices, keys), (dense, contextlib.nullcontext())):
+        summed: list[Any] = [None] * len(values)
+        for slices, scope in ((True, keys), (False, contextlib.nullcontext())):
+            places = [n for n, v in enumerate(values) if isinstance(v, tf.IndexedSlices) is slices]
             with scope:
-                all_of = context.all_reduce(tf.distribute.ReduceOp.SUM, part) if part else ()
-            summed.append(iter(all_of))
-        return [next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values]
+                mine = [values[place] for place in places], [what[place] for place in places]
+                totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine) if places else ()
+            for place, total in zip(places, totals, strict=True):
+                summed[place] = total
+        self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
+        return summed
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""
         return meet(values) if self.watch is None else self.watch.meeting(meet, values)
 
-    def total(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def total(self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC) -> list[tf.Tensor]:
         """The sum of each tensor over all replicas, to be used inside a model.
 
         Its gradient is that of the loss of the global batch, in which this replica's loss counts
@@ -139,30 +240,82 @@ class Part:
         loss is not weighted already.
         """
 
+        def sum_up(parts: Sequence[Any]) -> list[Any]:
+            return self.meeting(lambda mine: self.sum_up(mine, [what] * len(mine)), parts)
+
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> Any:
+                upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
                 if self.weighted_loss is not None and self.weighted_loss.computing:
-                    return self.meeting(self.sum_up, upstream)
-                reduced = self.meeting(self.sum_up, self.weighted(upstream))
+                    # Of a part without rows it may be NaN, and would be so on all replicas.
+                    mine = [tf.where(self._rows > 0, value, 0) for value in upstream]
+                    return sum_up(mine)
+                reduced = sum_up(self.weighted(upstream))
                 shares = [self.share(value.dtype) for value in reduced]
                 return [
                     tf.math.divide_no_nan(value, share)
                     for value, share in zip(reduced, shares, strict=True)
                 ]
 
-            return self.meeting(self.sum_up, [tf.identity(value) for value in parts]), gradient
+            return sum_up([tf.identity(value) for value in parts]), gradient
 
         return list(summed(*values))
+
+    def all_rows(self, values: Sequence[Any]) -> list[tf.Tensor]:
+        """The rows of all replicas, for each dense tensor of this part's rows; differentiable.
+
+        Each replica puts its rows where they belong among zeros, and these are summed: parts may
+        be of any size, and each strategy and each gradient can do it.
+        """
+        self.check_graph()
+        tensors = [_dense(value) for value in values]
+        before, count = self._place()
+        padded = []
+        for tensor in tensors:
+            check = tf.debugging.assert_equal(
+                tf.shape(tensor, tf.int64)[0], tf.maximum(self._rows, 1), message=_NOT_THE_ROWS
+            )
+            with tf.control_dependencies([] if check is None else [check]):
+                mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: self._rows]
+            others = [[0, 0]] * (tensor.shape.rank - 1)
+            padded.append(tf.pad(mine, [[before, count - before - self._rows], *others]))
+        sums = self._totals(padded)
+        gathered = []
+        for tensor, total in zip(tensors, sums, strict=True):
+            rows = tf.cast(total, tensor.dtype)
+            rows.set_shape([None, *tensor.shape[1:]])
+            gathered.append(rows)
+        self._gathered += gathered
+        return gathered
+
+    def _totals(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`total` of a user's own values, of which some may be integers: these have no gradient."""
+        floats = [value for value in values if value.dtype.is_floating]
+        others = [value for value in values if not value.dtype.is_floating]
+        of_floats = iter(self.total(floats, OTHER) if floats else ())
+        of_others = iter(self.sum_up(others, [OTHER] * len(others)))
+        return [next(of_floats if value.dtype.is_floating else of_others) for value in values]
+
+    def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """(rows of the parts before this one, rows of all parts), by the replicas' numbers."""
+        if self._offset is None:
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            numbers = tf.range(self.replicas)
+            mine = tf.where(numbers == number, self._rows, 0)
+            (counts,) = self.meeting(lambda mine: self.sum_up(mine, [OTHER]), [mine])
+            before = tf.reduce_sum(tf.where(numbers < number, counts, 0))
+            self._offset = before, tf.reduce_sum(counts)
+        return self._offset
 
     def check_graph(self) -> None:
         """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""
         if current_graph() is not self._graph:
             raise TrainingError(
                 "a value is summed over replicas inside a tf.function, a cond or a loop of the"
-                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss or a"
-                " synchronized BatchNormalization. Call it directly in the body of train_step; the"
-                " step is compiled as a whole already."
+                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss, a"
+                " synchronized BatchNormalization or tfd.all_rows. Call it directly in the body of"
+                " train_step or call; the step is compiled as a whole already."
             )
 
     def _times_share(self, value: Any) -> tf.Tensor:
@@ -170,11 +323,50 @@ class Part:
         return tf.math.multiply_no_nan(value, self.share(value.dtype))
 
 
+_NOT_THE_ROWS = (
+    "tfd.all_rows(x): axis 0 of x must hold the rows of this replica's part of the batch, one entry"
+    " for each row. Call tfd.all_rows before rows are dropped, repeated or put together:"
+    " tf.concat([tfd.all_rows(a), tfd.all_rows(b)], axis=0)."
+)
+
+
+def _dense(value: Any) -> tf.Tensor:
+    """A tensor that `all_rows` takes, or TrainingError."""
+    what = type(value).__name__
+    if not isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+        if value.shape.rank and (
+            value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+        ):
+            return value
+        what = f"a tensor of shape {value.shape} and {value.dtype.name}"
+    raise TrainingError(
+        "tfd.all_rows takes dense tensors of numbers or booleans, whose axis 0 is the batch; got"
+        f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
+    )
+
+
+def _dtype_of_sums(dtype: tf.DType) -> tf.DType:
+    """The dtype in which a tensor travels: collectives sum few of them."""
+    return dtype if dtype.is_floating or dtype in (tf.int32, tf.int64) else tf.int64
+
+
+def _shape(tensor: tf.Tensor) -> list[int | None]:
+    return [None] if tensor.shape.rank is None else list(tensor.shape.as_list())
+
+
 def _sizes(value: Any) -> list[int | None]:
     """The static shape of a floating tensor; empty for all else."""
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
         return []
     return value.shape.as_list()
+
+
+def reduced_for(kind: Any, variable: Any) -> Reduced:
+    """What a value of this kind for a Keras variable is."""
+    path = getattr(variable, "path", "")
+    raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+    return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
 
 
 def part() -> Part | None:

@@ -12,7 +12,10 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
 from tfdist_ext.training.lookups import rows_of_shared
+from tfdist_ext.training.own_copies import OwnCopies
+from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
 from tfdist_ext.training.seeds import Seeds
 
 __all__ = ["Predictor"]
@@ -36,6 +39,10 @@ class Predictor:
         self._strategy = strategy
         self._reduction = reduction
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
+        # Layers may write while they predict: masked kernels, counters, metrics of their own.
+        self._metrics, self._watched = metrics_and_others(model)
+        self._own = OwnCopies(strategy, reduction.local_replicas)
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = seeds.around(model.predict_step)
         self.eager = model.run_eagerly
         self._of_batch: Any = self._outputs_of_batch
@@ -75,25 +82,58 @@ class Predictor:
 
     def _next_outputs(self, data: Epoch) -> Any:
         if data.steps is not None or not self._reduction.multi_worker:
-            return self._of_next(data.iterator)
+            return self._of_next(data.iterator, data.agreed)
         # gather is a collective: no worker may go on alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
-        return self._of_batch(batch.get_value())
+        return self._of_batch(batch.get_value(), data.agreed)
 
-    def _outputs_of_next(self, iterator: Any) -> Any:
-        return self._outputs_of_batch(next(iterator))
+    def _outputs_of_next(self, iterator: Any, agreed: bool) -> Any:
+        return self._outputs_of_batch(next(iterator), agreed)
 
-    def _outputs_of_batch(self, batch: Any) -> Any:
+    def _outputs_of_batch(self, batch: Any, agreed: bool) -> Any:
+        on = self._reduction
+        rows_of_all = on.rows_of_all(batch)[0] if agreed else None
+        values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
+        states = on.split_states(self._metrics, values)
         with kp.rows_taken_by(self._rows):
-            outputs = self._reduction.run(self._of_one_part, batch)
+            outputs, new, written = on.run(self._of_one_part, batch, states, rows_of_all)
+        assign_written(self._strategy, self._watched, written)
+        self._assign_metrics(new)
         return keras.tree.map_structure(self._whole, outputs)
 
-    def _of_one_part(self, part: Any) -> Any:
-        rows, _, batch = part
-        outputs = self._step(batch)
-        return keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
+    def _assign_metrics(self, new: Any) -> None:
+        """Give the metrics that layers update in their call the states of all replicas."""
+        updated = [
+            (variable, self._strategy.experimental_local_results(value))
+            for variable, value in zip(self._metrics, new, strict=True)
+            if id(variable) in self._updated
+        ]
+        if not updated:
+            return
+        variables, local = zip(*updated, strict=True)
+        states = [list(of_replica) for of_replica in zip(*local, strict=True)]
+        values, _, _ = self._reduction.over_all(variables, states, {}, tf.constant(0.0))
+        for variable, value in zip(variables, values, strict=True):
+            kp.raw_value(variable).assign(value)
+
+    def _of_one_part(self, part: Any, states: Any, rows_of_all: Any = None) -> Any:
+        """(outputs, metrics' states, values written) of one replica, in its context."""
+        mine = self._reduction.of_this_replica(states)
+        rows, of, batch = part
+        of = of if rows_of_all is None else rows_of_all
+        here = None
+        if tf.distribute.has_strategy():
+            here = Part(rows, of, self._reduction.replicas, self._reduction.local_replicas, batch)
+        with (
+            set_part(here),
+            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
+        ):
+            outputs = self._step(batch)
+        self._updated |= scope.updated
+        outputs = keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
+        return outputs, *scope.outcome(here)
 
     def _whole(self, value: Any) -> Any:
         if self._reduction.multi_worker:

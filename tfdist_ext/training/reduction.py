@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.strategies.reductions import METRIC, all_reduce
 from tfdist_ext.training.peers import Peers, peers_of
 
 __all__ = ["Reduction"]
@@ -76,6 +77,19 @@ class Reduction:
         # Where the number is known only at run time (TPU).
         which = number % self.local_replicas
         return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
+
+    def split_states(self, variables: Sequence[Any], values: Sequence[Any]) -> list[list[Any]]:
+        """For each local replica, the metric states from which its steps start.
+
+        What is summed over replicas starts from its value on the first replica, and from zero on
+        all others, so that `over_all` counts the value once.
+        """
+        zeros = [
+            tf.zeros_like(value) if variable.aggregation == "sum" else value
+            for variable, value in zip(variables, values, strict=True)
+        ]
+        others = [list(zeros) for _ in range(self.local_replicas)]
+        return [list(values), *others[1:]] if self.is_chief else others
 
     def over_all(
         self, variables: Sequence[Any], states: Any, outputs: dict[str, Any], seconds: Any
@@ -177,9 +191,9 @@ class Reduction:
             for dtype in dict.fromkeys(dtypes):
                 places = [i for i, other in enumerate(dtypes) if other == dtype]
                 # identity: a tensor from outside has no device, and the reduction goes by it.
-                reduced = tf.distribute.get_replica_context().all_reduce(
-                    tf.distribute.ReduceOp.SUM, [tf.identity(mine[i]) for i in places]
-                )
+                values = [tf.identity(mine[i]) for i in places]
+                what = [METRIC] * len(values)
+                reduced = all_reduce(tf.distribute.ReduceOp.SUM, values, what)
                 for place, value in zip(places, reduced, strict=True):
                     result[place] = value
             return result

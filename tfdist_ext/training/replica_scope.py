@@ -21,10 +21,15 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.own_copies import OwnCopies
-from tfdist_ext.training.part import current_graph, outside_of_inner_graphs, part
+from tfdist_ext.training.part import Part, current_graph, outside_of_inner_graphs, part
 from tfdist_ext.training.partitioned import PartitionedRead, take_rows
 
-__all__ = ["ReplicaScope", "metric_variables_on_one_copy"]
+__all__ = [
+    "ReplicaScope",
+    "assign_written",
+    "metric_variables_on_one_copy",
+    "metrics_and_others",
+]
 
 
 class ReplicaScope(keras.StatelessScope):
@@ -43,8 +48,10 @@ class ReplicaScope(keras.StatelessScope):
         watched: Sequence[Any] = (),
         own: OwnCopies | None = None,
     ):
+        metrics = list(metrics)
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
-        self._metrics = set(self.state_mapping)
+        self._metrics = {id(variable): (variable, value) for variable, value in metrics}
+        self._others = list(watched)
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
@@ -59,6 +66,8 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         key = id(variable)
+        if (here := part()) is not None:
+            here.check_written(variable, value)
         if key in self._metrics:
             self._check_metric(variable)
             self.updated.add(key)
@@ -124,6 +133,26 @@ class ReplicaScope(keras.StatelessScope):
                 values[number] = self.state_mapping[key]
         return values
 
+    def outcome(self, here: Part | None) -> tuple[list[Any], dict[str, Any]]:
+        """What a replica's step returns: (the metrics' states, the values that it wrote).
+
+        To be called in the replica's context, after the scope.
+
+        Returns:
+            The state of each metric variable on this replica; and by the number of a watched
+            variable, as a string, its new value, equal on all replicas, for `assign_written`.
+        """
+        states = [self.get_current_value(variable) for variable, _ in self._metrics.values()]
+        written = self.written
+        if here is not None:
+            # A row that is another's must not be added twice.
+            states = [
+                here.if_present(after, before) if variable.aggregation == "sum" else after
+                for after, (variable, before) in zip(states, self._metrics.values(), strict=True)
+            ]
+            written = here.mean(written, dict(enumerate(self._others)))
+        return states, {str(number): value for number, value in written.items()}
+
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
 
@@ -145,7 +174,8 @@ class ReplicaScope(keras.StatelessScope):
         """Assign at once, as some layers do to weights that they read in the same call."""
         here = part()
         if here and not self._in_inner_graph():
-            value = here.mean({0: value})[0]  # where one copy is all replicas', all write the same
+            # Where one copy is all replicas', all write the same.
+            value = here.mean({0: value}, {0: variable})[0]
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
             kp.write(variable, value)
@@ -159,6 +189,33 @@ class ReplicaScope(keras.StatelessScope):
                 " a loop of train_step's own. Update metrics directly in the body of train_step;"
                 " the step is compiled as a whole already."
             )
+
+
+def metrics_and_others(model: keras.Model) -> tuple[list[Any], list[Any]]:
+    """(the variables of a model's metrics, its other variables), each variable once."""
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    metrics = list({id(variable): variable for variable in metrics}.values())
+    known = {id(variable) for variable in metrics}
+    return metrics, [variable for variable in model.variables if id(variable) not in known]
+
+
+def assign_written(
+    strategy: tf.distribute.Strategy, watched: Sequence[Any], written: dict[str, Any]
+) -> None:
+    """Assign what the replicas' steps wrote, in cross-replica context.
+
+    Args:
+        watched: as given to the ReplicaScope.
+        written: from `ReplicaScope.outcome`, as `strategy.run` returned it.
+    """
+    for number, value in written.items():
+        strategy.extended.update(
+            kp.raw_value(watched[int(number)]),
+            lambda variable, value: variable.assign(value),
+            # The value is equal on all replicas, so any of them will do.
+            args=(strategy.experimental_local_results(value)[0],),
+            group=False,
+        )
 
 
 def metric_variables_on_one_copy() -> Any:

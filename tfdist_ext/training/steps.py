@@ -24,7 +24,7 @@ from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.progress import reporting_progress
 from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.replica_scope import ReplicaScope
+from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
 from tfdist_ext.training.step_watch import StepWatch, Unwatched
 from tfdist_ext.training.weighted_loss import WeightedLoss, hands_gradients_on
 
@@ -65,10 +65,7 @@ class StepProgram:
         check_built(model)
         self._reduction = reduction
         self.watch = StepWatch() if watched else Unwatched()
-        metrics = [variable for metric in model.metrics for variable in metric.variables]
-        self._metrics = list({id(variable): variable for variable in metrics}.values())
-        known = {id(variable) for variable in self._metrics}
-        self._watched = [v for v in model.variables if id(v) not in known]
+        self._metrics, self._watched = metrics_and_others(model)
         self._own = OwnCopies(strategy, reduction.local_replicas)
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
@@ -91,13 +88,7 @@ class StepProgram:
         if not going_on:
             self._model.reset_metrics()
         start = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
-        # What is summed over replicas begins where it begins once, and at zero elsewhere.
-        rest = [
-            tf.zeros_like(value) if variable.aggregation == "sum" else value
-            for variable, value in zip(self._metrics, start, strict=True)
-        ]
-        others = [list(rest) for _ in range(self._reduction.local_replicas)]
-        self._states = [start, *others[1:]] if self._reduction.is_chief else others
+        self._states = self._reduction.split_states(self._metrics, start)
 
     def run(
         self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
@@ -228,14 +219,7 @@ class StepProgram:
         with kp.rows_taken_by(self._rows):
             new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
-        for number, value in written.items():
-            # The value is equal on all replicas, so any of them will do.
-            self._strategy.extended.update(
-                kp.raw_value(self._watched[int(number)]),
-                lambda variable, value: variable.assign(value),
-                args=(local(value)[0],),
-                group=False,
-            )
+        assign_written(self._strategy, self._watched, written)
         if self.watch.watching:
             self.watch.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
         by_replica = zip(*(local(value) for value in new), strict=True)
@@ -267,19 +251,11 @@ class StepProgram:
             returned = self._step(batch)
             outputs = own_outputs(self._model, returned) if self._own_outputs else {}
         self._updated |= scope.updated
-        new = [scope.get_current_value(variable) for variable in self._metrics]
-        written = scope.written
-        if here:
-            # A row that is another's must not be added twice.
-            new = [
-                tf.where(rows > 0, after, before) if variable.aggregation == "sum" else after
-                for variable, after, before in zip(self._metrics, new, mine, strict=True)
-            ]
-            written = here.mean(written)
+        new, written = scope.outcome(here)
         if here:
             outputs = {name: here.contribution(value) for name, value in outputs.items()}
         notes = () if watch is None else watch.notes(new)
-        return new, {str(number): value for number, value in written.items()}, outputs, notes
+        return new, written, outputs, notes
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""

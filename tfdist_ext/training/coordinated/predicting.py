@@ -14,6 +14,7 @@ from tfdist_ext.training.coordinated.scope import WorkerScope
 from tfdist_ext.training.coordinated.steps import BATCHES_IN_A_CALL
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
+from tfdist_ext.training.replica_scope import metrics_and_others
 
 __all__ = ["CoordinatedPredictor"]
 
@@ -26,6 +27,8 @@ class CoordinatedPredictor:
         self._calls = calls
         step = model.predict_step
         self._step = getattr(step, "python_function", step)
+        # Layers may write while they predict: masked kernels, counters.
+        self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
         self._functions: dict[Any, Any] = {}
 
     def predict(self, epochs: Epochs, hooks: Any) -> Any:
@@ -88,6 +91,8 @@ class CoordinatedPredictor:
         return self._functions[key]
 
     def _one_batch(self, batch: Any) -> Any:
-        scope = WorkerScope([])
+        scope = WorkerScope([], self._watched)
         with scope, kp.rows_taken_by(scope.rows):
-            return self._step(batch)
+            outputs = self._step(batch)
+        scope.write_watched()
+        return outputs

@@ -1,0 +1,258 @@
+"""`tfd.all_rows`: losses and queues over the global batch train as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+from training_cases import X, assert_same_history, assert_same_weights, plain_fit, strategy_of
+
+import tfdist_ext as tfd
+
+VIEWS = np.stack([X[:41], X[:41] + 0.3 * X[::-1][:41]], axis=1)  # (rows, 2 views, 5)
+LABELS = np.arange(41) % 4
+WIDTH, QUEUE = 3, 30
+
+
+def network() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(WIDTH)]
+    )
+
+
+def similarity(one: Any, other: Any) -> Any:
+    one, other = ops.normalize(one, axis=1), ops.normalize(other, axis=1)
+    return ops.matmul(one, ops.transpose(other)) / 0.5
+
+
+class TwoViews(keras.Model):
+    """A step over two views of each row; `contrast` gives the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.tracker = keras.metrics.Mean(name="contrast")
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def call(self, views: Any) -> Any:
+        return self.network(views[:, 0])
+
+    def train_step(self, data: Any) -> Any:
+        views, labels = data
+        with tf.GradientTape() as tape:
+            one, other = self.network(views[:, 0]), self.network(views[:, 1])
+            loss = self.contrast(one, other, labels)
+        weights = self.network.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.tracker.update_state(loss)
+        self.after(one)
+        return {metric.name: metric.result() for metric in (self.tracker, self.accuracy)}
+
+    def after(self, features: Any) -> None:
+        pass
+
+
+class SimCLR(TwoViews):
+    """As in Keras's examples: one loss for each row of the global batch, and an accuracy."""
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        logits = similarity(*tfd.all_rows((one, other)))
+        labels = ops.arange(ops.shape(logits)[0])
+        self.accuracy.update_state(labels, logits)
+        self.accuracy.update_state(labels, ops.transpose(logits))
+        both = [
+            keras.losses.sparse_categorical_crossentropy(labels, each, from_logits=True)
+            for each in (logits, ops.transpose(logits))
+        ]
+        return (both[0] + both[1]) / 2
+
+
+class NTXent(TwoViews):
+    """Both views in one matrix; a Keras loss reduces it."""
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        both = ops.concatenate([tfd.all_rows(one), tfd.all_rows(other)])
+        count = ops.shape(both)[0]
+        logits = similarity(both, both) - 1e9 * ops.eye(count)
+        labels = (ops.arange(count) + count // 2) % count
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, logits)
+
+
+class Retrieval(TwoViews):
+    """Own rows against all rows; this replica's candidates begin behind those before it."""
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        ids = ops.cast(ops.round(one[:, :1] * 0 + ops.cast(labels[:, None], "float32")), "int32")
+        every = tfd.all_rows({"rows": other, "ids": ids, "missing": None})
+        logits = similarity(one, every["rows"])
+        positives = ops.cast(ops.equal(ids, ops.transpose(every["ids"])), "float32")
+        log = ops.log_softmax(logits, axis=1)
+        return -ops.mean(ops.sum(positives * log, axis=1) / ops.sum(positives, axis=1))
+
+
+class SumOverRows(TwoViews):
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        logits = similarity(tfd.all_rows(one), tfd.all_rows(other))
+        labels = ops.arange(ops.shape(logits)[0])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        return 0.02 * loss(labels, logits)
+
+
+class SupervisedContrastive(TwoViews):
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        rows, labels = tfd.all_rows((one, labels))
+        labels = labels[:, None]
+        logits = similarity(rows, rows) - 1e9 * ops.eye(ops.shape(rows)[0])
+        positives = ops.cast(ops.equal(labels, ops.transpose(labels)), "float32")
+        positives = positives - ops.eye(ops.shape(rows)[0])
+        log = positives * ops.log_softmax(logits, axis=1)
+        return -ops.mean(ops.sum(log, axis=1) / ops.maximum(ops.sum(positives, axis=1), 1.0))
+
+
+class BarlowTwins(TwoViews):
+    """A correlation over the batch."""
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        one, other = (
+            (rows - ops.mean(rows, axis=0)) / (ops.std(rows, axis=0) + 0.1)
+            for rows in tfd.all_rows([one, other])
+        )
+        count = ops.cast(ops.shape(one)[0], "float32")
+        correlation = ops.matmul(ops.transpose(one), other) / count
+        return ops.sum(ops.square(correlation - ops.eye(WIDTH)))
+
+
+class NNCLR(TwoViews):
+    """The nearest row of a queue takes the place of the positive; all rows go into the queue."""
+
+    def prepare(self) -> None:
+        start = np.random.default_rng(1).normal(size=(QUEUE, WIDTH)).astype("float32")
+        self.queue = self.add_weight(
+            shape=(QUEUE, WIDTH), initializer=lambda *_, **__: start, trainable=False, name="queue"
+        )
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        nearest = ops.argmax(similarity(one, self.queue), axis=1)
+        positives = ops.take(self.queue, nearest, axis=0)
+        one = one + ops.stop_gradient(positives - one)
+        logits = similarity(*tfd.all_rows((one, other)))
+        labels = ops.arange(ops.shape(logits)[0])
+        return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+    def after(self, features: Any) -> None:
+        features = tfd.all_rows(features)
+        kept = self.queue[: -ops.shape(features)[0]]
+        self.queue.assign(ops.concatenate([features, kept], axis=0))
+
+
+class MoCo(NNCLR):
+    """Keys of a slow copy of the network; a queue of negatives with a pointer."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.slow = network()
+        self.slow.trainable = False
+        self.pointer = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False, name="pointer"
+        )
+
+    def train_step(self, data: Any) -> Any:
+        views, _ = data
+        for old, new in zip(self.slow.weights, self.network.weights, strict=True):
+            old.assign(0.9 * old + 0.1 * new)
+        self.keys = tfd.all_rows(self.slow(views[:, 1]))
+        return super().train_step(data)
+
+    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
+        keys = self.slow_keys(one)
+        positive = ops.sum(one * keys, axis=1, keepdims=True)
+        logits = ops.concatenate([positive, similarity(one, self.queue)], axis=1)
+        labels = ops.zeros(ops.shape(logits)[0], "int32")
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, logits)
+
+    def slow_keys(self, one: Any) -> Any:
+        return ops.stop_gradient(self.slow.layers[-1](self.slow.layers[0](one[:, :1] * 0 + 1.0)))
+
+    def after(self, features: Any) -> None:
+        count = ops.shape(self.keys)[0]
+        indices = (self.pointer + ops.arange(count)) % QUEUE
+        queue = tf.tensor_scatter_nd_update(
+            tf.convert_to_tensor(self.queue), indices[:, None], self.keys
+        )
+        self.queue.assign(queue)
+        self.pointer.assign((self.pointer + count) % QUEUE)
+
+
+class InLayer(keras.layers.Layer):
+    """Gathers in `call`, where a layer gives a loss to `add_loss`."""
+
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        every = tfd.all_rows(x)
+        distances = ops.sum(ops.square(every[:, None] - every[None]), axis=-1)
+        spread = ops.exp(-ops.mean(distances, axis=1))
+        self.add_loss(0.02 * spread if self.of_rows else ops.mean(spread))
+        return x - ops.mean(every, axis=0)
+
+
+def with_layer(of_rows: bool) -> keras.Model:
+    def gathered_loss(y: Any, x: Any) -> Any:
+        return ops.mean(ops.square(similarity(*tfd.all_rows((x, x))) - 1.0)) + ops.mean(
+            (x - y) ** 2
+        )
+
+    layers = [keras.layers.Dense(WIDTH, "tanh"), InLayer(of_rows), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile(keras.optimizers.Adam(0.02), gathered_loss)
+    return model
+
+
+LOSSES = [
+    SimCLR,
+    NTXent,
+    Retrieval,
+    SumOverRows,
+    SupervisedContrastive,
+    BarlowTwins,
+    NNCLR,
+]
+
+
+def builder(cls: Callable[[], keras.Model], **settings: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = cls()
+        # A large epsilon: with the usual one Adam takes the same step on twice the gradient.
+        model.compile(keras.optimizers.Adam(0.05, epsilon=0.1), **settings)
+        return model
+
+    return build
+
+
+def assert_trains_as_one_device(build: Any, strategy: Any, *data: Any, batch: int = 12) -> Any:
+    fit = {"batch_size": batch, "epochs": 3, "shuffle": False, "verbose": 0}
+    plain, expected = plain_fit(build, *data, eager=False, **fit)
+    keras.utils.set_random_seed(1)
+    ours = tfd.distribute(build, strategy)
+    history = ours.fit(*data, **fit).history
+    assert_same_weights(plain, ours, 1e-5)
+    assert_same_history(expected, history)
+    return ours
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+def test_trains_as_one_device(cls: Any) -> None:
+    """Batches of 12, 12, 12 and 5 rows."""
+    assert_trains_as_one_device(builder(cls), strategy_of("mirrored"), VIEWS, LABELS)

@@ -1,0 +1,96 @@
+"""What layers write while a model predicts: every copy is written, with one device's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from training_cases import X, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import PlacedStrategy
+
+
+class MaskedDense(keras.layers.Dense):
+    """A kernel with zeros that stay, as in causal and pruned layers."""
+
+    def call(self, inputs: Any) -> Any:
+        ones = keras.ops.ones_like(self.kernel)
+        self.kernel.assign(0.9 * self.kernel * keras.ops.triu(ones))
+        return super().call(inputs)
+
+
+class Counts(keras.layers.Layer):
+    """State of all kinds: an integer, a moving average, seeds, a metric."""
+
+    def build(self, shape: Any) -> None:
+        counter = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.calls = self.add_weight(dtype="int32", name="calls", **counter)
+        self.average = self.add_weight(name="average", **counter)
+        self.rows = keras.metrics.Sum(name="rows")
+        self.dropout = keras.layers.Dropout(0.5, noise_shape=(1, shape[-1]), seed=3)
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add(1)
+        self.average.assign(0.5 * self.average + keras.ops.mean(inputs))
+        self.rows.update_state(keras.ops.ones_like(inputs[:, 0]))
+        return self.dropout(inputs, training=True)
+
+
+class InTrainingMode(keras.layers.BatchNormalization):
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return super().call(inputs, training=True, mask=mask)
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [MaskedDense(4), Counts(), InTrainingMode(synchronized=True), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile("sgd", "mse")
+    return model
+
+
+def build_eager() -> keras.Model:
+    model = build()
+    model.run_eagerly = True
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed", "template"])
+@pytest.mark.parametrize("builder", [build, build_eager])
+def test_predict_writes_as_on_one_device(name: str, builder: Any) -> None:
+    """Batches of 4, 4 and 1 rows: the last one leaves a replica without rows."""
+    made = {"placed": PlacedStrategy, "template": tfd.strategies.StrategyTemplate}
+    strategy = made[name](["CPU:0", "CPU:1"]) if name in made else strategy_of(name)
+    plain, ours = build(), tfd.distribute(builder, strategy)
+    for _ in range(2):
+        expected, got = (m.predict(X[:9], batch_size=4, verbose=0) for m in (plain, ours))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+    pairs = zip(ours.keras_model.variables, plain.variables, strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(
+            mine.numpy(), theirs.numpy(), rtol=0, atol=2e-6, err_msg=mine.path
+        )
+        copies = strategy.experimental_local_results(mine.value)
+        for copy in copies:
+            np.testing.assert_array_equal(np.asarray(copy), mine.numpy(), err_msg=mine.path)
+    counts = ours.keras_model.layers[1]
+    assert int(counts.calls.numpy()) == 6
+    assert float(counts.rows.result()) == 18
+
+
+def test_fit_evaluate_and_predict_write_the_same_variables() -> None:
+    """A callback predicts with the model that is trained."""
+    predicted = []
+
+    class Predicts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            predicted.append(self.model.predict(X[:5], batch_size=4, verbose=0))
+
+    ours = tfd.distribute(build, strategy_of("central_storage"))
+    ours.fit(X, X[:, :1], batch_size=32, epochs=2, verbose=0, callbacks=[Predicts()])
+    ours.evaluate(X, X[:, :1], batch_size=32, verbose=0)
+    assert [len(rows) for rows in predicted] == [5, 5]
+    assert int(ours.keras_model.layers[1].calls.numpy()) == 2 * (2 + 2) + 2

@@ -1,0 +1,75 @@
+"""What is reduced over replicas: told to the `reduce_values` hook of a StrategyTemplate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tensorflow as tf
+
+__all__ = ["METRIC", "OTHER", "STATISTIC", "Reduced", "all_reduce", "batch_reduce_to", "takes_what"]
+
+Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """What the values are that `reduce_values` reduces.
+
+    Attributes:
+        kind: "gradient": of `variable`, on the way to an optimizer;
+            "metric": the state of a Keras metric, or a value that a step returned for the logs;
+            "statistic": moments of a synchronized BatchNormalization, weights of a loss, a moving
+            average that a layer wrote (then `variable` is what it wrote to);
+            "assignment": a value that replicas assign to `variable`, to be aggregated;
+            "other": what your own code reduces (`all_reduce`, `reduce`, `tfd.all_rows`).
+        variable: the strategy's variable, as `update_variable` gets it; None where there is none.
+        path: Keras's path of the variable, or its name; "" where there is none.
+    """
+
+    kind: Kind
+    variable: Any = None
+    path: str = ""
+
+
+METRIC = Reduced(kind="metric")
+STATISTIC = Reduced(kind="statistic")
+OTHER = Reduced(kind="other")
+
+
+def takes_what(hook: Callable[..., Any]) -> bool:
+    """Whether a `reduce_values` hook names the parameter `what`; hooks need not."""
+    return "what" in inspect.signature(hook).parameters
+
+
+def all_reduce(
+    op: tf.distribute.ReduceOp, values: Sequence[Any], what: Sequence[Reduced]
+) -> Sequence[Any]:
+    """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
+
+    It has no gradient.
+    """
+    context = tf.distribute.get_replica_context()
+    if not hasattr(context.strategy.extended, "reducing"):
+        reduced: Sequence[Any] = context.all_reduce(op, list(values))
+        return reduced
+
+    def of_all(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+        return batch_reduce_to(strategy, op, [(value, value) for value in values], what)
+
+    return list(context.merge_call(of_all, args=tuple(values)))
+
+
+def batch_reduce_to(
+    strategy: tf.distribute.Strategy,
+    op: tf.distribute.ReduceOp,
+    pairs: Sequence[tuple[Any, Any]],
+    what: Sequence[Reduced],
+) -> list[Any]:
+    """`extended.batch_reduce_to`, which tells a StrategyTemplate what the values are."""
+    if not hasattr(strategy.extended, "reducing"):
+        return list(strategy.extended.batch_reduce_to(op, pairs))
+    with strategy.extended.reducing(what):
+        return list(strategy.extended.batch_reduce_to(op, pairs))
