@@ -12,11 +12,11 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.placement.live.updates import with_each_piece
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.part import Part, set_part
-from tfdist_ext.training.partitioned import with_each_piece
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 FULL = "/job:localhost/replica:0/task:0/device:"

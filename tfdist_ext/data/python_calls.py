@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["python_calls"]
+__all__ = ["python_calls", "python_calls_in"]
 
 _OPERATIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
@@ -17,5 +17,10 @@ def python_calls(dataset: tf.data.Dataset) -> list[str]:
             external_state_policy=1,  # ignore: random numbers are no reason to warn
         ).numpy()
     )
+    return python_calls_in(graph)
+
+
+def python_calls_in(graph: tf.compat.v1.GraphDef) -> list[str]:
+    """The same of a graph in which a data set is made."""
     nodes = [*graph.node, *(n for function in graph.library.function for n in function.node_def)]
     return sorted({node.op for node in nodes} & _OPERATIONS)

@@ -24,14 +24,20 @@ from tensorflow.python.distribute import (
     input_lib,
     input_util,
     mirrored_run,
+    parameter_server_strategy_v2,
     ps_values,
     values,
     values_util,
 )
 from tensorflow.python.eager import context, record
 
+from tfdist_ext.placement.live._keras_private import optimizer_behind
+from tfdist_ext.placement.live._tf_private import ServerVariable
+from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+
 __all__ = [
     "CopiedVariable",
+    "ServersExtended",
     "across",
     "call_for_each_replica",
     "container_of",
@@ -55,6 +61,31 @@ __all__ = [
     "updating",
     "validate_neighbour",
 ]
+
+
+class ServersExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
+    """What ParameterServerStrategy does, with updates of variables in pieces where the pieces are.
+
+    Private because TensorFlow's strategy cannot be given another one publicly. Its own update
+    asks a variable in pieces for the one device that it is on.
+    """
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, ServerVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        optimizer = optimizer_behind(fn)
+        if optimizer is None or not updates_by_row(optimizer):
+            with tf.device(var.device), distribute_lib.UpdateContext(var.device):
+                return fn(var, *args, **kwargs)
+        results = []
+        for number, piece, mine in with_each_piece(var, args):
+            with (
+                tf.device(piece.device),
+                distribute_lib.UpdateContext(piece.device),
+                var.as_piece(number),
+            ):
+                results.append(fn(var, *mine, **kwargs))
+        return results
 
 
 class CopiedVariable(values.MirroredVariable):

@@ -12,6 +12,7 @@ from tfdist_ext.cluster.wording import shown
 from tfdist_ext.placement import PlacementError, PlacementPlan, partitioned
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
+from tfdist_ext.strategies._tf_private import ServersExtended
 
 __all__ = ["PlacedParameterServers", "placer_for"]
 
@@ -26,6 +27,8 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, placer: Placer
     ):
         super().__init__(cluster_resolver)
+        # Once more, with updates that know pieces; the first time has connected to the cluster.
+        tf.distribute.Strategy.__init__(self, ServersExtended(self, cluster_resolver, None))
         self.placer = placer
 
     @contextlib.contextmanager

@@ -16,10 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
+from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.partitioned import UpdatesVariables, updates_by_row, with_each_piece
+from tfdist_ext.training.partitioned import UpdatesVariables
 
 __all__ = [
     "LocalCopies",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,31 +25,9 @@ __all__ = [
     "PartitionedRead",
     "UpdatesVariables",
     "make_readable",
-    "rows_in_range",
     "slots_beside_pieces",
     "take_rows",
-    "updates_by_row",
-    "with_each_piece",
 ]
-
-# Their update of a row depends on no other row, so each piece can be updated by itself.
-_BY_ROW = (
-    keras.optimizers.SGD,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adamax,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Nadam,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
-
-
-def updates_by_row(optimizer: Any) -> bool:
-    """Whether an optimizer can update each piece of a variable by itself."""
-    return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
 
 
 class UpdatesVariables(ABC):
@@ -78,26 +56,6 @@ class UpdatesVariables(ABC):
         """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
 
 
-def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:
-    """(number, piece, its part of an update's arguments) of a raw value; a plain one is one piece.
-
-    Of a gradient a piece gets its rows. Other arguments, and variables with pieces of their own,
-    are for all.
-    """
-
-    def part(arg: Any, first: int, end: int) -> Any:
-        if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
-            return arg
-        # A gradient's shape may not be known while the step is traced; a learning rate's is.
-        of_all = arg.shape.rank != 0 and arg.shape.is_compatible_with(raw.shape)
-        whole = isinstance(arg, tf.IndexedSlices) or of_all
-        return rows_in_range(arg, first, end) if whole else arg
-
-    for number, (piece, first, end) in enumerate(pieces_of(raw)):
-        mine = [part(arg, first, end) for arg in args] if is_partitioned(raw) else list(args)
-        yield number, piece, mine
-
-
 def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
     """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
 
@@ -123,18 +81,6 @@ def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
     result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
     result.set_shape(ids.shape.concatenate(row_shape))
     return result
-
-
-def rows_in_range(value: Any, first: int, end: int) -> Any:
-    """A gradient's rows first to end, as the gradient of the piece that has them."""
-    if not isinstance(value, tf.IndexedSlices):
-        return value[first:end]
-    mine = tf.logical_and(value.indices >= first, value.indices < end)
-    return tf.IndexedSlices(
-        tf.boolean_mask(value.values, mine),
-        tf.boolean_mask(value.indices, mine) - first,
-        dense_shape=tf.constant([end - first, *value.values.shape[1:]]),
-    )
 
 
 class PartitionedRead:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-__all__ = ["fresh_names", "leaving_no_names", "variable_behind"]
+__all__ = ["fresh_names", "leaving_no_names", "optimizer_behind", "variable_behind"]
 
 _COUNTERS = "object_name_uids"  # of automatic names
 _SEEDS = "global_seed_generator"  # behind what draws without a seed
@@ -54,12 +54,25 @@ def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., A
     Private because Keras gives TensorFlow a function without arguments, and neither shape nor
     path: all that is known of the variable stands in what this function closes over.
     """
-    code = getattr(initial_value, "__code__", None)
-    cells = getattr(initial_value, "__closure__", None)
-    if code is None or not cells:
-        return None
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    held = _closed_over_by(initial_value)
     variable, initializer = held.get("self"), held.get("initializer")
     if isinstance(variable, keras.Variable) and callable(initializer):
         return variable, initializer
     return None
+
+
+def optimizer_behind(update: Callable[..., Any]) -> keras.optimizers.Optimizer | None:
+    """The optimizer whose update of a variable a strategy is given as a function, if it is one.
+
+    Private because a strategy is told what to do with the variable, and not by whom.
+    """
+    optimizer = _closed_over_by(update).get("self")
+    return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
+
+
+def _closed_over_by(function: Any) -> dict[str, Any]:
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None)
+    if code is None or not cells:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))

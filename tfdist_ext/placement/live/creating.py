@@ -53,8 +53,9 @@ def pieces_of(value: Any) -> list[tuple[Any, int, int]]:
     """(piece, its first row, row after its last) of a raw value; a plain one is one piece."""
     if not is_partitioned(value):
         return [(value, 0, value.shape[0] if value.shape.rank else 1)]
-    ends = np.cumsum([piece.shape[0] for piece in value.variables]).tolist()
-    return list(zip(value.variables, [0, *ends[:-1]], ends, strict=True))
+    pieces = list(value)  # not `value.variables`, which open tapes take for a read
+    ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
+    return list(zip(pieces, [0, *ends[:-1]], ends, strict=True))
 
 
 def has_the_last_word() -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.python_calls import python_calls
+from tfdist_ext.data.python_calls import python_calls_in
 from tfdist_ext.data.shards import Shard
 
-__all__ = ["what_keeps_here"]
+__all__ = ["captures_resources", "what_keeps_here", "what_keeps_made_here"]
 
 
 def what_keeps_here(data: FunctionDataset, shard: Shard) -> str:
@@ -20,11 +23,29 @@ def what_keeps_here(data: FunctionDataset, shard: Shard) -> str:
         return "its function has an argument epoch, so it is called for each epoch"
     if data.service is not None:
         return "its batches come from a tf.data service, to whoever asks first"
-    traced = tf.function(
-        lambda: tf.data.experimental.to_variant(data.made(shard, alone=True)), autograph=False
-    ).get_concrete_function()
-    if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
+    return what_keeps_made_here(lambda: data.made(shard, alone=True))
+
+
+def what_keeps_made_here(make: Callable[[], tf.data.Dataset]) -> str:
+    """The same of the data set that `make` returns."""
+    traced = _traced(make)
+    if tf.variant in _captured_dtypes(traced):
         return "its data set is made outside of the function; make it inside"
-    if python_calls(data.made(shard, alone=True)):
+    if python_calls_in(traced.graph.as_graph_def()):
         return "it calls Python (from_generator, py_function, numpy_function)"
     return ""
+
+
+def captures_resources(make: Callable[[], tf.data.Dataset]) -> bool:
+    """Whether the data set that `make` returns uses lookup tables or variables made outside."""
+    return tf.resource in _captured_dtypes(_traced(make))
+
+
+def _traced(make: Callable[[], tf.data.Dataset]) -> Any:
+    return tf.function(
+        lambda: tf.data.experimental.to_variant(make()), autograph=False
+    ).get_concrete_function()
+
+
+def _captured_dtypes(traced: Any) -> set[tf.DType]:
+    return {tensor.dtype for tensor in traced.captured_inputs}

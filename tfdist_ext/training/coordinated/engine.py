@@ -14,8 +14,8 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
-from tfdist_ext.training.coordinated.carried import what_keeps_here
-from tfdist_ext.training.coordinated.inputs import WorkerBatches
+from tfdist_ext.training.coordinated.carried import what_keeps_here, what_keeps_made_here
+from tfdist_ext.training.coordinated.inputs import WorkerBatches, datasets_of_function, in_turn
 from tfdist_ext.training.coordinated.predicting import CoordinatedPredictor
 from tfdist_ext.training.coordinated.records import SpareRecords
 from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
@@ -72,8 +72,21 @@ class CoordinatorEngine(SynchronousEngine):
     def read(self, *data: Any, **options: Any) -> Any:
         """Data for this process to read, or a function of the input context, for each worker."""
         if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
-            return WorkerBatches.from_function(self._calls, self._spare, *data, **options)
+            workers = self._calls.workers
+            dataset_of = datasets_of_function(data[0], workers, *data[1:], **options)
+            if why := what_keeps_made_here(lambda: dataset_of(0)):
+                self._warn_reads_here(why)
+                return super().read(in_turn(dataset_of, workers), *data[1:], **options)
+            return WorkerBatches(self._calls, self._spare, dataset_of)
         return super().read(*data, **options)
+
+    @staticmethod
+    def _warn_reads_here(why: str) -> None:
+        warnings.warn(
+            f"the workers cannot read this data for themselves: {why}. This process reads all of"
+            " it, and hands out the batches.",
+            stacklevel=5,
+        )
 
     def keeps_position(self, data: Any) -> bool:
         workers_read = isinstance(data, FunctionDataset) and not self._kept_here(data)
@@ -88,11 +101,7 @@ class CoordinatorEngine(SynchronousEngine):
     def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> Any:
         if why := self._kept_here(data):
             if not data.takes_epoch:
-                warnings.warn(
-                    f"the workers cannot read this data for themselves: {why}. This process reads"
-                    " all of it, and hands out the batches.",
-                    stacklevel=4,
-                )
+                self._warn_reads_here(why)
             return super()._read_by_shard(data, *beside, **options)
         given = (options.get("batch_size"), options.get("class_weight"))
         check_says_nothing_else(data, beside, *given)

@@ -12,9 +12,10 @@ import tensorflow as tf
 from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
+from tfdist_ext.training.coordinated.carried import captures_resources
 from tfdist_ext.training.coordinated.records import SpareRecords, WorkerRecords
 
-__all__ = ["WorkerBatches", "WorkerIterators"]
+__all__ = ["WorkerBatches", "WorkerIterators", "datasets_of_function", "in_turn"]
 
 
 class WorkerIterators:
@@ -90,43 +91,6 @@ class WorkerBatches:
         self._records: WorkerRecords | None = None
         self._datasets: Any = None
 
-    @classmethod
-    def from_function(
-        cls,
-        calls: Calls,
-        spare: SpareRecords,
-        function: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        **options: Any,
-    ) -> WorkerBatches:
-        """Call `function(tf.distribute.InputContext)` for each worker.
-
-        Raises:
-            TrainingError: it takes no argument, or does not return a data set of batches; other
-                arguments beside it.
-        """
-        given = {"y": y, "sample_weight": sample_weight, **options}
-        for name in ("y", "sample_weight", "batch_size", "class_weight"):
-            if given.get(name) is not None:
-                raise TrainingError(
-                    f"{name} goes with arrays; a function of the input context arrived as data."
-                    " Its data set yields all that belongs to a batch."
-                )
-
-        _check_takes_context(function)
-
-        def dataset_of(worker: int) -> tf.data.Dataset:
-            dataset = function(tf.distribute.InputContext(calls.workers, worker, 1))
-            if not isinstance(dataset, tf.data.Dataset):
-                raise TrainingError(
-                    "the function given as data must return a tf.data.Dataset of batches; it"
-                    f" returned {dataset!r}."
-                )
-            return dataset
-
-        return cls(calls, spare, dataset_of)
-
     @property
     def records(self) -> WorkerRecords:
         assert self._records is not None  # each pass begins with keep_records_of()
@@ -147,11 +111,24 @@ class WorkerBatches:
             lambda worker=worker: tf.data.experimental.to_variant(self._dataset_of(worker))
             for worker in range(self.workers)
         ]
-        variant = tf.switch_case(tf.cast(worker, tf.int32), branches)
+        worker_index = tf.cast(worker, tf.int32)
+        if self.workers == 1:
+            variant = branches[0]()
+        elif self._captures_resources():
+            # Each worker has its own copy of a lookup table, chosen when the function is called. A
+            # branch of a switch_case does not pass that on ("You must feed a value for placeholder
+            # tensor"), so all data sets are made here, and one of them is read.
+            variant = tf.stack([branch() for branch in branches])[worker_index]
+        else:
+            variant = tf.switch_case(worker_index, branches)
         dataset = tf.data.experimental.from_variant(variant, self.element_spec)
         position = self.records.position(worker)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
         return untuned(dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE))
+
+    def _captures_resources(self) -> bool:
+        with tf.init_scope():
+            return captures_resources(lambda: self._dataset_of(0))
 
     def iterators(self) -> Any:
         """An iterator on each worker; one for a worker that is started again is made by itself."""
@@ -170,6 +147,46 @@ class WorkerBatches:
 
     def on_epoch_end(self) -> None:
         pass
+
+
+def datasets_of_function(
+    function: Any, workers: int, y: Any = None, sample_weight: Any = None, **options: Any
+) -> Callable[[int], tf.data.Dataset]:
+    """What calls `function(tf.distribute.InputContext)` for a worker of that number.
+
+    Raises:
+        TrainingError: it takes no argument, or (when it is called) does not return a data set of
+            batches; other arguments beside it.
+    """
+    given = {"y": y, "sample_weight": sample_weight, **options}
+    for name in ("y", "sample_weight", "batch_size", "class_weight"):
+        if given.get(name) is not None:
+            raise TrainingError(
+                f"{name} goes with arrays; a function of the input context arrived as data."
+                " Its data set yields all that belongs to a batch."
+            )
+
+    _check_takes_context(function)
+
+    def dataset_of(worker: int) -> tf.data.Dataset:
+        dataset = function(tf.distribute.InputContext(workers, worker, 1))
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TrainingError(
+                "the function given as data must return a tf.data.Dataset of batches; it"
+                f" returned {dataset!r}."
+            )
+        return dataset
+
+    return dataset_of
+
+
+def in_turn(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf.data.Dataset:
+    """The batches of all workers' data sets, one of each in turn, for this process to read."""
+    return tf.data.Dataset.choose_from_datasets(
+        [dataset_of(worker) for worker in range(workers)],
+        tf.data.Dataset.range(workers).repeat(),
+        stop_on_empty_dataset=False,
+    )
 
 
 def _check_takes_context(function: Any) -> None:

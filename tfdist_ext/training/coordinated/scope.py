@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
+from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.optimizers import optimizers_of
 from tfdist_ext.training.part import current_graph
@@ -22,8 +23,6 @@ from tfdist_ext.training.partitioned import (
     PartitionedRead,
     UpdatesVariables,
     take_rows,
-    updates_by_row,
-    with_each_piece,
 )
 
 __all__ = ["WorkerScope", "updates_on_servers"]

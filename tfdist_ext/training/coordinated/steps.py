@@ -57,6 +57,7 @@ class CoordinatedSteps:
         self._counted = 0  # how often a step counts itself
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._functions: dict[Any, Any] = {}
+        self._start = self._reset_values()
         self.reset(going_on=True)
         steps = Steps(
             tf.function(self._one_step, autograph=False),
@@ -71,9 +72,22 @@ class CoordinatedSteps:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
         if not going_on:
             self._model.reset_metrics()
-        self._start = [kp.raw_value(variable).numpy() for variable in self._metrics]
         # Float32 would lose counts above 16 million, and the ends of sums long before.
-        self._totals = [_wide(value) for value in self._start]
+        self._totals = [_wide(kp.raw_value(variable).numpy()) for variable in self._metrics]
+
+    def _reset_values(self) -> list[np.ndarray]:
+        """The metrics' states after a reset: each remote call starts from them.
+
+        They become constants of the traced functions, so they must not depend on what the metrics
+        hold at the moment: the results of another data set, or those of an interrupted epoch.
+        """
+        raw_values = [kp.raw_value(variable) for variable in self._metrics]
+        before = [raw.numpy() for raw in raw_values]
+        self._model.reset_metrics()
+        start = [raw.numpy() for raw in raw_values]
+        for raw, value in zip(raw_values, before, strict=True):
+            raw.assign(value)
+        return start
 
     def run(
         self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
