@@ -112,4 +112,4 @@ def test_all_lists_what_is_there(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_tells_one_story(path: Path) -> None:
     assert path.name != "utils.py"
-    assert len(path.read_text().splitlines()) <= 500
+    assert len(path.read_text().splitlines()) <= 700
