@@ -130,9 +130,7 @@ class StepProgram:
         first, self._compiles = self._compiles, False
         if not first or not self._reduction.is_chief or self._model.run_eagerly:
             return contextlib.nullcontext()
-        return reporting_progress(
-            f"compiling the first step ({self._reduction.replicas} replicas)"
-        )
+        return reporting_progress(f"compiling the first step ({self._reduction.replicas} replicas)")
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
