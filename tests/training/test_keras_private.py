@@ -310,6 +310,24 @@ def test_tapes_watch_what_stands_in_for_a_variable() -> None:
     assert float(tape.gradient(square, StandIn.handle)) == 6.0
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("coordination_service", "whether workers have a common store"),
+        ("set_config_key_value", "what workers tell each other"),
+        ("get_config_key_value", "what workers tell each other"),
+        ("delete_config_key_value", "what workers tell each other"),
+        ("check_collective_ops_peer_health", "whether another worker is there"),
+        ("abort_collective_ops", "ending a collective in which a worker is missing"),
+    ],
+)
+def test_names_of_tensorflows_context(name: str, why: str) -> None:
+    """What they do, real processes show: test_peers.py."""
+    from tensorflow.python.eager import context
+
+    assert hasattr(context.Context, name), f"TensorFlow {tf.__version__} moved {name}, for {why}"
+
+
 def test_no_other_module_reaches_into_keras() -> None:
     for module in TRAINING.rglob("*.py"):
         if module.name not in ("_keras_private.py", "_keras_hooks.py"):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from real_tasks import Tasks, tasks
+
+from tfdist_ext.training.places import Place, different_calls, odd_one
 
 SECONDS = (
     15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever
@@ -59,6 +62,37 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
             assert statuses[n] == 1
             assert cluster.seconds_after(f"worker:{victim}", f"worker:{n}") < SECONDS
         assert statuses[victim] == status
+
+
+@pytest.mark.parametrize(
+    ("calls", "odd", "says"),
+    [
+        ({"worker:0": "fit", "worker:1": "save"}, "", "worker:0 in fit; worker:1 in save"),
+        (
+            {"worker:2": "fit", "worker:1": "save", "chief:0": "fit"},
+            "worker:1",
+            "chief:0, worker:2 in fit; worker:1 in save",
+        ),
+        (
+            {"worker:0": "fit", "worker:1": "save", "worker:2": "predict"},
+            "",
+            "worker:0 in fit; worker:1 in save; worker:2 in predict",
+        ),
+    ],
+    ids=["of two none is odd", "of three one is", "all differ"],
+)
+def test_who_differs(calls: dict[str, str], odd: str, says: str) -> None:
+    assert odd_one(calls) == odd
+    assert f"in the same order, got {says}. Call" in different_calls(calls)
+
+
+def test_a_place_in_words() -> None:
+    place = Place(3, "fit > evaluate", "steps after 4", inside=True)
+    assert str(place) == "evaluate inside fit (steps after 4)"
+    assert (
+        str(replace(place, inside=False, detail="")) == "its own code, inside evaluate inside fit"
+    )
+    assert str(Place()) == "its own code"
 
 
 def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:

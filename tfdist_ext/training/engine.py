@@ -115,7 +115,7 @@ class SynchronousEngine:
     def _warn_of_xla(self, why: str) -> None:
         """Say once that `jit_compile=True` is off; to be called by what `fit` calls in a helper."""
         if not self._warned_of_xla:
-            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=5)
+            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=6)
             self._warned_of_xla = True
 
     def _make_program(self, model: keras.Model, kind: str, watched: bool) -> Any:

@@ -166,7 +166,7 @@ class Epochs:
         warnings.warn(
             f"the data ended after {steps} of the {self._asked} steps asked for in this epoch."
             " Ask for fewer steps, or repeat the data with .repeat().",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +36,7 @@ import tensorflow as tf
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.presence import say
 from tfdist_ext.training import _tf_private as tp
+from tfdist_ext.training.places import Place, clock, different_calls, odd_one
 from tfdist_ext.training.termination import STATUS, Termination
 
 __all__ = ["Alone", "Peers", "peers_of"]
@@ -80,32 +81,6 @@ class Alone:
 
 
 _ALONE = Alone()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a task is.
-
-    Attributes:
-        number: of the meeting it is in, or was in last.
-        call: the public calls that it is in, the outermost first: "fit", "fit > evaluate".
-        detail: what the meeting is for.
-        inside: it is in the meeting, and not between two.
-        since: seconds since 1970.
-    """
-
-    number: int = 0
-    call: str = ""
-    detail: str = ""
-    inside: bool = False
-    since: float = 0.0
-
-    def __str__(self) -> str:
-        call = " inside ".join(reversed(self.call.split(" > "))) if self.call else ""
-        place = f"{call} ({self.detail})" if call and self.detail else call
-        if self.inside or not place:
-            return place or "its own code"
-        return f"its own code, inside {place}"
 
 
 class Peers:
@@ -194,7 +169,7 @@ class Peers:
         calls = {self._me: name}
         for task in self._addresses:
             calls[task] = tp.get_value(f"{_ROOM}call/{number}/{task}", seconds=5.0) or "?"
-        return TrainingError(_different(calls))
+        return TrainingError(different_calls(calls))
 
     # What ends a meeting.
 
@@ -372,7 +347,7 @@ class Peers:
             if differs and self._alarm((task, place), here):
                 calls = {self._me: str(here)}
                 calls |= {t: str(p) for t, p in places.items() if p is not None and p.inside}
-                self._decide("differs", _odd_one(calls), _different(calls), here.number - 1)
+                self._decide("differs", odd_one(calls), different_calls(calls), here.number - 1)
                 return
 
     def _alarm(self, what: Any, here: Place, looks: int = _LOOKS) -> bool:
@@ -394,7 +369,7 @@ class Peers:
             place = self._place_of(task)
             if place is not None and place.number == here.number and place.inside:
                 continue
-            at = f", since {_clock(place.since)} in {place}" if place is not None else ""
+            at = f", since {clock(place.since)} in {place}" if place is not None else ""
             silent = (
                 ", which does not answer: is it stopped?" if _status_of(task) != "there" else ""
             )
@@ -421,7 +396,7 @@ class Peers:
 
     def _parting(self) -> tuple[str, str, str, int]:
         """kind, task, text and completed meetings of this task's own end."""
-        kind, at = "failed", f"at {_clock(time.time())}"
+        kind, at = "failed", f"at {clock(time.time())}"
         after = f" after {self._reached}" if self._reached else ""
         error = getattr(sys, "last_value", None)
         if self._termination.received is not None:
@@ -468,7 +443,7 @@ class Peers:
                 if key == "left" and waited > limit / 6 and not said:
                     said = True
                     place = self._place_of(task)
-                    where = "" if place is None else f", since {_clock(place.since)} in {place}"
+                    where = "" if place is None else f", since {clock(place.since)} in {place}"
                     say(
                         f"{self._me}: done; waiting for {task} to end{where}, for at most"
                         f" {limit:g} s"
@@ -484,29 +459,3 @@ def _of_process(me: str, tasks: tuple[tuple[str, str], ...]) -> Peers:
 def _status_of(task: str) -> str:
     job, index = task.split(":")
     return tp.peer_status(job, int(index))
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def _by_call(calls: dict[str, str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for task in sorted(calls):
-        groups.setdefault(calls[task], []).append(task)
-    return groups
-
-
-def _odd_one(calls: dict[str, str]) -> str:
-    """The one task whose call differs from that of all others; "" where that is not one alone."""
-    groups = sorted(_by_call(calls).values(), key=len)
-    return groups[0][0] if len(groups) == 2 and len(groups[0]) == 1 < len(groups[1]) else ""
-
-
-def _different(calls: dict[str, str]) -> str:
-    shown = [f"{', '.join(tasks)} in {call}" for call, tasks in _by_call(calls).items()]
-    return (
-        f"every worker must make the same calls in the same order, got {'; '.join(shown)}. Call"
-        " fit, evaluate, predict, save and the like on every worker, not on one alone: all of them"
-        " compute, and of save and export the chief writes the files."
-    )

@@ -102,7 +102,7 @@ def warn_of_different_data(x: Any, y: Any, reduction: Reduction) -> None:
             " every worker the same data, and shuffle() a seed; or call"
             " keras.utils.set_random_seed() with the same number on every worker before the data"
             " is made.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

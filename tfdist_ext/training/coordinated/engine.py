@@ -122,7 +122,7 @@ class CoordinatorEngine(SynchronousEngine):
                 warnings.warn(
                     f"{name}=True is off: steps run in the workers' processes, in graphs that"
                     " reach over to the parameter servers.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 setattr(model, name, False)
 

@@ -1,0 +1,51 @@
+"""What takes long says so, and only then."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext.training import progress
+
+
+def test_it_is_said_after_a_while_and_then_less_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_AFTER", 0.2)
+    with progress.reporting_progress("compiling"):
+        time.sleep(0.7)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["compiling, for 0 s ..."] * 2  # after 0.2 and 0.4 s; the next is at 0.8
+    with progress.reporting_progress("compiling"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_step_says_that_it_is_compiled_and_the_second_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import keras
+
+    class Slow(keras.layers.Layer):
+        def call(self, x):  # runs while the step is traced
+            if not isinstance(x, keras.KerasTensor):
+                time.sleep(0.3)
+            return x
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((2,)), Slow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    monkeypatch.setattr(progress, "FIRST_AFTER", 0.1)
+    model = tfd.distribute(build, tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
+    x = tf.ones((4, 2))
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    first = capsys.readouterr().err
+    assert re.search(r"^compiling the first step \(2 replicas\), for 0 s \.\.\.$", first, re.M)
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert "compiling" not in capsys.readouterr().err
