@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.derived_logs import MetricVersions
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import current_graph, outside_of_inner_graphs, part
 from tfdist_ext.training.partitioned import PartitionedRead, take_rows
@@ -43,8 +44,16 @@ class ReplicaScope(keras.StatelessScope):
         watched: Sequence[Any] = (),
         own: OwnCopies | None = None,
     ):
+        metrics = list(metrics)
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
         self._metrics = set(self.state_mapping)
+        self.versions = MetricVersions()
+        for variable, _ in metrics:
+            key = id(variable)
+            self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
+        self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
+        self.resetting = False
+        self.results: list[Any] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
@@ -62,7 +71,9 @@ class ReplicaScope(keras.StatelessScope):
         if key in self._metrics:
             self._check_metric(variable)
             self.updated.add(key)
-            super().add_update(update)
+            if self.resetting:
+                value = self.without_rows[key] = _on_first_replica(variable, value)
+            super().add_update((variable, self.versions.add(variable, value)))
         elif key not in self._watched:
             self._write(variable, value)
         elif self._in_inner_graph():
@@ -159,6 +170,14 @@ class ReplicaScope(keras.StatelessScope):
                 " a loop of train_step's own. Update metrics directly in the body of train_step;"
                 " the step is compiled as a whole already."
             )
+
+
+def _on_first_replica(variable: Any, value: Any) -> Any:
+    """What a replica contributes to a value that is the same on all of them."""
+    if variable.aggregation != "sum" or not tf.distribute.has_strategy():
+        return value
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
 def metric_variables_on_one_copy() -> Any:
