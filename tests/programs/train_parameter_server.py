@@ -230,9 +230,8 @@ class Renamed(keras.Model):
         return self.dense(x)
 
     def train_step(self, data):
-        x, y = data
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self(x))
+            loss = tf.reduce_mean(self(data[0]))
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         return self.test_step(data)
 

@@ -60,8 +60,8 @@ __all__ = [
 def _give_scalar_conversions(variables: type) -> None:
     """Let `float`, `int` and `complex` read distributed variables, as they read a tf.Variable.
 
-    Private because it adds methods to a class of TensorFlow that lacks them: `float(variable)` is a
-    TypeError there, and so is `float(optimizer.learning_rate)` of Keras, which asks its tf.Variable.
+    Private because it adds methods that a class of TensorFlow lacks: `float(variable)` is a
+    TypeError there, and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable.
     """
     for scalar in (float, int, complex):
         name = f"__{scalar.__name__}__"

@@ -33,8 +33,8 @@ class MetricVersions:
 class _Feed(NamedTuple):
     """What an input of the copied graph is: a final state, or a value that the step returns."""
 
-    state: int | None
-    returned: int | None
+    is_state: bool
+    number: int
 
 
 class DerivedLogs:
@@ -109,7 +109,7 @@ class DerivedLogs:
             for value, (like, _) in zip(returned, self.returned, strict=True)
         ]
         feeds = {
-            name: states[feed.state] if feed.returned is None else typed[feed.returned]
+            name: (states if feed.is_state else typed)[feed.number]
             for name, feed in self._feeds.items()
         }
         computed = [name for name in self._logs.values() if name not in feeds]
@@ -188,9 +188,9 @@ class DerivedLogs:
         name = f"feed/{value.op.name}:{value.value_index}"
         if name not in self._feeds:
             if value.name in self._final:
-                self._feeds[name] = _Feed(self._final[value.name], None)
+                self._feeds[name] = _Feed(True, self._final[value.name])
             else:
-                self._feeds[name] = _Feed(None, len(self.returned))
+                self._feeds[name] = _Feed(False, len(self.returned))
                 self.returned.append((value, self._versions.get(value.name)))
         return name
 

@@ -211,7 +211,9 @@ class CoordinatedSteps:
         if self._derived is not None:
             carried = [
                 # Zeros where no worker had a batch left.
-                outputs.get(str(i), np.zeros([n or 0 for n in value.shape], value.dtype.as_numpy_dtype))
+                outputs.get(
+                    str(i), np.zeros([n or 0 for n in value.shape], value.dtype.as_numpy_dtype)
+                )
                 for i, (value, _) in enumerate(self._derived.returned)
             ]
             outputs, of_metrics = self._logs_in_graph(values, carried), self._derived.names
