@@ -218,6 +218,57 @@ def callbacks():
     result["warned of run_eagerly"] = any("run_eagerly" in str(w.message) for w in caught)
 
 
+class Renamed(keras.Model):
+    """Logs the mean label under names of its own, and computed further."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, use_bias=False)
+        self.tracker = keras.metrics.Mean(name="labels")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0]))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return self.test_step(data)
+
+    def test_step(self, data):
+        self.tracker.update_state(data[1])
+        mean = self.tracker.result()
+        ones = tf.reduce_mean(data[0])
+        return {"shown": mean, "root": keras.ops.sqrt(mean), "plus one": mean + ones, "own": ones}
+
+
+def renamed_logs():
+    x, y = numbers(1003)
+    rates = []
+
+    class Rate(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            optimizer = self.model.optimizer
+            rates.append((float(optimizer.learning_rate), int(optimizer.iterations)))
+            optimizer.learning_rate = 0.25
+
+    def build():
+        model = Renamed()
+        model.compile(keras.optimizers.SGD(0.5))
+        return model
+
+    def shard(context):
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(10)
+
+    model = tfd.distribute(build, strategy)
+    arrays = model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[Rate()])
+    own_data = model.fit(shard, verbose=0)
+    evaluated = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+    result["renamed"] = [arrays.history, own_data.history, evaluated]
+    result["rates"] = rates
+
+
 def interrupt():
     x, y = numbers(400_000)
     model = tfd.distribute(counting(), strategy)
@@ -290,7 +341,7 @@ def loss_of_workers_with_data():
 
 
 if sys.argv[1] == "data":
-    for part in (data_forms, sharded, damaged, callbacks, interrupt, bad_ids):
+    for part in (data_forms, sharded, damaged, callbacks, renamed_logs, interrupt, bad_ids):
         part()
 else:
     loss_of_a_worker()

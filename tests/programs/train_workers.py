@@ -171,6 +171,7 @@ class Named(keras.Model):
 
     def __init__(self):
         super().__init__()
+        self.rows = keras.metrics.Mean(name="rows")
         self.normal = keras.layers.BatchNormalization()
         self.dense = keras.layers.Dense(3)
 
@@ -183,7 +184,19 @@ class Named(keras.Model):
             loss = self.compute_loss(y=labels, y_pred=self(inputs, training=True))
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
-        return {"first_row": tf.cast(inputs["row"][0], tf.float32)}
+        self.rows.update_state(inputs["row"])
+        return {
+            "first_row": tf.cast(inputs["row"][0], tf.float32),
+            "rows_of_first": tf.shape(inputs["row"])[0],
+            "mean_row": self.rows.result(),
+            "root": keras.ops.sqrt(self.rows.result()),
+        }
+
+
+class ReadsRate(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        optimizer = self.model.optimizer
+        result["rate"] = [float(optimizer.learning_rate), int(optimizer.iterations)]
 
 
 def build_named():
@@ -192,11 +205,21 @@ def build_named():
     return model
 
 
+def build_eager():
+    model = build_named()
+    model.run_eagerly = True
+    return model
+
+
 named = tfd.distribute(build_named, strategy)
 inputs = {"features": x, "row": np.arange(len(x))}
-logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0)
+logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0, callbacks=[ReadsRate()])
 # The last global batch starts at row 168; two workers' parts start at 168 and 180.
 result["mean_of_own_log"] = logs.history["first_row"][0]
+result["named_logs"] = logs.history
+eager = tfd.distribute(build_eager, strategy)
+logs = eager.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0)
+result["eager_logs"] = logs.history
 result["named_bits"] = mlp.fingerprint(named.keras_model)
 result["moving_mean"] = np.asarray(named.keras_model.normal.moving_mean).astype(float).tolist()
 

@@ -47,6 +47,7 @@ from tfdist_ext.strategies.template_extended import TemplateExtended
         ("distribute.input_util.get_distributed_datasets_from_function", "distributed datasets"),
         ("distribute.mirrored_run.call_for_each_replica", "the replicas' threads"),
         ("distribute.ps_values.AggregatingVariable", "a variable that replicas share"),
+        ("distribute.values.DistributedVariable", "float() and int() of variables"),
         ("distribute.values.Mirrored", "values that are equal on all replicas"),
         ("distribute.values.MirroredVariable", "variables with a copy on each replica"),
         ("distribute.values.PerReplica", "values per replica"),
@@ -95,6 +96,16 @@ def test_what_the_public_base_lacks() -> None:
     for name in ("call_for_each_replica", "broadcast_to", "read_var", "_use_merge_call"):
         assert not hasattr(tf.distribute.StrategyExtended, name)
         assert hasattr(TemplateExtended, name)
+
+
+def test_numbers_of_distributed_variables() -> None:
+    """Where TensorFlow converts them by itself one day, ours may go."""
+    for scalar in (float, int, complex):
+        method = getattr(tp.values.DistributedVariable, f"__{scalar.__name__}__")
+        assert method.__module__ == tp.__name__, f"TensorFlow {tf.__version__} has {scalar}"
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        variable = tf.Variable(2.5)
+    assert (float(variable), int(variable), complex(variable)) == (2.5, 2, 2.5 + 0j)
 
 
 def test_methods_of_copied_variables() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from training_cases import (
     X,
     Y,
@@ -99,6 +100,50 @@ def test_a_callback_sees_each_batch_with_the_metrics_so_far() -> None:
     assert len(watching.seen) == 8
     assert watching.names == expected.names
     np.testing.assert_allclose(watching.seen, expected.seen, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored", "central_storage", "placed"])
+def test_a_callback_reads_numbers_as_on_one_device(name: str) -> None:
+    """`float` of Keras's variables, which ask their tf.Variable, in and outside of `fit`."""
+    halved = keras.optimizers.schedules.ExponentialDecay(0.5, 4, 0.5, staircase=True)
+    builders = {
+        "fixed": classifier(),
+        "scheduled": lambda: compiled_with(keras.optimizers.SGD(halved)),
+        "scaled": lambda: compiled_with(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        ),
+    }
+    seen = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            optimizer, bias = self.model.optimizer, self.model.weights[-1]
+            numbers = [float(optimizer.learning_rate), int(optimizer.iterations)]
+            assert complex(optimizer.iterations) == float(optimizer.iterations) == numbers[1]
+            assert float(np.asarray(optimizer.learning_rate)) == pytest.approx(numbers[0])
+            assert float(bias[0]) == bias.numpy()[0] == self.model.get_weights()[-1][0]
+            seen.append(numbers)
+            if kind == "fixed":
+                optimizer.learning_rate = 0.25
+
+    strategy = tfd.create_strategy("placed", devices=2) if name == "placed" else strategy_of(name)
+    for kind, build in builders.items():  # noqa: B007 (the callback reads it)
+        ours, _ = distributed_fit(
+            build, X, Y, strategy=strategy, batch_size=16, epochs=2, callbacks=[Reads()]
+        )
+    assert np.ravel(seen).tolist() == pytest.approx(
+        [0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8] + [0.5, 4, 0.5, 8]
+    )
+    assert float(ours.keras_model.optimizer.learning_rate) == 0.5
+    with strategy.scope():
+        variable = tf.Variable(2.5)
+    assert (float(variable), int(variable), complex(variable)) == (2.5, 2, 2.5 + 0j)
+
+
+def compiled_with(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    model = classifier()()
+    model.compile(optimizer, "mse")
+    return model
 
 
 def test_without_such_a_callback_executions_are_long() -> None:

@@ -103,6 +103,19 @@ def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
     assert result["warned of run_eagerly"]
 
 
+def test_logs_of_metrics_under_other_names(result: dict[str, Any]) -> None:
+    arrays, own_data, evaluated = result["renamed"]
+    expected = {"shown": 501.0, "root": 501.0**0.5, "plus one": 502.0, "own": 1.0}
+    assert evaluated == pytest.approx(expected)
+    for name, value in expected.items():
+        assert arrays[name] == pytest.approx([value] * 2)
+        assert own_data[name] == pytest.approx([value])
+
+
+def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> None:
+    assert result["rates"] == [[0.5, 101], [0.25, 202]]
+
+
 def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
     assert 2 <= result["seconds until interrupted"] < 12
     assert result["labels after"] == pytest.approx(49.5, rel=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +227,76 @@ def test_a_wrong_call_under_keras_own_steps_stays_keras_error() -> None:
 
     with pytest.raises(RuntimeError, match="of its own"):
         tfd.distribute(build, mirrored()).fit(X, Y, verbose=0)
+
+
+def unbuilt_warnings(build: Callable[[], keras.Model]) -> list[str]:
+    """Names of the layers of which a short training says that they have unbuilt state."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with contextlib.suppress(tfd.TrainingError, RuntimeError):
+            tfd.distribute(build, mirrored()).fit(X[:12], Y[:12], verbose=0)
+    texts = [str(warning.message) for warning in told]
+    return [text.split("'")[1] for text in texts if "unbuilt state" in text]
+
+
+class CallFails(VAE):
+    def call(self, inputs: Any) -> Any:
+        raise KeyError("of its own")
+
+
+class FromInputsAlone(VAE):
+    """Takes the data as Keras gives it to a step, x and y."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step(data[0])
+
+
+def test_a_call_that_nothing_uses_is_not_warned_of() -> None:
+    class NoCall(FromInputsAlone):
+        pass
+
+    class Fails(FromInputsAlone, CallFails):
+        pass
+
+    for kind in (NoCall, Fails):
+
+        def build(kind: Any = kind) -> keras.Model:
+            model = kind(False)
+            model.compile("sgd")
+            return model
+
+        assert unbuilt_warnings(build) == []
+
+
+def test_state_that_stays_unbuilt_is_warned_of() -> None:
+    class Forgets(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="forgets")
+            self.used, self.unused = Dense(4), Dense(4)
+
+        def call(self, x: Any) -> Any:
+            return self.used(x)
+
+    class Inside(FromInputsAlone):
+        def __init__(self) -> None:
+            super().__init__(False)
+            self.encoder = keras.Sequential([Forgets()])
+
+    def own_step() -> keras.Model:
+        model = Inside()
+        model.compile("sgd")
+        return model
+
+    class StepOfKeras(VAE):
+        train_step = keras.Model.train_step
+
+    def step_of_keras() -> keras.Model:
+        model = StepOfKeras(False)
+        model.compile("sgd", "mse")
+        return model
+
+    assert "forgets" in unbuilt_warnings(own_step)
+    assert len(unbuilt_warnings(step_of_keras)) == 2
 
 
 def test_steps_tell_what_they_would_train() -> None:

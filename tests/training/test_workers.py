@@ -147,6 +147,20 @@ def test_logs_of_an_own_step_are_means_over_all_replicas(cluster: Cluster) -> No
     assert cluster.same("mean_of_own_log") == pytest.approx(np.mean(starts))
 
 
+def test_logs_of_metrics_are_over_all_workers(cluster: Cluster) -> None:
+    mean = (192 - 1) / 2
+    for key in ("named_logs", "eager_logs"):
+        logs = cluster.same(key)
+        assert logs["mean_row"] == pytest.approx([mean])
+        assert logs["root"] == pytest.approx([mean**0.5])
+    rows_of_first = 24 / len(cluster.workers)
+    assert cluster.same("named_logs")["rows_of_first"] == [rows_of_first]
+
+
+def test_a_callback_reads_the_learning_rate(cluster: Cluster) -> None:
+    assert cluster.same("rate") == [pytest.approx(0.01), 8]
+
+
 def test_moving_statistics_are_the_same_everywhere(cluster: Cluster) -> None:
     import mlp
 

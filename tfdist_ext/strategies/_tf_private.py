@@ -88,6 +88,22 @@ class ServersExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Exte
         return results
 
 
+def _give_scalar_conversions(variables: type) -> None:
+    """Let `float`, `int` and `complex` read distributed variables, as they read a tf.Variable.
+
+    Private because it adds methods that a class of TensorFlow lacks: `float(variable)` is a
+    TypeError there, and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable.
+    """
+    for scalar in (float, int, complex):
+        name = f"__{scalar.__name__}__"
+        if not hasattr(variables, name):
+            # numpy() raises what tf.Variable raises inside a tf.function.
+            setattr(variables, name, lambda variable, scalar=scalar: scalar(variable.numpy()))
+
+
+_give_scalar_conversions(values.DistributedVariable)
+
+
 class CopiedVariable(values.MirroredVariable):
     """A MirroredVariable that is read outside of replicas as its strategy's `read_var` says.
 

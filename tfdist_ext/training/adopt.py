@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,17 +103,43 @@ def build(
 
     batch = keras.tree.map_structure(symbol, spec)
     with creation_scope(strategy):
-        try:
-            (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
-        except Exception:
-            if not has_own_step(model, kind):
-                raise
-            build_by_trial(model, kind, batch)
+        _build_from(model, kind, batch)
         if kind != "predict" and has_own_step(model, "train") and not all_built(model):
             build_by_trial(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
     make_readable(model)
+
+
+def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
+    """Build from one symbolic batch, by the model's `call` or else by its own step.
+
+    Keras warns of a model whose `call` it cannot trace. Where the model's own step can be traced
+    instead, nothing depends on that `call`. What Keras says of layers inside counts if one of them
+    has no variables then.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
+            failure = None
+        except Exception as error:
+            failure = error
+    traced = False
+    try:
+        if failure is not None:
+            if not has_own_step(model, kind):
+                raise failure
+            traced = build_by_trial(model, kind, batch)
+    finally:
+        complete = all(layer.built for layer in kp.flat_layers(model))
+        for warning in caught:
+            text = str(warning.message)
+            of_attempt = "unbuilt state" in text and (complete or f"'{model.name}'" in text)
+            if not (traced and of_attempt):
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
 
 
 def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:

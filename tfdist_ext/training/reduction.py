@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist_ext.strategies.reductions import METRIC, all_reduce
 from tfdist_ext.training.peers import Peers, peers_of
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "contribution"]
 
 
 class Reduction:
@@ -105,26 +105,20 @@ class Reduction:
         if self.replicas == 1:
             return states[0], outputs, seconds
 
-        def contribution(variable: Any, value: Any, replica: int, first: bool) -> Any:
-            dtype = tf.int32 if value.dtype == tf.bool else value.dtype
-            value = tf.cast(value, dtype)
-            if variable.aggregation == "sum":
-                return value
-            if variable.aggregation == "mean":
-                return tf.cast(value / self.replicas, dtype)
-            return value if first else tf.zeros_like(value)  # the first replica speaks for all
-
         first_worker = self.is_chief
         # What is one value a worker already goes in with its first replica only.
-        names = [name for name, value in outputs.items() if value.dtype.is_floating]
+        names = [name for name, value in outputs.items() if value.dtype != tf.string]
         mine: list[list[Any]] = []
         for replica, state in enumerate(states):
             first = first_worker and replica == 0
             values = [
-                contribution(variable, value, replica, first)
+                contribution(variable, value, self.replicas, first)
                 for variable, value in zip(variables, state, strict=True)
             ]
-            shared = [outputs[name] for name in names]
+            shared = [
+                value if value.dtype.is_floating or first else tf.zeros_like(value)
+                for value in (_addable(outputs[name]) for name in names)
+            ]
             shared.append(seconds if first else tf.zeros_like(seconds))
             if replica > 0:
                 shared = [tf.zeros_like(value) for value in shared]
@@ -133,8 +127,12 @@ class Reduction:
         values = [
             tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
         ]
-        rest = reduced[len(values) :]
-        return values, {**outputs, **dict(zip(names, rest, strict=False))}, rest[-1]
+        *of_outputs, chief_seconds = reduced[len(values) :]
+        summed = {
+            name: tf.cast(value, outputs[name].dtype)
+            for name, value in zip(names, of_outputs, strict=True)
+        }
+        return values, {**outputs, **summed}, chief_seconds
 
     def sum_over_workers(self, value: Any) -> np.ndarray:
         """The sum over workers of each worker's number or array; every worker must call."""
@@ -200,6 +198,25 @@ class Reduction:
 
         summed = self._strategy.run(in_replica, args=(per_replica,))
         return [self._strategy.experimental_local_results(value)[0] for value in summed]
+
+
+def contribution(variable: Any, value: Any, replicas: int, first: Any) -> Any:
+    """What one replica's state of a metric adds to the state over all replicas.
+
+    Args:
+        variable: the Keras variable, which says by `aggregation` how its states combine.
+        first: whether it is the first of all replicas.
+    """
+    value = _addable(value)
+    if variable.aggregation == "sum":
+        return value
+    if variable.aggregation == "mean":
+        return tf.cast(value / replicas, value.dtype)
+    return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
+
+
+def _addable(value: Any) -> Any:
+    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value
 
 
 def _replica_id() -> tf.Tensor:

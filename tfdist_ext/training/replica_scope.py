@@ -20,6 +20,8 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.derived_logs import MetricVersions
+from tfdist_ext.training.logs import metric_variables, metrics_of
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, current_graph, outside_of_inner_graphs, part
 from tfdist_ext.training.partitioned import PartitionedRead, take_rows
@@ -50,8 +52,15 @@ class ReplicaScope(keras.StatelessScope):
     ):
         metrics = list(metrics)
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
-        self._metrics = {id(variable): (variable, value) for variable, value in metrics}
+        self._metrics = {id(variable): variable for variable, _ in metrics}
         self._others = list(watched)
+        self.versions = MetricVersions()
+        for variable, _ in metrics:
+            key = id(variable)
+            self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
+        self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
+        self.resetting = False
+        self.results: list[Any] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
@@ -71,7 +80,9 @@ class ReplicaScope(keras.StatelessScope):
         if key in self._metrics:
             self._check_metric(variable)
             self.updated.add(key)
-            super().add_update(update)
+            if self.resetting:
+                value = self.without_rows[key] = _on_first_replica(variable, value)
+            super().add_update((variable, self.versions.add(variable, value)))
         elif key not in self._watched:
             self._write(variable, value)
         elif self._in_inner_graph():
@@ -142,13 +153,15 @@ class ReplicaScope(keras.StatelessScope):
             The state of each metric variable on this replica; and by the number of a watched
             variable, as a string, its new value, equal on all replicas, for `assign_written`.
         """
-        states = [self.get_current_value(variable) for variable, _ in self._metrics.values()]
+        states = [self.get_current_value(variable) for variable in self._metrics.values()]
         written = self.written
         if here is not None:
             # A row that is another's must not be added twice.
             states = [
-                here.if_present(after, before) if variable.aggregation == "sum" else after
-                for after, (variable, before) in zip(states, self._metrics.values(), strict=True)
+                here.if_present(after, self.without_rows[key])
+                if variable.aggregation == "sum"
+                else after
+                for after, (key, variable) in zip(states, self._metrics.items(), strict=True)
             ]
             written = here.mean(written, dict(enumerate(self._others)))
         return states, {str(number): value for number, value in written.items()}
@@ -193,8 +206,7 @@ class ReplicaScope(keras.StatelessScope):
 
 def metrics_and_others(model: keras.Model) -> tuple[list[Any], list[Any]]:
     """(the variables of a model's metrics, its other variables), each variable once."""
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
-    metrics = list({id(variable): variable for variable in metrics}.values())
+    metrics = metric_variables(metrics_of(model))
     known = {id(variable) for variable in metrics}
     return metrics, [variable for variable in model.variables if id(variable) not in known]
 
@@ -216,6 +228,14 @@ def assign_written(
             args=(strategy.experimental_local_results(value)[0],),
             group=False,
         )
+
+
+def _on_first_replica(variable: Any, value: Any) -> Any:
+    """What a replica contributes to a value that is the same on all of them."""
+    if variable.aggregation != "sum" or not tf.distribute.has_strategy():
+        return value
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
 def metric_variables_on_one_copy() -> Any:

@@ -28,7 +28,7 @@ def has_own_step(model: keras.Model, kind: str) -> bool:
     return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
-def build_by_trial(model: keras.Model, kind: str, batch: Any) -> None:
+def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
     """Make the variables of layers and optimizers that a step of the model's own uses.
 
     To be called in the scope in which variables are to be made. An optimizer is built for the
@@ -37,6 +37,9 @@ def build_by_trial(model: keras.Model, kind: str, batch: Any) -> None:
     Args:
         kind: "train", "test" or "predict".
         batch: a structure of `keras.KerasTensor`, one global batch.
+
+    Returns:
+        Whether the step could be traced to its end.
 
     Raises:
         TrainingError: the step cannot be tried while layers have no variables yet.
@@ -76,6 +79,7 @@ def build_by_trial(model: keras.Model, kind: str, batch: Any) -> None:
         # No step uses it; as Keras's fit builds it under a strategy.
         compiled.build(model.trainable_variables)
     model.built = True
+    return failure is None
 
 
 @contextlib.contextmanager

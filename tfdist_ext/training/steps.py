@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,8 +18,18 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
-from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
+from tfdist_ext.training.derived_logs import DerivedLogs, is_carried
+from tfdist_ext.training.logs import (
+    flat,
+    has_own_outputs,
+    metrics_of,
+    mixed_warning,
+    names_of_updated,
+    own_outputs,
+    results,
+)
 from tfdist_ext.training.lookups import rows_of_shared
+from tfdist_ext.training.metric_methods import contribution_of_part, metric_methods
 from tfdist_ext.training.optimizers import check_built
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
@@ -66,6 +77,8 @@ class StepProgram:
         self._reduction = reduction
         self.watch = StepWatch() if watched else Unwatched()
         self._metrics, self._watched = metrics_and_others(model)
+        self._kind = kind
+        self._metric_objects = metrics_of(model)
         self._own = OwnCopies(strategy, reduction.local_replicas)
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
@@ -79,6 +92,9 @@ class StepProgram:
         self._open_ended = compiled(self._run_open_ended)
         self._agreed = compiled(self._run_agreed)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._derived: DerivedLogs | None = None  # of steps in a graph
+        self._of_metrics: set[str] = set()  # names of logs, of eager steps
+        self._mixed: set[str] = set()  # names of logs that were warned of
         self._states: States = []
         self._turn: Any = None
         self._compiles = True  # the next execution does
@@ -130,7 +146,13 @@ class StepProgram:
             for variable, *of_replicas in zip(self._metrics, *self._states, strict=True)
         ]
         with ReplicaScope(zip(self._metrics, values, strict=True)):
-            return {name: float(value) for name, value in results(self._model, {}, set()).items()}
+            logs = results(self._model, {}, set(), set())
+            if self._own_outputs:
+                updated = names_of_updated(self._model, self._updated)
+                logs = {name: value for name, value in logs.items() if name in updated}
+        if self._derived is not None:
+            logs.update(tf.function(self._derived.of_states, autograph=False)(values))
+        return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
@@ -214,7 +236,8 @@ class StepProgram:
     ) -> tuple[States, dict[str, Any]]:
         """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
         self._turn = turn
-        with kp.rows_taken_by(self._rows):
+        eager = bool(self._own_outputs and self._model.run_eagerly)
+        with kp.rows_taken_by(self._rows), metric_methods(self._metric_objects, eager=eager):
             new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         assign_written(self._strategy, self._watched, written)
@@ -247,13 +270,59 @@ class StepProgram:
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             returned = self._step(batch)
-            outputs = own_outputs(self._model, returned) if self._own_outputs else {}
+            logs = own_outputs(self._model, returned) if self._own_outputs else {}
+            outputs = self._carried(logs, returned, scope, here)
         self._updated |= scope.updated
         new, written = scope.outcome(here)
-        if here:
-            outputs = {name: here.contribution(value) for name, value in outputs.items()}
         notes = () if watch is None else watch.notes(new)
         return new, written, outputs, notes
+
+    def _carried(
+        self, logs: dict[str, Any], returned: Any, scope: ReplicaScope, here: Part | None
+    ) -> dict[str, Any]:
+        """What a replica adds to the values from which the logs are computed in the end."""
+        if not self._own_outputs:
+            return {}
+        values = {name: (value, None) for name, value in logs.items()}
+        if tf.executing_eagerly():
+            results = {id(value) for value in scope.results}
+            self._of_metrics = {n for n, value in flat(returned).items() if id(value) in results}
+        else:
+            states = enumerate(self._metrics)
+            final = {scope.get_current_value(variable).name: i for i, variable in states}
+            self._derived = DerivedLogs(logs, scope.versions, final, _has_mean(here))
+            self._warn_of_mixed(self._derived.mixed)
+            values = {str(i): value for i, value in enumerate(self._derived.returned)}
+        carried = {}
+        for name, (value, variable) in values.items():
+            if here and variable is not None:
+                # Float64, as what is no float is not summed.
+                without_rows = tf.cast(scope.without_rows[id(variable)], value.dtype)
+                value = contribution_of_part(here, variable, value, without_rows)
+                carried[name] = tf.cast(value, tf.float64)
+            else:
+                carried[name] = here.contribution(value) if here else value
+        return carried
+
+    def _logs(self, values: Sequence[Any], last: dict[str, Any]) -> dict[str, tf.Tensor]:
+        """The logs.
+
+        Args:
+            values: the metrics' states, over all replicas.
+            last: the values that the last step carried, over all replicas.
+        """
+        logs, of_metrics = last, self._of_metrics
+        if self._derived is not None and not tf.executing_eagerly():
+            carried = [last[str(i)] for i in range(len(self._derived.returned))]
+            logs, of_metrics = self._derived.compute(values, carried), self._derived.names
+        with ReplicaScope(zip(self._metrics, values, strict=True)):
+            return results(self._model, logs, of_metrics, self._updated)
+
+    def _warn_of_mixed(self, names: list[str]) -> None:
+        new = [name for name in names if name not in self._mixed]
+        self._mixed.update(new)
+        if new and self._reduction.replicas > 1:
+            warnings.warn(mixed_warning(self._model, self._kind, new), stacklevel=2)
 
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
@@ -276,9 +345,18 @@ class StepProgram:
             self._metrics, states, outputs, seconds
         )
         self.watch.execution_is_done(steps)
-        with ReplicaScope(zip(self._metrics, values, strict=True)):
-            logs = results(self._model, last, self._updated)
-        return logs, values, states, steps, chief_seconds
+        return self._logs(values, last), values, states, steps, chief_seconds
+
+
+def _has_mean(here: Part | None) -> Callable[[Any], bool]:
+    """Whether values of a tensor, one of each replica, have a mean."""
+
+    def has_mean(value: Any) -> bool:
+        if not is_carried(value):
+            return False
+        return here is None or here.replicas == 1 or not here.has_rows(value)
+
+    return has_mean
 
 
 def _sum(values: tuple[Any, ...]) -> Any:

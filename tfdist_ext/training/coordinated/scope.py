@@ -17,6 +17,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.derived_logs import MetricVersions
 from tfdist_ext.training.optimizers import optimizers_of
 from tfdist_ext.training.part import current_graph
 from tfdist_ext.training.partitioned import (
@@ -37,6 +38,7 @@ class WorkerScope(keras.StatelessScope):
         watched: variables that the step may write (moving statistics, seeds): what it adds to
             them is added on the server when the step is done.
         counter: the one of `values` that counts steps; how often it is written is counted.
+        metrics: those of `values` that are metrics' variables.
     """
 
     def __init__(
@@ -44,8 +46,15 @@ class WorkerScope(keras.StatelessScope):
         values: Iterable[tuple[Any, Any]],
         watched: Sequence[Any] = (),
         counter: Any = None,
+        metrics: Sequence[Any] = (),
     ):
         super().__init__(values, collect_losses=True, initialize_variables=False)
+        self._metrics = {id(variable) for variable in metrics}
+        self.versions = MetricVersions()
+        for variable in metrics:
+            value = self.state_mapping[id(variable)]
+            self.state_mapping[id(variable)] = self.versions.add(variable, value)
+        self.first_versions = dict(self.versions.variables)
         self._counter = counter
         self.counted = 0
         self._values = set(self.state_mapping)
@@ -90,7 +99,9 @@ class WorkerScope(keras.StatelessScope):
             self.get_current_value(variable)  # what it was
         if self._in_step() and (key in self._values or key in self._watched):
             self.updated |= {key} & self._values
-            super().add_update(update)
+            if key in self._metrics:
+                value = self.versions.add(variable, value)
+            super().add_update((variable, value))
         elif key not in self._values:
             self._write(variable, value)
         else:

@@ -7,6 +7,7 @@ workers return, not what they write on the way, becomes the metrics and the numb
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,15 @@ from tfdist_ext.training.coordinated.calls import Calls, on_worker
 from tfdist_ext.training.coordinated.inputs import WorkerIterators
 from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.coordinated.worker_loop import Steps, WorkerLoop
-from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
+from tfdist_ext.training.derived_logs import DerivedLogs, is_carried
+from tfdist_ext.training.logs import (
+    has_own_outputs,
+    metric_variables,
+    metrics_of,
+    mixed_warning,
+    own_outputs,
+    results,
+)
 from tfdist_ext.training.optimizers import check_built, optimizers_of
 from tfdist_ext.training.steps import Execution
 
@@ -40,8 +49,8 @@ class CoordinatedSteps:
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
         check_built(model)
-        metrics = [variable for metric in model.metrics for variable in metric.variables]
-        self._metrics = list({id(variable): variable for variable in metrics}.values())
+        self._kind = kind
+        self._metrics = metric_variables(metrics_of(model))
         known = {id(variable) for variable in self._metrics}
         self._watched = [v for v in model.non_trainable_variables if id(v) not in known]
         self._counter: Any = None
@@ -56,6 +65,8 @@ class CoordinatedSteps:
         ]
         self._counted = 0  # how often a step counts itself
         self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._derived: DerivedLogs | None = None
+        self._logs_in_graph: Any = None
         self._functions: dict[Any, Any] = {}
         self._start = self._reset_values()
         self.reset(going_on=True)
@@ -177,15 +188,29 @@ class CoordinatedSteps:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
         if self._rate is not None:
             values.append((self._rate, rate))
-        scope = WorkerScope(values, self._watched, self._counter)
+        scope = WorkerScope(values, self._watched, self._counter, self._metrics)
         with kp.rows_taken_by(scope.rows), updates_on_servers(scope, self._model):
             returned = self._step(batch)
-            outputs = own_outputs(self._model, returned) if self._own_outputs else {}
+            logs = own_outputs(self._model, returned) if self._own_outputs else {}
+        outputs = self._carried(logs, scope) if self._own_outputs else {}
         scope.write_watched()
         self._counted = scope.counted
         self._updated |= scope.updated
         states = [scope.get_current_value(variable) for variable in self._metrics]
         return states, outputs
+
+    def _carried(self, logs: dict[str, Any], scope: WorkerScope) -> dict[str, Any]:
+        """The values of a step from which the logs are computed in the end."""
+        numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
+        final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
+        # Before its step a worker has counted its own call alone.
+        final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
+        derived = DerivedLogs(logs, scope.versions, final, is_carried)
+        if derived.mixed and self._derived is None:
+            warnings.warn(mixed_warning(self._model, self._kind, derived.mixed), stacklevel=2)
+        self._derived = derived
+        self._logs_in_graph = tf.function(derived.compute, autograph=False)
+        return {str(i): value for i, (value, _) in enumerate(derived.returned)}
 
     def _add(self, states: Sequence[np.ndarray]) -> None:
         """Take the metrics' states of steps that began with `_start` into those of the epoch."""
@@ -196,8 +221,18 @@ class CoordinatedSteps:
                 self._totals[i] = states[i]
 
     def _logs(self, values: list[tf.Tensor], outputs: dict[str, Any]) -> dict[str, Any]:
+        of_metrics: set[str] = set()
+        if self._derived is not None:
+            carried = [
+                # Zeros where no worker had a batch left.
+                outputs.get(
+                    str(i), np.zeros([n or 0 for n in value.shape], value.dtype.as_numpy_dtype)
+                )
+                for i, (value, _) in enumerate(self._derived.returned)
+            ]
+            outputs, of_metrics = self._logs_in_graph(values, carried), self._derived.names
         with keras.StatelessScope(zip(self._metrics, values, strict=True)):
-            found = results(self._model, outputs, self._updated)
+            found = results(self._model, outputs, of_metrics, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
 

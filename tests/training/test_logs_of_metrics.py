@@ -1,0 +1,275 @@
+"""Logs that a step computes from its metrics: over all rows and replicas, under any key."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from event_files import scalars
+from training_cases import distributed_fit, mirrored, plain_fit, strategy_of
+
+import tfdist_ext as tfd
+
+ROWS, BATCH = 41, 8  # the last batch has one row: one replica has none
+_rng = np.random.default_rng(5)
+X = _rng.normal(size=(ROWS, 3)).astype("float32")
+Y = (X.sum(axis=1, keepdims=True) > 0).astype("float32")
+FIT = {"batch_size": BATCH, "epochs": 2}
+
+
+class MeanOfEach(keras.metrics.Metric):
+    """The means of labels and predictions, as a dict; one of them from a metric inside."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+        self.rows = self.add_weight(shape=(), initializer="zeros", name="rows")
+        self.predictions = keras.metrics.Mean()
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.reduce_sum(y))
+        self.rows.assign_add(tf.cast(tf.shape(y)[0], "float32"))
+        self.predictions.update_state(predicted)
+
+    def result(self) -> dict[str, Any]:
+        return {"labels": self.total / self.rows, "predicted": self.predictions.result()}
+
+
+class OwnLogs(keras.Model):
+    """Returns values of its metrics under other names, and computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="ones")
+        self.loss_tracker = keras.metrics.Mean(name="total_loss")
+        self.in_list = [keras.metrics.Precision(name="precision"), keras.metrics.Recall()]
+        self.in_dict = {"acc": keras.metrics.BinaryAccuracy(), "auc": keras.metrics.AUC(name="x")}
+        self.means = MeanOfEach(name="means")
+        self.of_batch = keras.metrics.Mean(name="of_batch")
+        self.weight = keras.Variable(0.25, trainable=False)
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = tf.reduce_mean(keras.losses.binary_crossentropy(y, predicted))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return self.logs(y, predicted, loss)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        predicted = self(x)
+        return self.logs(y, predicted, tf.reduce_mean((y - predicted) ** 2))
+
+    def logs(self, y: Any, predicted: Any, loss: Any) -> dict[str, Any]:
+        before_this_step = tf.identity(self.means.rows)
+        self.loss_tracker.update_state(loss, sample_weight=tf.shape(y)[0])
+        called = self.in_dict["acc"](y, predicted)
+        for metric in (*self.in_list, self.in_dict["auc"], self.means):
+            metric.update_state(y, predicted)
+        self.of_batch.update_state(y)
+        of_batch = self.of_batch.result()
+        self.of_batch.reset_state()
+        precision, recall = (metric.result() for metric in self.in_list)
+        return {
+            "loss": self.loss_tracker.result(),
+            "acc": self.in_dict["acc"].result(),
+            "called": called,
+            "f1": 2 * precision * recall / (precision + recall + 1e-7),
+            "root": keras.ops.sqrt(self.loss_tracker.result()),
+            "penalized": self.loss_tracker.result() + 0.1 * self.in_dict["auc"].result(),
+            "cast": tf.cast(recall, tf.float64),
+            "chosen": tf.cond(precision > 0.2, lambda: 2 * recall, lambda: 0.0 * recall),
+            "precision": recall,  # under the name of another metric
+            "scaled": self.weight * recall,
+            "rows before": before_this_step,
+            "of the batch": of_batch,
+            "and of the batch": recall + tf.reduce_mean(predicted),
+            "own": tf.reduce_mean(predicted),
+            "means": self.means.result(),
+        }
+
+
+def own_logs(eager: bool = False) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = OwnLogs()
+        model.build((None, 3))
+        model.compile(keras.optimizers.SGD(0.5), run_eagerly=eager)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, Any], dict[str, Any]]:
+    """History and evaluation of plain Keras on one device."""
+    model, history = plain_fit(own_logs(), X, Y, **FIT)
+    evaluated = model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+    return history, evaluated
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert set(one) == set(other)
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [("default", 1), ("mirrored", 2), ("central_storage", 2), ("template", 3)],
+)
+def test_they_are_those_of_one_device(expected: Any, name: str, replicas: int) -> None:
+    template = tfd.strategies.StrategyTemplate
+    strategy = template(replicas) if name == "template" else strategy_of(name, replicas)
+    ours, history = distributed_fit(own_logs(), X, Y, strategy=strategy, **FIT)
+    assert_same(history, expected[0])
+    evaluated = ours.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+    assert_same(evaluated, expected[1])
+
+
+def test_data_of_unknown_length_and_fixed_executions(expected: Any) -> None:
+    def build() -> keras.Model:
+        model = own_logs()()
+        model.steps_per_execution = 4
+        return model
+
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).filter(lambda *_: True)
+    _, history = distributed_fit(build, dataset, epochs=2)
+    assert_same(history, expected[0])
+
+
+def test_eager_steps(expected: Any) -> None:
+    ours, history = distributed_fit(own_logs(eager=True), X, Y, **FIT)
+    # A variable of a metric that the step reads by itself has this replica's rows alone.
+    assert_same({**history, "rows before": expected[0]["rows before"]}, expected[0])
+    evaluated = ours.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+    assert_same({**evaluated, "rows before": expected[1]["rows before"]}, expected[1])
+
+
+class OneLog(keras.Sequential):
+    """Logs the accuracy as the function that it is given says."""
+
+    def __init__(self, log: Callable[[Any, Any, Any], Any], **settings: Any):
+        super().__init__(
+            [keras.Input((3,)), keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")]
+        )
+        self.accuracy = keras.metrics.BinaryAccuracy(name="accuracy")
+        self.log = log
+        self.compile(keras.optimizers.SGD(0.5), "mse", **settings)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        super().train_step(data)
+        x, y = data
+        predicted = self(x)
+        self.accuracy.update_state(y, predicted)
+        return {"shown": self.log(self.accuracy, y, predicted)}
+
+
+def test_eager_steps_may_cast_in_python() -> None:
+    def build() -> keras.Model:
+        return OneLog(lambda metric, y, p: round(float(metric.result()), 6), run_eagerly=True)
+
+    _, expected = plain_fit(build, X, Y, **FIT)
+    _, history = distributed_fit(build, X, Y, **FIT)
+    np.testing.assert_allclose(history["shown"], expected["shown"], rtol=1e-5)
+
+
+def test_early_stopping_acts_on_the_value_of_all_rows() -> None:
+    """One replica has all hits, the other none: each alone reaches 0.9 or nothing."""
+    x = np.tile(np.repeat(np.float32([[1.0], [-1.0]]), 4, axis=0), (4, 3))
+    y = np.ones((32, 1), "float32")
+    seen = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(logs["shown"])
+
+    def build() -> keras.Model:
+        model = OneLog(lambda metric, y, p: metric.result())
+        model.optimizer.learning_rate = 0.0
+        return model
+
+    stop = keras.callbacks.EarlyStopping("shown", mode="max", baseline=0.45, patience=1)
+    _, history = distributed_fit(build, x, y, batch_size=8, epochs=4, callbacks=[stop, Sees()])
+    assert history["shown"] == pytest.approx([0.5, 0.5])
+    assert seen == history["shown"]
+
+
+def test_what_cannot_be_combined_is_warned_of_by_name() -> None:
+    def build() -> keras.Model:
+        return OneLog(lambda metric, y, p: tf.reduce_mean(metric.result() * y))
+
+    with pytest.warns(UserWarning, match=r"OneLog.train_step returns 'shown'.*single ex") as told:
+        distributed_fit(build, X, Y, **FIT)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributed_fit(build, X, Y, strategy=strategy_of("default"), **FIT)
+
+
+def test_a_reset_in_the_step_holds_on_replicas_without_rows() -> None:
+    class OfBatch(OneLog):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            self.accuracy.reset_state()
+            return super().train_step(data)
+
+    for eager in (False, True):
+
+        def build(eager: bool = eager) -> keras.Model:
+            return OfBatch(lambda metric, y, p: metric.result(), run_eagerly=eager)
+
+        _, expected = plain_fit(build, X, Y, **FIT)
+        _, history = distributed_fit(build, X, Y, **FIT)
+        assert history["shown"] == pytest.approx(expected["shown"])
+
+
+def test_metrics_that_the_model_does_not_list() -> None:
+    """Keras does not reset them, and neither does fit here; their rows are all counted."""
+
+    class Lists(OneLog):
+        @property
+        def metrics(self) -> list[Any]:
+            return []
+
+    def build() -> keras.Model:
+        return Lists(lambda metric, y, p: metric.variables[1] + 0.0)
+
+    plain, expected = plain_fit(build, X, Y, **FIT)
+    ours, history = distributed_fit(build, X, Y, **FIT)
+    assert history["shown"] == expected["shown"] == [ROWS, 2 * ROWS]
+    assert float(ours.keras_model.accuracy.result()) == pytest.approx(
+        float(plain.accuracy.result())
+    )
+
+
+def test_worker_tensorboard_has_them_over_its_own_rows(tmp_path: Path) -> None:
+    board = tfd.WorkerTensorBoard(tmp_path)
+    _, history = distributed_fit(own_logs(), X, Y, callbacks=[board], **FIT)
+    found = scalars(tmp_path / "worker-0")
+    for name in ("loss", "acc", "f1", "precision"):
+        np.testing.assert_allclose(list(found[name].values()), history[name], rtol=1e-5)
+
+
+def test_other_logs_keep_the_value_of_a_metric_of_their_name() -> None:
+    class Named(OneLog):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            super().train_step(data)
+            return {"accuracy": tf.reduce_mean(data[1])}
+
+    ours, history = distributed_fit(
+        lambda: Named(lambda *_: 0.0), X, Y, strategy=mirrored(), batch_size=BATCH
+    )
+    assert history["accuracy"] == [pytest.approx(float(ours.keras_model.accuracy.result()))]
