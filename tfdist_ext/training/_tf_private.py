@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.eager import tape
+from tensorflow.python.eager import context, record, tape
+from tensorflow.python.framework import op_callbacks, op_def_registry
 
-__all__ = ["keys_of_turn", "read_by_tapes"]
+__all__ = [
+    "function_graph",
+    "is_recording",
+    "is_stateful",
+    "keys_of_turn",
+    "read_by_tapes",
+    "recorded_operations",
+    "recording_operations",
+]
 
 _COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
 
@@ -48,3 +58,75 @@ def read_by_tapes(stand_in: Any) -> None:
     Private because only a tf.Variable is watched without the user's word.
     """
     tape.variable_accessed(stand_in)
+
+
+def is_recording() -> bool:
+    """Whether any gradient tape records in this thread.
+
+    Private because a tape knows of itself alone.
+    """
+    recording: bool = record.could_possibly_record()
+    return recording
+
+
+@functools.cache
+def is_stateful(kind: str) -> bool:
+    """Whether operations of a type are stateful; not so what is no operation, but a function.
+
+    Private because an operation that was run eagerly is not kept.
+    """
+    definition = op_def_registry.get(kind)
+    return definition is not None and definition.is_stateful
+
+
+def function_graph(graph: Any, function: Any) -> Any:
+    """The graph of a function that an operation of `graph` names in an attribute, or None.
+
+    Private because public names give functions that are called, not those that a graph calls.
+    """
+    while graph is not None:
+        found = graph._get_function(function.name)
+        if found is not None:
+            return getattr(found, "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+@contextlib.contextmanager
+def recorded_operations() -> Iterator[None]:
+    """Scope in which threads can record, entered in the thread that runs them.
+
+    A thread that stops recording would otherwise end it for the others.
+    """
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    op_callbacks.add_op_callback(nothing)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(nothing)
+
+
+@contextlib.contextmanager
+def recording_operations(note: Callable[..., None]) -> Iterator[None]:
+    """Scope that calls `note(type, inputs, attributes, outputs)` for what this thread runs eagerly.
+
+    Private because an eager tensor does not know what it was computed from.
+    """
+
+    def called(
+        kind: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, graph: Any = None, **__: Any
+    ) -> None:
+        if graph is None:
+            attributes = attributes or ()
+            named = dict(zip(attributes[::2], attributes[1::2], strict=True))
+            note(kind, tuple(inputs), named, tuple(outputs))
+
+    ctx = context.context()
+    ctx.add_op_callback(called)
+    try:
+        yield
+    finally:
+        ctx.remove_op_callback(called)

@@ -14,7 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training._tf_private import keys_of_turn
+from tfdist_ext.training._tf_private import is_recording, keys_of_turn
+from tfdist_ext.training.batch_dependence import BatchDependence
+from tfdist_ext.training.sparse_gradients import finished, to_reduce
 from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
 
@@ -59,6 +61,8 @@ class Part:
         self.weighted_loss = weighted_loss
         self._turn = turn
         self.watch = watch
+        self.dependence = BatchDependence(batch, self._size)
+        self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -116,6 +120,12 @@ class Part:
         if not values or self.replicas == 1:
             return list(values)
         self.check_graph()
+        gradients = [to_reduce(value, self.dependence) for value in values]
+        summed = finished(gradients, self._sum_up([v for each in gradients for v in each.values]))
+        self.dependence.set_equal(summed)
+        return summed
+
+    def _sum_up(self, values: Sequence[Any]) -> Iterator[Any]:
         context = tf.distribute.get_replica_context()
         slices = [value for value in values if isinstance(value, tf.IndexedSlices)]
         dense = [value for value in values if not isinstance(value, tf.IndexedSlices)]
@@ -125,7 +135,39 @@ class Part:
             with scope:
                 all_of = context.all_reduce(tf.distribute.ReduceOp.SUM, part) if part else ()
             summed.append(iter(all_of))
-        return [next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values]
+        return (next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values)
+
+    def can_sum_gradients(self) -> bool:
+        """Whether gradients can be summed when a tape gives them.
+
+        Not in graphs inside the step's, where replicas cannot meet, nor while another tape records,
+        which would want the gradient of the sum; then each part's go to the optimizer. On TPUs
+        Keras's optimizer sums.
+        """
+        strategy = tf.distribute.get_strategy()
+        in_step = current_graph() is self._graph and not is_recording()
+        return in_step and not isinstance(strategy, tf.distribute.TPUStrategy)
+
+    def of_all_rows(self, gradients: Any) -> Any:
+        """A structure of this part's gradients as those of the global batch."""
+        flat = tf.nest.flatten(gradients)
+        weighted = self.weighted([each for each in flat if each is not None])
+        summed = self.meeting(self.sum_up, weighted)
+        for own, gradient in zip(weighted, summed, strict=True):
+            self._own_gradients[id(gradient)] = gradient, own
+        rest = iter(summed)
+        return tf.nest.pack_sequence_as(
+            gradients, [None if each is None else next(rest) for each in flat]
+        )
+
+    def is_equal(self, gradient: Any) -> bool:
+        """Whether a gradient is the same on every replica, as of the global batch."""
+        return self.replicas > 1 and self.dependence.is_equal(gradient)
+
+    def own_gradient(self, gradient: Any) -> Any:
+        """This part's share in a gradient of the global batch."""
+        known = self._own_gradients.get(id(gradient))
+        return self.weighted([gradient])[0] if known is None else known[1]
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""

@@ -7,6 +7,7 @@ end; so logs are the same on every worker.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
+from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.logs import has_own_outputs, own_outputs, results
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.optimizers import check_built
@@ -61,6 +63,7 @@ class StepProgram:
         self._own_outputs = has_own_outputs(model, kind)
         self._weighs_loss = hands_gradients_on(self._step, model)
         check_built(model)
+        exact.install_for(model)
         self._reduction = reduction
         self.watch = StepWatch() if watched else Unwatched()
         metrics = [variable for metric in model.metrics for variable in metric.variables]
@@ -204,7 +207,8 @@ class StepProgram:
                 break
             done += 1
             if rows is None or rows > 0:
-                states, outputs = self._one_step(batch, states, rows)
+                with recorded_operations():
+                    states, outputs = self._one_step(batch, states, rows)
         return self._finish(states, outputs, tf.constant(done), seconds)
 
     def _one_step(
@@ -247,8 +251,12 @@ class StepProgram:
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
             here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn, watch)
+        recording: Any = contextlib.nullcontext()
+        if here and self._model.run_eagerly:
+            recording = here.dependence.recording()
         with (
             set_part(here),
+            recording,
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             returned = self._step(batch)
