@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context, record, tape
-from tensorflow.python.framework import op_callbacks, op_def_registry
+from tensorflow.python.framework import function_def_to_graph, op_callbacks, op_def_registry
 
 __all__ = [
     "function_graph",
@@ -79,17 +81,28 @@ def is_stateful(kind: str) -> bool:
     return definition is not None and definition.is_stateful
 
 
-def function_graph(graph: Any, function: Any) -> Any:
-    """The graph of a function that an operation of `graph` names in an attribute, or None.
+def function_graph(graph: Any, name: str) -> Any:
+    """The graph of a function that is called in a graph, or eagerly where that is None.
 
-    Private because public names give functions that are called, not those that a graph calls.
+    Private because public names give functions to call, not those that are called by others. None
+    where it is not known.
     """
+    if graph is None:
+        return _eager_function_graph(name)
     while graph is not None:
-        found = graph._get_function(function.name)
+        found = graph._get_function(name)
         if found is not None:
             return getattr(found, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+@functools.lru_cache(100)
+def _eager_function_graph(name: str) -> Any:
+    if not context.context().has_function(name):
+        return None
+    with tf.Graph().as_default():
+        return function_def_to_graph.function_def_to_graph(context.get_function_def(name))
 
 
 @contextlib.contextmanager
@@ -120,7 +133,10 @@ def recording_operations(note: Callable[..., None]) -> Iterator[None]:
         kind: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, graph: Any = None, **__: Any
     ) -> None:
         if graph is None:
+            kind = tf.compat.as_str(kind)
             attributes = attributes or ()
+            if op_def_registry.get(kind) is None:  # a function
+                kind, attributes = "PartitionedCall", ("f", SimpleNamespace(name=kind))
             named = dict(zip(attributes[::2], attributes[1::2], strict=True))
             note(kind, tuple(inputs), named, tuple(outputs))
 

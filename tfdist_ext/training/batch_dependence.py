@@ -278,7 +278,7 @@ def _gathered(_: BatchDependence, operation: _Operation, states: Sequence[int]) 
 
 
 def _call(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
-    graph = function_graph(operation.graph, operation.attribute("f"))
+    graph = function_graph(operation.graph, operation.attribute("f").name)
     return _VARIES if graph is None else _of_function(graph, states, [operation.output])[0]
 
 
@@ -286,7 +286,7 @@ def _branch(self: BatchDependence, operation: _Operation, states: Sequence[int])
     if states[0] != _SAME:
         return _VARIES
     graphs = [
-        function_graph(operation.graph, operation.attribute(name))
+        function_graph(operation.graph, operation.attribute(name).name)
         for name in ("then_branch", "else_branch")
     ]
     if None in graphs:
@@ -295,8 +295,8 @@ def _branch(self: BatchDependence, operation: _Operation, states: Sequence[int])
 
 
 def _loop(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
-    body = function_graph(operation.graph, operation.attribute("body"))
-    condition = function_graph(operation.graph, operation.attribute("cond"))
+    body = function_graph(operation.graph, operation.attribute("body").name)
+    condition = function_graph(operation.graph, operation.attribute("cond").name)
     if body is None or condition is None:
         return _VARIES
     states = list(states)
