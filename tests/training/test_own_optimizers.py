@@ -134,3 +134,84 @@ def test_an_apply_set_on_the_object() -> None:
         return made
 
     assert_trains_as_keras(build_with(optimizer), X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
+
+
+class Step(keras.Model):
+    """A step of the user's, which makes `change(gradients)` of its gradients."""
+
+    def change(self, gradients: list[Any]) -> list[Any]:
+        return list(tf.clip_by_global_norm(gradients, 0.05)[0])
+
+    def gradients(self, data: Any) -> list[Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        gradients = self.change(self.gradients(data))
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"norm": tf.linalg.global_norm(gradients)}
+
+
+class SharpnessAware(Step):
+    """Takes the gradient a step uphill, as SAM does."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        gradients = self.gradients(data)
+        norm = tf.linalg.global_norm(gradients)
+        away = [0.1 * g / (norm + 1e-6) for g in gradients]
+        for weight, step in zip(self.trainable_variables, away, strict=True):
+            weight.assign_add(step)
+        there = self.gradients(data)
+        for weight, step in zip(self.trainable_variables, away, strict=True):
+            weight.assign_sub(step)
+        self.optimizer.apply(there, self.trainable_variables)
+        return {"norm": norm}
+
+
+class Accumulating(Step):
+    """Sums signs of gradients over two steps."""
+
+    def build_accumulators(self) -> None:
+        self.sums = [
+            self.add_weight(shape=v.shape, trainable=False) for v in self.trainable_variables
+        ]
+        self.turn = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        for total, g in zip(self.sums, self.gradients(data), strict=True):
+            total.assign_add(tf.sign(g))
+        self.turn.assign_add(1)
+        full = tf.cast(self.turn % 2 == 0, tf.float32)
+        means = [total * full / 2 for total in self.sums]
+        self.optimizer.apply(means, self.trainable_variables)
+        for total in self.sums:
+            total.assign(total * (1 - full))
+        return {"full": full}
+
+
+class OfWeights(Step):
+    """Its loss has the gradient of the loss in it."""
+
+    def gradients(self, data: Any) -> list[Any]:
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x) * y)
+            slopes = tape.gradient(loss, self.trainable_variables)
+            loss = loss + tf.add_n([tf.reduce_sum(slope) for slope in slopes])
+        return outer.gradient(loss, self.trainable_variables)
+
+
+def accumulating(*arguments: Any) -> keras.Model:
+    model = Accumulating(*arguments)
+    model.build_accumulators()
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("kind", [Step, SharpnessAware, accumulating, OfWeights])
+def test_a_step_gets_the_gradient_of_the_global_batch(kind: Any, name: str) -> None:
+    build = build_with(lambda: keras.optimizers.Adam(0.02), kind)
+    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)

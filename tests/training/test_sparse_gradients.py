@@ -96,3 +96,22 @@ def test_every_way_to_look_up_rows(name: str) -> None:
 def test_eager_steps() -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1), eager=True)
     assert_same_tables(build, mirrored(2), **FIT)
+
+
+class Clipping(keras.Model):
+    """A step that clips by hand; the gradients of tables are slices."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"norm": norm}
+
+
+@pytest.mark.parametrize(("name", "eager"), [("mirrored", True), ("central_storage", False)])
+def test_a_step_that_clips_slices_by_hand(name: str, eager: bool) -> None:
+    build = lookups(lambda: keras.optimizers.Adam(0.05), eager, Clipping)
+    assert_same_tables(build, strategy_of(name, 2), **FIT)

@@ -185,6 +185,8 @@ def _on_owners(
     """The sum over replicas of each gradient, on the device that computes its update alone."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     pairs = [(v, device) for of_one, device in zip(values, devices, strict=True) for v in of_one]
+    if not pairs:
+        return []
     return finished(parts, strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))
 
 
