@@ -17,13 +17,14 @@ from keras.src.backend.tensorflow import nn
 from keras.src.losses import loss as loss_module
 from keras.src.losses.losses import LossFunctionWrapper
 
-__all__ = ["replace_in_steps"]
+__all__ = ["replace_apply_of", "replace_in_steps"]
 
 
 def replace_in_steps(
     part: Callable[[], Any],
     *,
     apply: Callable[..., Any],
+    apply_gradients: Callable[..., Any],
     reduce_loss: Callable[..., Any],
     loss_of_batch: Callable[..., Any],
     add_loss: Callable[..., Any],
@@ -42,16 +43,7 @@ def replace_in_steps(
     """
 
     def instead(owner: Any, name: str, other: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            here = part()
-            if here is None:
-                return original(*args, **kwargs)
-            return other(here, original, *args, **kwargs)
-
-        setattr(owner, name, chosen)
+        _replace(part, owner, name, other)
 
     def moments_of_layer(here: Any, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
         if mask is None or not layer.synchronized:
@@ -60,6 +52,7 @@ def replace_in_steps(
         return masked_moments(here, inputs, mask, layer._reduction_axes, epsilon)
 
     instead(keras.optimizers.Optimizer, "apply", apply)
+    instead(keras.optimizers.Optimizer, "apply_gradients", apply_gradients)
     instead(keras.optimizers.LossScaleOptimizer, "apply", apply)
     # What Keras's own step then asks the gradients of.
     instead(keras.optimizers.Optimizer, "scale_loss", scale_loss)
@@ -86,3 +79,36 @@ def replace_in_steps(
         lambda strategy: replicas(strategy) if part() is None else 1,
         doc=tf.distribute.Strategy.num_replicas_in_sync.__doc__,
     )
+
+
+def replace_apply_of(
+    kind: type,
+    part: Callable[[], Any],
+    *,
+    apply: Callable[..., Any],
+    apply_gradients: Callable[..., Any],
+) -> None:
+    """The same for what a class of optimizers, and its bases above Keras's, define themselves.
+
+    What is called first in a step must get the sums over replicas, and calls Keras's only then.
+    """
+    for owner in kind.__mro__:
+        if owner in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+            break
+        for name, other in (("apply", apply), ("apply_gradients", apply_gradients)):
+            if name in vars(owner) and not hasattr(vars(owner)[name], "replaced_in_steps"):
+                _replace(part, owner, name, other)
+
+
+def _replace(part: Callable[[], Any], owner: Any, name: str, other: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        here = part()
+        if here is None:
+            return original(*args, **kwargs)
+        return other(here, original, *args, **kwargs)
+
+    chosen.replaced_in_steps = True  # type: ignore[attr-defined]
+    setattr(owner, name, chosen)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,20 +219,21 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def distribution_strategy_of(optimizer: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Scope in which an optimizer works under `strategy`.
+def distribution_strategy_of(
+    optimizers: Sequence[Any], strategy: tf.distribute.Strategy
+) -> Iterator[None]:
+    """Scope in which optimizers work under `strategy`.
 
     Private because an optimizer keeps the strategy that was current when it was made.
     """
-    own = [o for o in (optimizer, getattr(optimizer, "inner_optimizer", None)) if o is not None]
-    before = [o._distribution_strategy for o in own]
-    for o in own:
-        o._distribution_strategy = strategy
+    before = [optimizer._distribution_strategy for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer._distribution_strategy = strategy
     try:
         yield
     finally:
-        for o, original in zip(own, before, strict=True):
-            o._distribution_strategy = original
+        for optimizer, original in zip(optimizers, before, strict=True):
+            optimizer._distribution_strategy = original
 
 
 def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:

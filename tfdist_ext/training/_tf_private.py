@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.eager import context, tape
-from tensorflow.python.framework import errors
+from tensorflow.python.eager import context, record, tape
+from tensorflow.python.framework import (
+    errors,
+    function_def_to_graph,
+    op_callbacks,
+    op_def_registry,
+)
 
 __all__ = [
     "abort_collectives",
+    "function_graph",
     "get_value",
     "has_coordination_service",
     "insert_value",
+    "is_recording",
+    "is_stateful",
     "keys_of_turn",
     "peer_status",
     "read_by_tapes",
+    "recorded_operations",
+    "recording_operations",
     "replace_value",
 ]
 
@@ -124,3 +137,89 @@ def abort_collectives(message: str) -> None:
     Private because there is no public way to end a collective that waits.
     """
     context.context().abort_collective_ops(errors.UNAVAILABLE, message)
+
+
+def is_recording() -> bool:
+    """Whether any gradient tape records in this thread.
+
+    Private because a tape knows of itself alone.
+    """
+    recording: bool = record.could_possibly_record()
+    return recording
+
+
+@functools.cache
+def is_stateful(kind: str) -> bool:
+    """Whether operations of a type are stateful; not so what is no operation, but a function.
+
+    Private because an operation that was run eagerly is not kept.
+    """
+    definition = op_def_registry.get(kind)
+    return definition is not None and definition.is_stateful
+
+
+def function_graph(graph: Any, name: str) -> Any:
+    """The graph of a function that is called in a graph, or eagerly where that is None.
+
+    Private because public names give functions to call, not those that are called by others. None
+    where it is not known.
+    """
+    if graph is None:
+        return _eager_function_graph(name)
+    while graph is not None:
+        found = graph._get_function(name)
+        if found is not None:
+            return getattr(found, "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+@functools.lru_cache(100)
+def _eager_function_graph(name: str) -> Any:
+    if not context.context().has_function(name):
+        return None
+    with tf.Graph().as_default():
+        return function_def_to_graph.function_def_to_graph(context.get_function_def(name))
+
+
+@contextlib.contextmanager
+def recorded_operations() -> Iterator[None]:
+    """Scope in which threads can record, entered in the thread that runs them.
+
+    A thread that stops recording would otherwise end it for the others.
+    """
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    op_callbacks.add_op_callback(nothing)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(nothing)
+
+
+@contextlib.contextmanager
+def recording_operations(note: Callable[..., None]) -> Iterator[None]:
+    """Scope that calls `note(type, inputs, attributes, outputs)` for what this thread runs eagerly.
+
+    Private because an eager tensor does not know what it was computed from.
+    """
+
+    def called(
+        kind: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, graph: Any = None, **__: Any
+    ) -> None:
+        if graph is None:
+            kind = tf.compat.as_str(kind)
+            attributes = attributes or ()
+            if op_def_registry.get(kind) is None:  # a function
+                kind, attributes = "PartitionedCall", ("f", SimpleNamespace(name=kind))
+            named = dict(zip(attributes[::2], attributes[1::2], strict=True))
+            note(kind, tuple(inputs), named, tuple(outputs))
+
+    ctx = context.context()
+    ctx.add_op_callback(called)
+    try:
+        yield
+    finally:
+        ctx.remove_op_callback(called)

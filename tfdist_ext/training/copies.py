@@ -46,8 +46,15 @@ class LocalCopies(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._piece: int | None = None
+        self._used: dict[int, Any] = {}
+
+    @property
+    def used(self) -> list[Any]:
+        """The Keras variables that were read or assigned."""
+        return list(self._used.values())
 
     def get_current_value(self, variable: Any) -> Any:
+        self._used[id(variable)] = variable
         copy = self._copy_of(variable)
         if self._piece is None or not is_partitioned(copy):
             return copy
@@ -160,14 +167,14 @@ def _send_out(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 @contextlib.contextmanager
-def outside_of_strategies(optimizer: Any = None, updates: Any = None) -> Iterator[None]:
-    """Scope in which TensorFlow, Keras and the given optimizer see no strategy.
+def outside_of_strategies(optimizers: Sequence[Any] = (), updates: Any = None) -> Iterator[None]:
+    """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 
     Args:
-        updates: what the optimizer sees instead.
+        updates: what the optimizers see instead.
     """
     instead = _default_context().strategy if updates is None else updates
-    with _default_context(), kp.distribution_strategy_of(optimizer, instead):
+    with _default_context(), kp.distribution_strategy_of(optimizers, instead):
         yield
 
 

@@ -7,7 +7,8 @@ Inside the step of a `DistributedModel` on several replicas
 - losses are parts of the one loss of the global batch (exact_losses.py);
 - an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its
   share of the examples, before it clips, accumulates or applies it, and works on this replica's
-  copies as if there were no strategy;
+  copies as if there were no strategy. So does an `apply` or `apply_gradients` of its own;
+- in a step of the user's, a tape's gradients of variables are those of the global batch already;
 - statistics that are synchronized over replicas count each example once.
 
 Elsewhere nothing is changed.
@@ -18,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist_ext.strategies.reductions import OTHER, batch_reduce_to
+from tfdist_ext.strategies.reductions import batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_hooks import replace_in_steps
+from tfdist_ext.training._keras_hooks import replace_apply_of, replace_in_steps
 from tfdist_ext.training.copies import (
     LocalCopies,
     UpdatesInPlace,
@@ -43,10 +45,12 @@ from tfdist_ext.training.exact_losses import (
     reduce_loss,
     scale_loss,
 )
+from tfdist_ext.training.optimizers import optimizers_of, with_inner
 from tfdist_ext.training.part import Part, part, reduced_for, set_part
+from tfdist_ext.training.sparse_gradients import ToReduce, finished, to_reduce
 from tfdist_ext.training.step_watch import when
 
-__all__ = ["install"]
+__all__ = ["install", "install_for"]
 
 
 def install() -> None:
@@ -54,6 +58,7 @@ def install() -> None:
     replace_in_steps(
         part,
         apply=_apply,
+        apply_gradients=_apply_gradients,
         reduce_loss=reduce_loss,
         loss_of_batch=loss_of_batch,
         add_loss=add_loss,
@@ -68,75 +73,126 @@ def install() -> None:
     )
 
 
+def install_for(model: keras.Model) -> None:
+    """The same for the `apply` and `apply_gradients` of the model's own classes of optimizers."""
+    for optimizer in optimizers_of(model).values():
+        replace_apply_of(type(optimizer), part, apply=_apply, apply_gradients=_apply_gradients)
+
+
 def _apply(
-    here: Part, original: Callable[..., Any], optimizer: Any, grads: Any, variables: Any = None
-) -> None:
-    """`optimizer.apply` in a replica's context, with this replica's gradients."""
-    grads = list(grads)
-    variables = kp.trained_by(optimizer) if variables is None else list(variables)
+    here: Part, original: Callable[..., Any], optimizer: Any, grads: Any, *more: Any, **named: Any
+) -> Any:
+    """`optimizer.apply(grads, variables)` in a replica's context, with this replica's gradients."""
+    given = [*more, *named.values()]
+    variables = next((list(each) for each in given if isinstance(each, list | tuple)), None)
+
+    def apply(summed: list[Any]) -> Any:
+        return original(optimizer, summed, *more, **named)
+
+    return _with_sums(here, optimizer, list(grads), variables, apply)
+
+
+def _apply_gradients(
+    here: Part, original: Callable[..., Any], optimizer: Any, pairs: Any, *more: Any, **named: Any
+) -> Any:
+    """`optimizer.apply_gradients(zip(grads, variables))`, the same."""
+    pairs = list(pairs)
+
+    def apply(summed: list[Any]) -> Any:
+        of_all = [(g, variable) for g, (_, variable) in zip(summed, pairs, strict=True)]
+        return original(optimizer, of_all, *more, **named)
+
+    return _with_sums(here, optimizer, [g for g, _ in pairs], [v for _, v in pairs], apply)
+
+
+def _with_sums(
+    here: Part,
+    optimizer: Any,
+    grads: list[Any],
+    variables: list[Any] | None,
+    apply: Callable[[list[Any]], Any],
+) -> Any:
+    """Call `apply` with the gradients of the global batch; nothing in it sums once more.
+
+    It may be an optimizer's own, which is not linear, or keeps a state of its own.
+    """
+    variables = kp.trained_by(optimizer) if variables is None else variables
     of_loss = here.weighted_loss
-    weighted = [
-        g if of_loss is not None and of_loss.gave(g) else here.weighted([g])[0]
-        for g in grads
-        if g is not None
-    ]
+
+    def is_weighted(g: Any) -> bool:
+        return of_loss is not None and of_loss.gave(g)
+
+    # Where the numbers of gradients and variables differ, Keras says what is wrong.
+    places = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
+    # Where the step has summed them already they are the same on every replica, whatever it has
+    # made of them since.
+    apart = [i for i in places if is_weighted(grads[i]) or not here.is_equal(grads[i])]
+    weighted = [grads[i] if is_weighted(grads[i]) else here.weighted([grads[i]])[0] for i in apart]
 
     if here.watch is not None:
+        of_part = dict(zip(apart, weighted, strict=True))
+        own = [of_part[i] if i in of_part else here.own_gradient(grads[i]) for i in places]
         with set_part(None):
             loss_scale = optimizer.scale_loss(tf.constant(1.0))
-        here.watch.gradients(weighted, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
+        here.watch.gradients(own, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
 
-    def apply(gradients: list[Any]) -> None:
-        there = iter(gradients)
-        original(optimizer, [None if g is None else next(there, None) for g in grads], variables)
+    def apply_to(summed: list[Any]) -> Any:
+        sums = dict(zip(apart, summed, strict=True))
+        return apply([sums.get(i, g) for i, g in enumerate(grads)])
 
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.TPUStrategy):
         # A replica's copies cannot be had one by one there: Keras sums, after it has clipped.
         with set_part(None):
-            apply(weighted)
-        return
+            return apply_to(weighted)
 
-    touched = [*variables, *optimizer.variables]
+    optimizers = with_inner(optimizer)
+    touched = [*variables, *(v for each in optimizers for v in each.variables)]
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
+        parts = [to_reduce(gradient, here.dependence) for gradient in weighted]
 
-        def apply_once(_: Any, gradients: list[Any]) -> Any:
-            with_gradient = [v for g, v in zip(grads, variables, strict=False) if g is not None]
-            summed = _on_owners(gradients, with_gradient, strategy)
+        def apply_once(_: Any, values: list[list[Any]]) -> Any:
+            owned = [variables[i] for i in apart]
+            summed = _on_owners(parts, values, owned, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
             updates = UpdatesInPlace(optimizer, copies)
             with (
                 set_part(None),
-                outside_of_strategies(optimizer, updates),
+                outside_of_strategies(optimizers, updates),
                 copies,
                 kp.optimizer_keys(updates.whole_of),
             ):
-                apply(summed)
-            send_out(touched, strategy)
-            return () if here.watch is None else when(summed)
+                result = apply_to(summed)
+            send_out([*touched, *copies.used], strategy)
+            return result, () if here.watch is None else when(summed)
 
         here.check_graph()
         merge_call = tf.distribute.get_replica_context().merge_call
-        here.meeting(lambda gradients: merge_call(apply_once, args=(gradients,)), weighted)
-    else:
-        pairs = zip(grads, variables, strict=False)
-        what = [reduced_for("gradient", v) for g, v in pairs if g is not None]
-        what += [OTHER] * (len(weighted) - len(what))  # Keras says what is wrong with numbers
-        summed = here.meeting(lambda gradients: here.sum_up(gradients, what), weighted)
-        number = int(tf.get_static_value(_replica_number()))
-        copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
-        with set_part(None), outside_of_strategies(optimizer), copies:
-            apply(summed)
+        return here.meeting(
+            lambda values: merge_call(apply_once, args=(values,)), [each.values for each in parts]
+        )[0]
+    what = [reduced_for("gradient", variables[i]) for i in apart]
+    summed = here.meeting(lambda gradients: here.sum_up(gradients, what), weighted)
+    number = int(tf.get_static_value(_replica_number()))
+    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
+    with set_part(None), outside_of_strategies(optimizers), copies:
+        return apply_to(summed)
 
 
 def _on_owners(
-    gradients: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy
+    parts: Sequence[ToReduce],
+    values: Sequence[Sequence[Any]],
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
 ) -> list[Any]:
     """The sum over replicas of each gradient, on the device that computes its update alone."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
-    pairs = list(zip(gradients, devices, strict=False))  # Keras says what is wrong with numbers
-    what = [reduced_for("gradient", variable) for variable in variables]
-    return batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what[: len(pairs)])
+    of_all = list(zip(values, devices, variables, strict=True))
+    pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
+    what = [reduced_for("gradient", variable) for of_one, _, variable in of_all for _ in of_one]
+    if not pairs:
+        return []
+    return finished(parts, batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what))
 
 
 def _replica_number() -> Any:

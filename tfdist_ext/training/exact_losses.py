@@ -165,15 +165,17 @@ def gradient(
     *options: Any,
     **named_options: Any,
 ) -> Any:
-    """A tape's gradient of a loss for each example: that of their sum, which is no mean.
+    """A tape's gradient with respect to variables: that of the global batch.
 
-    Only with respect to variables, which sum over the rows; what belongs to a row stays with it.
-    Those of a `WeightedLoss` are of the loss times the part's share.
+    Of a loss for each example it is that of their sum, which is no mean. What belongs to a row
+    stays with it. Those of a `WeightedLoss` are of the loss times the part's share, for an
+    optimizer to sum them.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
     if to_variables and here.replicas > 1:
+        variables = sources
         if (scope := _scope()) is not None:
             sources = tf.nest.map_structure(scope.source_of, sources)
         targets = tf.nest.flatten(target)
@@ -186,6 +188,8 @@ def gradient(
                 made = original(tape, target, sources, upstream, *options, **named_options)
                 known += [each for each in tf.nest.flatten(made) if each is not None]
             return made
+        made = original(tape, target, sources, output_gradients, *options, **named_options)
+        return here.of_all_rows(made, variables) if here.can_sum_gradients() else made
     return original(tape, target, sources, output_gradients, *options, **named_options)
 
 

@@ -9,7 +9,7 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 
-__all__ = ["all_built", "check_built", "optimizers_of"]
+__all__ = ["all_built", "check_built", "optimizers_of", "with_inner"]
 
 
 def optimizers_of(model: keras.Model) -> dict[str, Any]:
@@ -21,6 +21,12 @@ def optimizers_of(model: keras.Model) -> dict[str, Any]:
         for name, optimizer in _optimizers_in(attribute, value):
             found.setdefault(id(optimizer), (name, optimizer))
     return dict(found.values())
+
+
+def with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it holds, as loss scaling and lookahead do."""
+    inner = [each for held in optimizers_of(optimizer).values() for each in with_inner(held)]
+    return list({id(each): each for each in (optimizer, *inner)}.values())
 
 
 def all_built(model: keras.Model) -> bool:

@@ -18,8 +18,10 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_reduce
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import keys_of_turn
+from tfdist_ext.training._tf_private import is_recording, keys_of_turn
+from tfdist_ext.training.batch_dependence import BatchDependence
 from tfdist_ext.training.row_tracing import RowTrace, may_compare_rows, places_rows
+from tfdist_ext.training.sparse_gradients import finished, to_reduce
 from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
 
@@ -75,6 +77,8 @@ class Part:
         self.weighted_loss = weighted_loss
         self._turn = turn
         self.watch = watch
+        self.dependence = BatchDependence(batch, self._size)
+        self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
 
     def share(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -216,6 +220,15 @@ class Part:
             return list(values)
         self.check_graph()
         what = [STATISTIC] * len(values) if what is None else what
+        parts = [to_reduce(value, self.dependence) for value in values]
+        of_parts = [each for part, each in zip(parts, what, strict=True) for _ in part.values]
+        reduced = self._sum_up([value for part in parts for value in part.values], of_parts)
+        summed = finished(parts, reduced)
+        self.dependence.set_equal(summed)
+        self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
+        return summed
+
+    def _sum_up(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
         keys = contextlib.nullcontext() if self._turn is None else keys_of_turn(self._turn)
         summed: list[Any] = [None] * len(values)
         for slices, scope in ((True, keys), (False, contextlib.nullcontext())):
@@ -225,8 +238,41 @@ class Part:
                 totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine) if places else ()
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
-        self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
         return summed
+
+    def can_sum_gradients(self) -> bool:
+        """Whether gradients can be summed when a tape gives them.
+
+        Not in graphs inside the step's, where replicas cannot meet, nor while another tape records,
+        which would want the gradient of the sum; then each part's go to the optimizer. On TPUs
+        Keras's optimizer sums.
+        """
+        strategy = tf.distribute.get_strategy()
+        in_step = current_graph() is self._graph and not is_recording()
+        return in_step and not isinstance(strategy, tf.distribute.TPUStrategy)
+
+    def of_all_rows(self, gradients: Any, variables: Any) -> Any:
+        """A structure of this part's gradients as those of the global batch."""
+        flat = tf.nest.flatten(gradients)
+        weighted = self.weighted([each for each in flat if each is not None])
+        pairs = zip(flat, tf.nest.flatten(variables), strict=True)
+        what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
+        summed = self.meeting(lambda mine: self.sum_up(mine, what), weighted)
+        for own, gradient in zip(weighted, summed, strict=True):
+            self._own_gradients[id(gradient)] = gradient, own
+        rest = iter(summed)
+        return tf.nest.pack_sequence_as(
+            gradients, [None if each is None else next(rest) for each in flat]
+        )
+
+    def is_equal(self, gradient: Any) -> bool:
+        """Whether a gradient is the same on every replica, as of the global batch."""
+        return self.replicas > 1 and self.dependence.is_equal(gradient)
+
+    def own_gradient(self, gradient: Any) -> Any:
+        """This part's share in a gradient of the global batch."""
+        known = self._own_gradients.get(id(gradient))
+        return self.weighted([gradient])[0] if known is None else known[1]
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
+from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.derived_logs import DerivedLogs, is_carried
 from tfdist_ext.training.logs import (
     flat,
@@ -74,6 +75,7 @@ class StepProgram:
         self._own_outputs = has_own_outputs(model, kind)
         self._weighs_loss = hands_gradients_on(self._step, model)
         check_built(model)
+        exact.install_for(model)
         self._reduction = reduction
         self.watch = StepWatch() if watched else Unwatched()
         self._metrics, self._watched = metrics_and_others(model)
@@ -228,7 +230,8 @@ class StepProgram:
                 break
             done += 1
             if rows is None or rows > 0:
-                states, outputs = self._one_step(batch, states, rows)
+                with recorded_operations():
+                    states, outputs = self._one_step(batch, states, rows)
         return self._finish(states, outputs, tf.constant(done), seconds)
 
     def _one_step(
@@ -265,8 +268,12 @@ class StepProgram:
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
             here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn, watch)
+        recording: Any = contextlib.nullcontext()
+        if here and self._model.run_eagerly:
+            recording = here.dependence.recording()
         with (
             set_part(here),
+            recording,
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             returned = self._step(batch)

@@ -18,7 +18,7 @@ from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.derived_logs import MetricVersions
-from tfdist_ext.training.optimizers import optimizers_of
+from tfdist_ext.training.optimizers import optimizers_of, with_inner
 from tfdist_ext.training.part import current_graph
 from tfdist_ext.training.partitioned import (
     PartitionedRead,
@@ -191,7 +191,7 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]
         stack.enter_context(kp.optimizer_keys(scope.owner_of))
         for optimizer in optimizers_of(model).values():
             updates = _UpdatesOnServers(scope, optimizer)
-            stack.enter_context(kp.distribution_strategy_of(optimizer, updates))
+            stack.enter_context(kp.distribution_strategy_of(with_inner(optimizer), updates))
         yield
 
 

@@ -1,0 +1,217 @@
+"""Optimizers and steps of the user's that do something with gradients that is not linear.
+
+They must see the gradient of the global batch. Batches of 16 on three replicas are parts of 5, 5
+and 6 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, assert_trains_as_keras, mirrored, strategy_of
+
+ROWS = 50
+FIT = {"batch_size": 16, "epochs": 2}
+
+
+def build_with(optimizer: Callable[[], Any], kind: Any = keras.Model) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        model = kind(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(optimizer(), "mse")
+        return model
+
+    return build
+
+
+class Normalized(keras.optimizers.Adam):
+    """Gives each gradient the same norm, whose mean it keeps."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.norms = self.add_variable((len(variables),), name="norms")
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        norms = keras.ops.stack([keras.ops.norm(g) for g in grads])
+        self.norms.assign(0.5 * self.norms + 0.5 * norms)
+        scaled = [g / (self.norms[i] + 1e-3) for i, g in enumerate(grads)]
+        super().apply(scaled, trainable_variables)
+
+
+class Adaptive:
+    """A mixin: clips each gradient by the norm of what it is for."""
+
+    def apply_gradients(self, grads_and_vars: Any, **more: Any) -> Any:
+        pairs = []
+        for g, variable in grads_and_vars:
+            largest = 0.05 * keras.ops.maximum(keras.ops.norm(variable), 1e-3)
+            norm = keras.ops.maximum(keras.ops.norm(g), 1e-6)
+            pairs.append((keras.ops.where(norm > largest, g * largest / norm, g), variable))
+        return super().apply_gradients(pairs, **more)
+
+
+class AdaptiveSGD(Adaptive, keras.optimizers.SGD):
+    pass
+
+
+class Lookahead(keras.optimizers.Optimizer):
+    """Every second step, weights go half of the way from slow ones to the inner optimizer's."""
+
+    def __init__(self, inner: Any, **arguments: Any):
+        super().__init__(learning_rate=0.0, **arguments)
+        self.inner = inner
+
+    def build(self, variables: Any) -> None:
+        self.inner.build(variables)
+        super().build(variables)
+        self.slow = [self.add_variable_from_reference(v, "slow") for v in variables]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        self.inner.apply([tf.sign(g) for g in grads], trainable_variables)
+
+        def follow() -> None:
+            for slow, fast in zip(self.slow, trainable_variables, strict=True):
+                slow.assign(slow + 0.5 * (fast - slow))
+                fast.assign(slow)
+
+        keras.ops.cond(self.inner.iterations % 2 == 0, follow, lambda: None)
+        self.iterations.assign_add(1)
+
+
+class Signs(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(tf.sign(gradient), variable, learning_rate)
+
+
+def scaled_loss() -> Any:
+    return keras.optimizers.LossScaleOptimizer(Normalized(0.02), initial_scale=4.0)
+
+
+OPTIMIZERS = {
+    "apply": lambda: Normalized(0.02),
+    "apply_gradients": lambda: AdaptiveSGD(0.1, momentum=0.9),
+    "wrapper": lambda: Lookahead(keras.optimizers.Adam(0.02)),
+    "update_step": lambda: Signs(0.01),
+    "in loss scaling": scaled_loss,
+    "around loss scaling": lambda: Lookahead(scaled_loss()),
+}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_of_the_users_gets_the_gradient_of_the_global_batch(
+    optimizer: str, name: str
+) -> None:
+    plain, ours = assert_trains_as_keras(
+        build_with(OPTIMIZERS[optimizer]),
+        X[:ROWS],
+        Y[:ROWS],
+        strategy=strategy_of(name, 3),
+        **FIT,
+    )
+    theirs = ours.keras_model.optimizer.variables
+    for one, other in zip(plain.optimizer.variables, theirs, strict=True):
+        np.testing.assert_allclose(other.numpy(), one.numpy(), atol=1e-6, err_msg=one.path)
+        for copy in strategy_of(name, 3).experimental_local_results(other.value):
+            np.testing.assert_array_equal(copy.numpy(), other.numpy(), err_msg=one.path)
+
+
+def test_an_apply_set_on_the_object() -> None:
+    def optimizer() -> keras.optimizers.Optimizer:
+        made = keras.optimizers.SGD(0.05)
+        theirs = made.apply
+        made.apply = lambda grads, variables: theirs([tf.sign(g) for g in grads], variables)
+        return made
+
+    assert_trains_as_keras(build_with(optimizer), X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
+
+
+class Step(keras.Model):
+    """A step of the user's, which makes `change(gradients)` of its gradients."""
+
+    def change(self, gradients: list[Any]) -> list[Any]:
+        return list(tf.clip_by_global_norm(gradients, 0.05)[0])
+
+    def gradients(self, data: Any) -> list[Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        gradients = self.change(self.gradients(data))
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"norm": tf.linalg.global_norm(gradients)}
+
+
+class SharpnessAware(Step):
+    """Takes the gradient a step uphill, as SAM does."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        gradients = self.gradients(data)
+        norm = tf.linalg.global_norm(gradients)
+        away = [0.1 * g / (norm + 1e-6) for g in gradients]
+        for weight, step in zip(self.trainable_variables, away, strict=True):
+            weight.assign_add(step)
+        there = self.gradients(data)
+        for weight, step in zip(self.trainable_variables, away, strict=True):
+            weight.assign_sub(step)
+        self.optimizer.apply(there, self.trainable_variables)
+        return {"norm": norm}
+
+
+class Accumulating(Step):
+    """Sums signs of gradients over two steps."""
+
+    def build_accumulators(self) -> None:
+        self.sums = [
+            self.add_weight(shape=v.shape, trainable=False) for v in self.trainable_variables
+        ]
+        self.turn = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        for total, g in zip(self.sums, self.gradients(data), strict=True):
+            total.assign_add(tf.sign(g))
+        self.turn.assign_add(1)
+        full = tf.cast(self.turn % 2 == 0, tf.float32)
+        means = [total * full / 2 for total in self.sums]
+        self.optimizer.apply(means, self.trainable_variables)
+        for total in self.sums:
+            total.assign(total * (1 - full))
+        return {"full": full}
+
+
+class OfWeights(Step):
+    """Its loss has the gradient of the loss in it."""
+
+    def gradients(self, data: Any) -> list[Any]:
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x) * y)
+            slopes = tape.gradient(loss, self.trainable_variables)
+            loss = loss + tf.add_n([tf.reduce_sum(slope) for slope in slopes])
+        return outer.gradient(loss, self.trainable_variables)
+
+
+def accumulating(*arguments: Any) -> keras.Model:
+    model = Accumulating(*arguments)
+    model.build_accumulators()
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("kind", [Step, SharpnessAware, accumulating, OfWeights])
+def test_a_step_gets_the_gradient_of_the_global_batch(kind: Any, name: str) -> None:
+    build = build_with(lambda: keras.optimizers.Adam(0.02), kind)
+    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)

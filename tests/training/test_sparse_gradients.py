@@ -1,0 +1,117 @@
+"""Sparse gradients under optimizers with second moments, which square the slices one by one.
+
+Of positions and other constant indices one device has one slice each; of the batch's rows as many
+as there are rows. Batches of 10 on three replicas are parts of 3, 3 and 4 rows, the last of 26 rows
+parts of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import RNG, mirrored, plain_fit, strategy_of, weights_of
+
+import tfdist_ext as tfd
+
+LENGTH = 4
+TOKENS = RNG.integers(0, 7, (26, LENGTH))
+Y = RNG.normal(size=(26, 1)).astype("float32")
+
+
+class Lookups(keras.layers.Layer):
+    """A table for each way to look up rows, of the batch or not."""
+
+    RELATIVE = np.abs(np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None])
+
+    def build(self, shape: Any) -> None:
+        names = ["length", "constant", "both", "types", "tiled", "inner", "random", "fixed"]
+        self.tables = {
+            name: self.add_weight(shape=(8, 3), name=name, initializer="random_normal")
+            for name in names
+        }
+        self.seed = keras.random.SeedGenerator(7)
+
+    @tf.function
+    def inside(self, x: Any, table: Any) -> Any:
+        return tf.gather(table, tf.range(tf.shape(x)[1]))
+
+    def call(self, x: Any) -> Any:
+        ops, tables = keras.ops, self.tables
+        rows, length = ops.shape(x)
+        positions = ops.arange(length)
+        found = [
+            tf.gather(tables["length"], positions),
+            tf.reduce_sum(tf.gather(tables["constant"], self.RELATIVE), axis=1),
+            ops.take(tables["both"], x, axis=0) + ops.take(tables["both"], positions, axis=0),
+            ops.take(tables["types"], ops.zeros_like(x), axis=0),
+            ops.take(tables["tiled"], ops.tile(positions[None], (rows, 1)), axis=0),
+            self.inside(x, tf.convert_to_tensor(tables["inner"])),
+            tf.gather(tables["random"], keras.random.randint((4,), 0, 8, seed=self.seed)),
+            ops.take(tables["fixed"], np.array([0, 5, 5, 1]), axis=0),
+        ]
+        summed = ops.zeros((1, 1, 3))
+        for rows in found:
+            summed = ops.tanh(summed + rows)
+        return ops.mean(summed, axis=1)
+
+
+def lookups(optimizer: Callable[[], Any], eager: bool = False, kind: Any = keras.Model) -> Any:
+    def build() -> keras.Model:
+        tokens = keras.Input((None,), dtype="int32")
+        model = kind(tokens, keras.layers.Dense(1)(Lookups()(tokens)))
+        model.compile(optimizer(), "mse", run_eagerly=eager)
+        return model
+
+    return build
+
+
+def assert_same_tables(build: Callable, strategy: Any, data: Any = None, **arguments: Any) -> None:
+    plain, _ = plain_fit(build, *(data or (TOKENS, Y)), **arguments)
+    keras.utils.set_random_seed(1)
+    ours = tfd.distribute(build, strategy)
+    ours.fit(*(data or (TOKENS, Y)), shuffle=False, verbose=0, **arguments)
+    for variable, one, other in zip(
+        plain.weights, weights_of(plain), weights_of(ours), strict=True
+    ):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5, err_msg=variable.path)
+
+
+FIT = {"batch_size": 10, "epochs": 2}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed"])
+def test_every_way_to_look_up_rows(name: str) -> None:
+    if name == "placed":
+        strategy = tfd.create_strategy("placed", devices=["CPU:0", "CPU:1", "CPU:2"])
+    else:
+        strategy = strategy_of(name, 3)
+    assert_same_tables(lookups(lambda: keras.optimizers.Adam(0.05)), strategy, **FIT)
+
+
+def test_eager_steps() -> None:
+    build = lookups(lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1), eager=True)
+    assert_same_tables(build, mirrored(2), **FIT)
+
+
+class Clipping(keras.Model):
+    """A step that clips by hand; the gradients of tables are slices."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"norm": norm}
+
+
+@pytest.mark.parametrize(("name", "eager"), [("mirrored", True), ("central_storage", False)])
+def test_a_step_that_clips_slices_by_hand(name: str, eager: bool) -> None:
+    build = lookups(lambda: keras.optimizers.Adam(0.05), eager, Clipping)
+    assert_same_tables(build, strategy_of(name, 2), **FIT)
