@@ -91,6 +91,11 @@ for name, path in (("missing", shared / "two.h5"), ("other", shared / "one.h5"))
     except tfd.TrainingError as error:
         result[name] = str(error)
 
+try:
+    fresh.fit(x, y, checkpoint_dir=shared / "one.h5", **FIT)
+except tfd.TrainingError as error:
+    result["file for a folder"] = str(error)
+
 fresh.export(shared / "exported", verbose=False)
 result["exported_when_it_returns"] = (shared / "exported" / "saved_model.pb").exists()
 result["predicted"] = np.asarray(fresh.predict(x[:10], verbose=0)).astype(float).tolist()

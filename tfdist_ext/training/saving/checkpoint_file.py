@@ -114,6 +114,7 @@ class _Sink(io.FileIO):
     def __exit__(self, *_: Any) -> None:
         self.close()
         if self._error is not None:
+            self._error.filename = self.name
             raise self._error
 
 

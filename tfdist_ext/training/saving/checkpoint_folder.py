@@ -70,22 +70,23 @@ class CheckpointFolder:
         with naming_unwritable(self.path, "checkpoint_dir"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._owner, before = claim(self.path, after=self.index.generation)
-        if before is not None and before.may_be_running():
-            self._warn_of(before)
-        self._remove_unfinished()
-        self.index, faults = Index.checked(self.path)
-        self._listed = _names(self.index)
-        training = self.index.training or uuid.uuid4().hex
-        if training != self._owner.training:
-            self._owner = self._owner.update(self.path, training=training)
+            if before is not None and before.may_be_running():
+                self._warn_of(before)
+            self._remove_unfinished()
+            self.index, faults = Index.checked(self.path)
+            self._listed = _names(self.index)
+            training = self.index.training or uuid.uuid4().hex
+            if training != self._owner.training:
+                self._owner = self._owner.update(self.path, training=training)
         if faults:
+            goes_on = "goes on from what is there; to start it anew, give another folder"
+            if not self._listed:
+                goes_on = "starts anew: there are no checkpoints"
             warnings.warn(
-                f"{self.path}: {'; '.join(faults)}. The training goes on from what is there; to"
-                " start it anew, give another folder.",
-                stacklevel=3,
+                f"{self.path}: {'; '.join(faults)}. The training {goes_on}.", stacklevel=3
             )
             self._check_goes_on(epochs)
-        if faults or self.index != Index():
+        if faults or self._listed:
             self.write_index()
 
     def last_state(self, epochs: int) -> str | None:
@@ -200,11 +201,12 @@ class CheckpointFolder:
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         assert self._owner is not None
-        self._owner.check(self.path)
         try:
+            self._owner.check(self.path)
             yield
         except OSError as error:
-            self._owner.check(self.path)  # a newer job removes what this one has not finished
+            with contextlib.suppress(OSError):
+                self._owner.check(self.path)  # a newer job removes what this one has not finished
             last = next(reversed(self.index.checkpoints), None)
             stays = f"the last complete checkpoint, {last}, stays" if last else "there is no other"
             raise TrainingError(
