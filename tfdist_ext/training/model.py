@@ -25,7 +25,7 @@ from tfdist_ext.training.leaving import leave_together
 from tfdist_ext.training.loop import Loop
 from tfdist_ext.training.partitioned import make_readable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
-from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
+from tfdist_ext.training.same_data import check_same_call
 from tfdist_ext.training.saving.checkpoints import Progress
 from tfdist_ext.training.saving.methods import Saving
 from tfdist_ext.training.saving.resuming import Resumable
@@ -154,7 +154,6 @@ class DistributedModel(Saving):
             initial_epoch=initial_epoch,
             with_validation=validation_data is not None,
         )
-        warn_of_different_data(x, y, self._reduction)
         train = self._epochs(saved.watch(batches, steps_per_epoch), steps_per_epoch)
         self._prepare(batches, "train")
         validation = None
@@ -269,7 +268,7 @@ class DistributedModel(Saving):
         with epochs.next() as data:
             loop = Loop(self._model, self._engine, hooks, "test")
             logs, steps = loop.run(self._engine.program(self._model, "test"), data)
-        epochs.is_done(data, steps, stopped=False)
+        epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         return logs
 
@@ -289,7 +288,7 @@ class DistributedModel(Saving):
     def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
         sizes = {"steps": batches.steps, "batch_size": batches.batch_size}
         check_same_call(self._reduction, **sizes, asked=asked)
-        return Epochs(batches, self._engine.feed(batches), asked)
+        return Epochs(batches, self._engine.feed, asked)
 
     def _prepare(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""

@@ -262,5 +262,4 @@ def _read_past(data: Epochs, epochs: int) -> None:
                 except (StopIteration, tf.errors.OutOfRangeError):
                     break
                 steps += 1
-        if epoch.steps is None or steps < epoch.steps:
-            data.ended_after(steps)
+        data.is_done(epoch, steps, stopped=False)
