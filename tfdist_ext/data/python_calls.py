@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["python_calls"]
+__all__ = ["operations_of", "python_calls"]
 
 _OPERATIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 def python_calls(dataset: tf.data.Dataset) -> list[str]:
     """The operations that call Python: of from_generator, numpy_function, py_function."""
+    return sorted(operations_of(dataset) & _OPERATIONS)
+
+
+def operations_of(dataset: tf.data.Dataset) -> set[str]:
+    """The kinds of operations in a data set's graph and in its functions. Nothing is read."""
     graph = tf.compat.v1.GraphDef.FromString(
         tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
@@ -18,4 +23,4 @@ def python_calls(dataset: tf.data.Dataset) -> list[str]:
         ).numpy()
     )
     nodes = [*graph.node, *(n for function in graph.library.function for n in function.node_def)]
-    return sorted({node.op for node in nodes} & _OPERATIONS)
+    return {node.op for node in nodes}

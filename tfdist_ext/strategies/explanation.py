@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described, describe
 
-__all__ = ["Explanation", "evaluates", "explain", "remember"]
+__all__ = ["Explanation", "computing_tasks", "evaluates", "explain", "remember"]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
@@ -40,6 +40,19 @@ def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
     cluster = None if made is None else made.cluster
     task = None if cluster is None else cluster.task
     return cluster if task is not None and task.type == "evaluator" else None
+
+
+def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
+    """The names of the tasks that compute, in the order of their replicas, as "worker 1"."""
+    made = _MADE.get(strategy)
+    cluster = _cluster_of(strategy) if made is None else made.cluster
+    jobs = {} if cluster is None else cluster.jobs
+    names = [
+        f"{job} {index}" if len(jobs.get(job, ())) > 1 or job == "worker" else f"the {job}"
+        for job in ("chief", "master", "worker")
+        for index in range(len(jobs.get(job, ())))
+    ]
+    return names if len(names) == count else [f"worker {index}" for index in range(count)]
 
 
 def explain(strategy: tf.distribute.Strategy) -> str:

@@ -11,6 +11,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.training.adopt import adopt
 from tfdist_ext.training.model import DistributedModel
+from tfdist_ext.training.same_model import variables_made_together
 
 __all__ = ["distribute"]
 
@@ -41,4 +42,5 @@ def distribute(
         has_scope = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
-    return DistributedModel(adopt(model_or_builder, strategy), strategy, builder)
+    with variables_made_together():
+        return DistributedModel(adopt(model_or_builder, strategy), strategy, builder)

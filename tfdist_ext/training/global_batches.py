@@ -31,7 +31,8 @@ class GlobalBatches:
     is; None where it keeps none. `agreed`: how many rows the global batch has is known only when
     those of all parts are counted. In the place of that number a part says 1 then, or 0 where it is
     no batch of the data; the pass is over when all say so. `dataset` is one pass of whole global
-    batches where each task reads all of them as they are, in the order in which they come.
+    batches where each task reads all of them as they are, in the order in which they come;
+    `arrays` is all of the data where each task holds it.
     """
 
     parts_of: PartsOf
@@ -49,6 +50,7 @@ class GlobalBatches:
     agreed: bool = False
     spec: Any = None
     dataset: tf.data.Dataset | None = None
+    arrays: Any = None
 
     @property
     def element_spec(self) -> Any:

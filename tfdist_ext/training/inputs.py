@@ -102,6 +102,7 @@ def read(
             adapter.on_epoch_end,
             parts_from,
             spec=_spec_of_arrays(arrays),
+            arrays=arrays,
         )
     dataset = adapter.get_tf_dataset()
     _check_batched(dataset.element_spec)

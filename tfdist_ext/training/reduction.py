@@ -24,12 +24,18 @@ class Reduction:
         self.local_replicas = len(local)
         self.first_replica = int(local[0])  # of this worker, in the order of all
         self.multi_worker = self.replicas > self.local_replicas
+        self.workers = self.replicas // self.local_replicas
+        self.worker = self.first_replica // self.local_replicas  # which of them this task is
         devices = _devices(strategy)
         # CPU replicas are fed from a plain iterator on the host.
         self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[Any, Any] = {}
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        return self._strategy
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.

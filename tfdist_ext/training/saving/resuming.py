@@ -20,7 +20,6 @@ from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.same_data import check_same_call
 from tfdist_ext.training.saving.checkpoint_index import Index, Progress
 from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
 from tfdist_ext.training.saving.complete_files import local_path
@@ -65,7 +64,6 @@ class Resumable:
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
         self._check_every()
-        check_same_call(reduction, with_checkpoint_dir=self._folder is not None, every=every)
         if self._folder is None:
             return
         given = keras.tree.flatten(callbacks or [])
