@@ -11,7 +11,14 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described, describe
 
-__all__ = ["Explanation", "evaluates", "explain", "is_apart", "remember"]
+__all__ = [
+    "Explanation",
+    "computing_tasks",
+    "evaluates",
+    "explain",
+    "is_apart",
+    "remember",
+]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
@@ -47,6 +54,19 @@ def is_apart(strategy: tf.distribute.Strategy) -> bool:
     """Whether it was asked for without the cluster that the environment describes, on purpose."""
     made = _MADE.get(strategy)
     return made is not None and made.apart
+
+
+def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
+    """The names of the tasks that compute, in the order of their replicas, as "worker 1"."""
+    made = _MADE.get(strategy)
+    cluster = _cluster_of(strategy) if made is None else made.cluster
+    jobs = {} if cluster is None else cluster.jobs
+    names = [
+        f"{job} {index}" if len(jobs.get(job, ())) > 1 or job == "worker" else f"the {job}"
+        for job in ("chief", "master", "worker")
+        for index in range(len(jobs.get(job, ())))
+    ]
+    return names if len(names) == count else [f"worker {index}" for index in range(count)]
 
 
 def explain(strategy: tf.distribute.Strategy) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "get_data_adapter",
     "global_seed_generator",
     "inner_layers",
+    "inputs_from",
     "is_graph_of_layers",
     "is_tf_dataset",
     "loss_arguments",
@@ -146,6 +147,18 @@ def flat_layers(model: keras.Model) -> list[Any]:
 def inner_layers(layer: Any) -> list[Any]:
     """The layers directly inside a layer or model. Private: the public list is of models alone."""
     return list(layer._flatten_layers(recursive=False, include_self=False))
+
+
+def inputs_from(operation: Any) -> list[Any]:
+    """The operations of a functional model that one takes its inputs from, call by call.
+
+    Private because only a config tells it, and a config of all layers takes long to make.
+    """
+    return [
+        before.operation
+        for node in getattr(operation, "_inbound_nodes", ())
+        for before in node.parent_nodes
+    ]
 
 
 def is_graph_of_layers(model: keras.Model) -> bool:

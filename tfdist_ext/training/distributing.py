@@ -14,6 +14,7 @@ from tfdist_ext.strategies.spanning import check_spans_cluster
 from tfdist_ext.training.adopt import adopt
 from tfdist_ext.training.model import DistributedModel
 from tfdist_ext.training.peers import peers_of
+from tfdist_ext.training.same_model import variables_made_together
 
 __all__ = ["distribute"]
 
@@ -53,6 +54,7 @@ def distribute(
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
-        with peers.meeting("making the model"):  # its first values are the chief's
+        # Their first values are the chief's.
+        with peers.meeting("making the model"), variables_made_together():
             model = adopt(model_or_builder, strategy)
         return DistributedModel(model, strategy, builder)

@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.dataset_passes import DatasetPasses
 from tfdist_ext.training.global_batches import GlobalBatches
+from tfdist_ext.training.inputs import parts_of_dataset
 
 __all__ = ["Epoch", "Epochs", "steps_of_epoch", "validates"]
 
@@ -53,7 +57,19 @@ class Epoch:
 class Epochs:
     """The epochs of one `fit`, `evaluate` or `predict`."""
 
-    def __init__(self, batches: GlobalBatches, dataset: Any, asked: int | None) -> None:
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        feed: Callable[[GlobalBatches], Any],
+        asked: int | None,
+        inspect: Callable[[Any], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            feed: makes of global batches what the steps iterate over.
+            asked: steps of an epoch, where the caller gave a number.
+            inspect: see `DatasetPasses`; called only where each task reads whole global batches.
+        """
         asked = asked or None  # as Keras: 0 is all there is
         if asked is not None and asked < 0:
             raise TrainingError(f"the steps of an epoch are 1 or more; {asked} arrived.")
@@ -66,7 +82,12 @@ class Epochs:
             raise TrainingError(_EMPTY)
         self._batches = batches
         self._asked = asked
-        self._dataset = dataset
+        self._feed = feed
+        self._passes = None
+        if batches.dataset is not None:
+            in_steps = asked is not None
+            self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
+        self._dataset: Any = None if self._passes else feed(batches)
         self._iterator: Any = None
         self._position = batches.begin
         self._seen: int | None = None
@@ -89,13 +110,10 @@ class Epochs:
             steps, after = steps_of_epoch(self._position, in_pass, asked)
             if asked is not None and steps < asked:
                 self._warn_of_end(steps)
-        begins_a_pass = self._position == 0 and (self._asked is None or in_pass is not None)
-        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
-        if self._fresh:
-            self._iterator = iter(self._dataset)
-        self._batches.on_epoch_begin()
+        batches = self._batches
+        batches.on_epoch_begin()
         try:
-            batches = self._batches
+            self._begin(steps, known)
             yield Epoch(
                 self._iterator,
                 steps,
@@ -109,6 +127,27 @@ class Epochs:
             self._batches.on_epoch_end()
             if in_pass is not None:
                 self._position = after
+
+    def _begin(self, steps: int | None, known_length: bool) -> None:
+        """Make the iterator of an epoch, or keep the one of the epoch before."""
+        if self._passes is not None:
+            self._fresh = self._passes.begins_a_pass()
+            dataset = self._passes.epoch(steps, known_length=known_length)
+            self._iterator = iter(self._fed(dataset))
+            return
+        begins_a_pass = self._position == 0 and (
+            self._asked is None or self._batches.steps is not None
+        )
+        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
+        if self._fresh:
+            self._iterator = iter(self._dataset)
+
+    def _fed(self, dataset: tf.data.Dataset) -> Any:
+        if dataset is not self._batches.dataset:  # it is for one epoch
+            return self._feed(replace(self._batches, parts_of=parts_of_dataset(dataset)))
+        if self._dataset is None:
+            self._dataset = self._feed(self._batches)
+        return self._dataset
 
     def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
         """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
@@ -133,7 +172,10 @@ class Epochs:
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
-        if self._position != 0 or (self._asked is not None and self._batches.steps is None):
+        if self._passes is not None:
+            self._position = 0
+            self._passes.restart()
+        elif self._position != 0 or (self._asked is not None and self._batches.steps is None):
             self._position = 0
             self._iterator = None
 
@@ -150,6 +192,8 @@ class Epochs:
             return not stopped
         if self._batches.steps is not None and self._position == 0:
             self._batches.ended()
+            if self._passes is not None and not stopped:
+                self._passes.pass_is_done()
         return True
 
     def ended_after(self, steps: int) -> None:
@@ -160,6 +204,8 @@ class Epochs:
             self._warn_of_end(steps)
         self._seen = steps
         self._iterator = None
+        if self._passes is not None:
+            self._passes.restart()
         self._batches.ended()
 
     def _warn_of_end(self, steps: int) -> None:

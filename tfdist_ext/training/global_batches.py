@@ -31,7 +31,9 @@ class GlobalBatches:
     how many may be done before that. `at_position` is the same from where the data's own position
     is; None where it keeps none. `agreed`: how many rows the global batch has is known only when
     those of all parts are counted. In the place of that number a part says 1 then, or 0 where it is
-    no batch of the data; the pass is over when all say so.
+    no batch of the data; the pass is over when all say so. `dataset` is one pass of whole global
+    batches where each task reads all of them as they are, in the order in which they come;
+    `arrays` is all of the data where each task holds it.
     """
 
     parts_of: PartsOf
@@ -48,6 +50,8 @@ class GlobalBatches:
     at_position: Callable[[], GlobalBatches] | None = None
     agreed: bool = False
     spec: Any = None
+    dataset: tf.data.Dataset | None = None
+    arrays: Any = None
 
     @property
     def element_spec(self) -> Any:

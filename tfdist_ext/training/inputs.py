@@ -102,34 +102,36 @@ def read(
             adapter.on_epoch_end,
             parts_from,
             spec=_spec_of_arrays(arrays),
+            arrays=arrays,
         )
     dataset = adapter.get_tf_dataset()
     _check_has_input(dataset.element_spec)
     _check_batched(dataset.element_spec)
     if shuffle and seed and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         return _in_an_order(x, dataset.element_spec, class_weight, seed())
-    endless = is_dataset and dataset.cardinality() != tf.data.UNKNOWN_CARDINALITY
     return GlobalBatches(
-        parts_of_dataset(dataset.repeat() if endless else dataset),
+        parts_of_dataset(dataset),
         adapter.num_batches,
         None,
-        endless,
+        is_dataset and bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY),
         adapter.on_epoch_begin,
         adapter.on_epoch_end,
+        dataset=dataset,
     )
 
 
 def _in_an_order(
     source: keras.utils.PyDataset, spec: Any, class_weight: dict[int, float] | None, seed: int
 ) -> GlobalBatches:
-    ordered = OrderedBatches(source, seed, class_weight)
+    dataset = OrderedBatches(source, seed, class_weight).dataset(spec)
     return GlobalBatches(
-        parts_of_dataset(ordered.dataset(spec)),
+        parts_of_dataset(dataset),
         source.num_batches,
         None,
         False,
         source.on_epoch_begin,
         source.on_epoch_end,
+        dataset=dataset,
     )
 
 

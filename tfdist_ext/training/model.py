@@ -25,7 +25,12 @@ from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.loop import Loop
 from tfdist_ext.training.partitioned import make_readable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
-from tfdist_ext.training.same_data import check_same_call, warn_of_different_data
+from tfdist_ext.training.same_data import check_same_arrays, check_same_call, first_batch_check
+from tfdist_ext.training.same_model import (
+    check_same_model,
+    check_same_versions,
+    variables_made_together,
+)
 from tfdist_ext.training.saving.checkpoints import Progress
 from tfdist_ext.training.saving.methods import Saving, on_every_worker
 from tfdist_ext.training.saving.resuming import Resumable
@@ -61,6 +66,8 @@ class DistributedModel(Saving):
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         self._engine = (CoordinatorEngine if asynchronous else SynchronousEngine)(strategy)
         self._reduction = self._engine.reduction
+        self._same_python = check_same_versions(self._reduction)
+        check_same_model(self._reduction, model, same_python=self._same_python)
         # Weights that came along are each worker's own; where they differ, the chief's count.
         follow_chief(model, self._reduction)
 
@@ -126,6 +133,23 @@ class DistributedModel(Saving):
             validation_batch_size=validation_batch_size,
         )
         self._check_compiled("fit")
+        self._check_same_call(
+            "fit",
+            x=x,
+            batch_size=batch_size,
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            validation_data="none" if validation_data is None else "given",
+            validation_split=validation_split,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            checkpoint_dir="none" if checkpoint_dir is None else "given",
+            checkpoint_every=checkpoint_every,
+        )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
@@ -162,14 +186,7 @@ class DistributedModel(Saving):
             class_weight=class_weight,
             seed=saved.seed,
         )
-        check_same_call(
-            self._reduction,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            with_validation=validation_data is not None,
-        )
-        warn_of_different_data(x, y, self._reduction)
-        train = self._epochs(saved.watch(batches, steps_per_epoch), steps_per_epoch)
+        train = self._epochs(saved.watch(batches, steps_per_epoch), steps_per_epoch, "fit")
         self._prepare(batches, "train")
         validation = None
         if validation_data is not None:
@@ -178,7 +195,7 @@ class DistributedModel(Saving):
             val_batches = self._engine.read(
                 val_x, val_y, val_weight, batch_size=size, steps=validation_steps
             )
-            validation = self._epochs(val_batches, validation_steps)
+            validation = self._epochs(val_batches, validation_steps, "fit", "validation ")
 
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
@@ -249,8 +266,9 @@ class DistributedModel(Saving):
         """
         check_counts(batch_size=batch_size, steps=steps)
         self._check_compiled("evaluate")
+        self._check_same_call("evaluate", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        epochs = self._epochs(batches, steps)
+        epochs = self._epochs(batches, steps, "evaluate")
         self._prepare(batches, "test")
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
@@ -276,11 +294,13 @@ class DistributedModel(Saving):
                 " workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
                 " tf.data.Dataset."
             )
+        self._check_same_call("predict", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, batch_size=batch_size, steps=steps)
-        epochs = self._epochs(batches, steps)
+        epochs = self._epochs(batches, steps, "predict")
         self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"):
+        with self._reduction.peers.meeting("building the model"), variables_made_together():
             build(self._model, self._built_for, self._strategy, kind="predict")
+        check_same_model(self._reduction, self._model, same_python=self._same_python)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return self._engine.predictor(self._model).predict(epochs, hooks)
 
@@ -291,7 +311,7 @@ class DistributedModel(Saving):
         with epochs.next() as data:
             loop = Loop(self._model, self._engine, hooks, "test")
             logs, steps = loop.run(self._engine.program(self._model, "test"), data)
-        epochs.is_done(data, steps, stopped=False)
+        epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         return logs
 
@@ -308,10 +328,16 @@ class DistributedModel(Saving):
             **params,
         )
 
-    def _epochs(self, batches: GlobalBatches, asked: int | None) -> Epochs:
-        sizes = {"steps": batches.steps, "batch_size": batches.batch_size}
-        check_same_call(self._reduction, **sizes, asked=asked)
-        return Epochs(batches, self._engine.feed(batches), asked)
+    def _check_same_call(self, call: str, **arguments: Any) -> None:
+        check_same_call(self._reduction, call, arguments)
+
+    def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
+        """The epochs of a call, whose data is the same on all workers; `of` names it."""
+        sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
+        self._check_same_call(call, **sizes)
+        check_same_arrays(self._reduction, batches, of)
+        inspect = first_batch_check(self._reduction, batches.dataset, of)
+        return Epochs(batches, self._engine.feed, asked, inspect)
 
     def __reduce__(self) -> NoReturn:
         raise TrainingError(
@@ -324,10 +350,11 @@ class DistributedModel(Saving):
     def _prepare(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"):
+        with self._reduction.peers.meeting("building the model"), variables_made_together():
             recompile(self._model, self._model, self._strategy)
             build(self._model, self._built_for, self._strategy, kind=kind)
         self._engine.prepare(self._model)
+        check_same_model(self._reduction, self._model, same_python=self._same_python)
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:

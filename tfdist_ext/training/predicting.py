@@ -73,6 +73,7 @@ class Predictor:
                     break
         if not collected:
             epochs.ended_after(0)
+        epochs.is_done(data, len(collected), stopped=bool(model.stop_predicting))
         hooks.on_predict_end()
 
         def rows(*parts: Any) -> Any:

@@ -29,6 +29,8 @@ class Reduction:
         self.local_replicas = len(local)
         self.first_replica = int(local[0])  # of this worker, in the order of all
         self.multi_worker = self.replicas > self.local_replicas
+        self.workers = self.replicas // self.local_replicas
+        self.worker = self.first_replica // self.local_replicas  # which of them this task is
         devices = _devices(strategy)
         # CPU replicas are fed from a plain iterator on the host.
         self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
@@ -54,6 +56,10 @@ class Reduction:
                 if sums[1] != sums[0] * number or sums[2] != sums[0] * number**2:
                     raise self.peers.different_calls(name)
             yield
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        return self._strategy
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.

@@ -76,6 +76,7 @@ class WorkerBatches:
     room = staticmethod(lambda: None)
     ended = staticmethod(lambda: None)
     agreed = False
+    dataset = arrays = None
 
     def __init__(
         self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]

@@ -54,6 +54,7 @@ class CoordinatedPredictor:
                 turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
         if not collected:
             epochs.ended_after(0)
+        epochs.is_done(data, done, stopped=bool(model.stop_predicting))
         hooks.on_predict_end()
 
         def rows(*parts: Any) -> Any:

@@ -23,7 +23,6 @@ from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.reduction import Reduction
-from tfdist_ext.training.same_data import check_same_call
 from tfdist_ext.training.saving.checkpoint_folder import CheckpointFolder
 from tfdist_ext.training.saving.checkpoint_index import Progress
 from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
@@ -72,7 +71,6 @@ class Resumable:
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
         self._check_every()
-        check_same_call(reduction, with_checkpoint_dir=self._folder is not None, every=every)
         if self._folder is None:
             return
         given = keras.tree.flatten(callbacks or [])
@@ -313,5 +311,4 @@ def _read_past(data: Epochs, epochs: int) -> None:
                 except (StopIteration, tf.errors.OutOfRangeError):
                     break
                 steps += 1
-        if epoch.steps is None or steps < epoch.steps:
-            data.ended_after(steps)
+        data.is_done(epoch, steps, stopped=False)

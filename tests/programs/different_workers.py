@@ -1,0 +1,188 @@
+"""One of two workers that differ in one thing at a time: what each is told, as JSON."""
+
+import json
+import os
+import types
+import warnings
+
+import tfdist_ext as tfd
+
+strategy = tfd.create_strategy()
+
+import keras  # noqa: E402  (importing these first would start TensorFlow too early)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 4)).astype("float32")
+Y = (X @ RNG.normal(size=(4, 1)) > 0).astype("int32")
+result = {}
+
+
+def layers(activation="relu", last=None):
+    return [
+        keras.Input((4,)),
+        keras.layers.Dense(4, activation=activation),
+        last or keras.layers.Dense(1, activation="sigmoid"),
+    ]
+
+
+def builder(parts=layers, optimizer=None, loss="binary_crossentropy", metrics=("accuracy",)):
+    def build():
+        model = keras.Sequential(parts())
+        model.compile(optimizer() if optimizer else "sgd", loss, metrics=list(metrics))
+        return model
+
+    return build
+
+
+def told(name, call):
+    """Note the error, or the warnings, of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except tfd.TrainingError as error:
+            result[name] = f"error: {error}"
+        else:
+            ours = [str(w.message) for w in caught if "on all workers" in str(w.message)]
+            result[name] = "warning: " + ours[0] if ours else "nothing"
+    print(name, result[name], flush=True)
+
+
+def dataset(batch=8):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
+
+
+def shuffled():
+    return dataset().unbatch().shuffle(48).batch(8)
+
+
+def distribute(*args, **options):
+    return lambda: tfd.distribute(builder(*args, **options), strategy)
+
+
+def fit(x, y=None, **options):
+    return lambda: model.fit(x() if callable(x) else x, y, **{"verbose": 0, **options})
+
+
+# Models.
+activation = "tanh" if rank else "relu"
+told("activation", distribute(lambda: layers(activation)))
+functions = [lambda x: keras.ops.relu(x), lambda x: keras.ops.tanh(x)]
+told("lambda", distribute(lambda: layers(functions[rank])))
+told("loss", distribute(loss="hinge" if rank else "mse"))
+curve = "PR" if rank else "ROC"
+told("metric", distribute(metrics=[keras.metrics.AUC(curve=curve)]))
+told("optimizer", distribute(optimizer=lambda: keras.optimizers.SGD(momentum=rank / 2)))
+
+
+class Own(keras.Model):
+    def __init__(self, activation, rank):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.activation = keras.activations.get(activation)
+        self.rank = rank
+
+    def call(self, inputs):
+        return self.activation(self.dense(inputs))
+
+
+def own(activation, rank=0):
+    def build():
+        model = Own(activation, rank)
+        model.compile("sgd", "mse")
+        return model
+
+    return build
+
+
+told("own model", lambda: tfd.distribute(own(activation), strategy))
+told("attribute", lambda: tfd.distribute(own("relu", rank), strategy))
+
+lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"] if rank else ["a", "c", "b"])
+words = keras.Input((1,), dtype="string")
+told("vocabulary", distribute(lambda: [words, lookup, keras.layers.Dense(1)]))
+
+
+def normalized():
+    layer = keras.layers.Normalization()
+    layer.adapt(X * (1 + rank))
+    return [keras.Input((4,)), layer, keras.layers.Dense(1)]
+
+
+told("normalization", distribute(normalized))
+
+# What may differ: automatic names, seeds, noise of floats, dicts in another order.
+if rank:
+    for _ in range(3):
+        keras.Sequential(layers())
+
+
+def harmless():
+    noisy = keras.layers.Dense(1, kernel_initializer=keras.initializers.HeNormal(seed=rank))
+    return [*layers(last=keras.layers.Dropout(0.5, seed=rank)), noisy]
+
+
+def fit_harmless():
+    keras.utils.set_random_seed(rank)
+    fitted = distribute(
+        harmless,
+        lambda: keras.optimizers.SGD(momentum=0.5 + rank * 1e-9),
+        metrics=[keras.metrics.AUC()],
+    )()
+    fitted.fit(X * np.float32(1 + rank * 1e-7), Y, batch_size=8, verbose=0)
+
+
+told("harmless", fit_harmless)
+
+# Data and calls.
+model = distribute()()
+told("batches", fit(dataset(8 + rank)))
+told("batch_size", fit(X, Y, batch_size=8 + rank))
+told("steps", fit(X[: 48 - 8 * rank], Y[: 48 - 8 * rank], batch_size=8))
+told("epochs", fit(X, Y, batch_size=8, epochs=1 + rank))
+told("every", fit(X, Y, batch_size=8, checkpoint_every=5 if rank else None))
+told("validation", fit(X, Y, validation_data=(X, Y) if rank else None))
+told("x", fit(X + rank, Y))
+told("one row of x", fit(np.where(np.arange(48)[:, None] == 17, X + rank, X), Y))
+told("y", fit(X, np.roll(Y, rank)))
+told("validation x", fit(X, Y, validation_data=(X + rank, Y)))
+told("dataset x", fit(dataset().map(lambda x, y: (x + float(rank), y))))
+tf.random.set_seed(rank)
+told("unseeded shuffle", fit(shuffled()))
+told("shuffled validation", fit(X, Y, validation_data=shuffled()))
+told("augmentation", fit(dataset().map(lambda x, y: (x + tf.random.normal([4]), y))))
+told("generator", fit((X[i : i + 8] + rank, Y[i : i + 8]) for i in range(0, 48, 8)))
+told("evaluate", lambda: model.evaluate(X + rank, Y, verbose=0))
+told("evaluate steps", lambda: model.evaluate(dataset(), steps=2 + rank, verbose=0))
+moved = dataset().map(lambda x, y: x + float(rank))
+told("predict", lambda: model.predict(moved, verbose=0))
+weights = {0: 1.0, 1: 2.0} if rank else {1: 2.0, 0: 1.0}
+told("order of a dict", fit(X, Y, class_weight=weights))
+
+
+def recompiled():
+    model.keras_model.compile("sgd", "mae" if rank else "mse")
+    model.evaluate(X, Y, verbose=0)
+
+
+told("recompiled", recompiled)
+model.keras_model.compile("sgd", "mse")
+
+# Nothing that looks at the data moves its order, nor does what reads ahead.
+import shuffled_training  # noqa: E402
+
+result["orders"] = shuffled_training.losses(strategy)
+
+import tfdist_ext.training.same_model as same_model  # noqa: E402
+
+real = same_model.keras
+same_model.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")
+told("version", distribute())
+same_model.keras = real
+same_model.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
+told("python", distribute(lambda: layers(functions[rank])))
+
+print("RESULT " + json.dumps(result), flush=True)

@@ -1,0 +1,82 @@
+"""Workers that differ in one thing: each is told which, on which worker, and both values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ERRORS = {
+    "activation": ["activation of layer 'dense'", "got relu on worker 0 and tanh on worker 1"],
+    "lambda": ["code of activation of layer 'dense'", "on worker 0 and"],
+    "loss": ["loss", "got mse on worker 0 and hinge on worker 1"],
+    "metric": ["curve of metrics 0", "got ROC on worker 0 and PR on worker 1"],
+    "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
+    "own model": ["activation of layer 'own'", "got relu on worker 0 and tanh on worker 1"],
+    "vocabulary": ["vocabulary of layer 'string_lookup'", "got ['[UNK]', 'a', 'c', 'b']"],
+    "normalization": ["mean of layer 'normalization' must be the same on all workers"],
+    "batches": ["batch size must be the same on all workers, got 8 on worker 0 and 9 on worker 1"],
+    "batch_size": ["batch_size must be the same on all workers, got 8 on worker 0 and 9 on"],
+    "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
+    "epochs": ["epochs must be the same on all workers, got 1 on worker 0 and 2 on worker 1"],
+    "every": ["checkpoint_every must be the same on all workers, got nothing on worker 0 and 5"],
+    "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
+    "x": ["x must be the same on all workers, got [0.12573", "[1.12573", "from_dataset_fn"],
+    "one row of x": ["x must be the same on all workers, got other values on worker 1"],
+    "y": ["y must be the same on all workers, got [1, 1, 0, 0]"],
+    "validation x": ["validation x must be the same on all workers, got [0.12573"],
+    "dataset x": ["the first batch differs: x must be the same on all workers, got [0.12573"],
+    "unseeded shuffle": ["the first batch differs: ", "y must be", "a seed for shuffle()"],
+    "shuffled validation": ["the first batch differs: validation x must be the same"],
+    "evaluate": ["x must be the same on all workers, got [0.12573"],
+    "evaluate steps": ["steps must be the same on all workers, got 2 on worker 0 and 3 on"],
+    "predict": ["the first batch differs: x must be the same on all workers, got [0.12573"],
+    "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
+    "version": ["the version of Keras must be the same on all workers, got 3.15.0 on worker 0"],
+}
+WARNINGS = {  # of the chief
+    "attribute": ["attribute rank of layer 'own' must be", "got 0 on worker 0 and 1 on worker 1"],
+    "augmentation": ["the first batch differs: x must be", "if only an augmentation differs"],
+    "generator": ["the first batch differs: x must be", "calls Python"],
+    "python": ["the version of Python must be the same on all workers, got 3.11 on worker 0 and"],
+}
+NOTHING = ["harmless", "order of a dict"]
+
+
+@pytest.fixture(scope="module")
+def workers(run_cluster: Callable[..., list[Any]]) -> list[dict[str, Any]]:
+    return run_cluster("different_workers.py", timeout=240)
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_a_difference_is_an_error_on_every_worker(workers: list[dict[str, Any]], what: str) -> None:
+    for worker in workers:
+        assert worker[what].startswith("error: ")
+        for words in ERRORS[what]:
+            assert words in worker[what]
+
+
+@pytest.mark.parametrize("what", WARNINGS)
+def test_what_might_be_right_is_a_warning_on_the_chief(
+    workers: list[dict[str, Any]], what: str
+) -> None:
+    chief, other = workers
+    assert chief[what].startswith("warning: ")
+    for words in WARNINGS[what]:
+        assert words in chief[what]
+    assert other[what] == "nothing"
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_what_may_differ_is_no_difference(workers: list[dict[str, Any]], what: str) -> None:
+    assert [worker[what] for worker in workers] == ["nothing", "nothing"]
+
+
+def test_a_seeded_shuffle_has_the_order_of_one_process(workers: list[dict[str, Any]]) -> None:
+    import shuffled_training
+
+    one = shuffled_training.losses(shuffled_training.tfd.create_strategy("one_device"))
+    for worker in workers:
+        for name, losses in one.items():
+            assert worker["orders"][name] == pytest.approx(losses, rel=1e-5), name
