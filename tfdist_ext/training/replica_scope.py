@@ -75,6 +75,7 @@ class ReplicaScope(keras.StatelessScope):
                 value = self.without_rows[key] = _on_first_replica(variable, value)
             super().add_update((variable, self.versions.add(variable, value)))
         elif key not in self._watched:
+            _check_is_no_metric(variable)
             self._write(variable, value)
         elif self._in_inner_graph():
             self._move_to_own(variable)
@@ -170,6 +171,18 @@ class ReplicaScope(keras.StatelessScope):
                 " a loop of train_step's own. Update metrics directly in the body of train_step;"
                 " the step is compiled as a whole already."
             )
+
+
+def _check_is_no_metric(variable: Any) -> None:
+    """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
+    here = part()
+    if here and here.replicas > 1 and variable.synchronization == "on_read":
+        raise TrainingError(
+            f"the step updates the metric variable {variable.path!r}, and the model does not know"
+            " its metric, so its values on several replicas cannot be combined. Make the metric an"
+            " attribute of the model or of one of its layers (self.tracker = ...), or return it"
+            " from the model's metrics property."
+        )
 
 
 def _on_first_replica(variable: Any, value: Any) -> Any:
