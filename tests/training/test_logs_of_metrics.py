@@ -255,6 +255,18 @@ def test_metrics_that_the_model_does_not_list() -> None:
     )
 
 
+def test_a_metric_that_the_model_does_not_know_is_named() -> None:
+    class Apart:
+        seen = keras.metrics.Sum(name="seen")
+
+    def log(metric: Any, y: Any, predicted: Any) -> Any:
+        Apart.seen.update_state(y)
+        return Apart.seen.result()
+
+    with pytest.raises(tfd.TrainingError, match=r"'seen/total'.*attribute of the model"):
+        distributed_fit(lambda: OneLog(log), X, Y, **FIT)
+
+
 def test_worker_tensorboard_has_them_over_its_own_rows(tmp_path: Path) -> None:
     board = tfd.WorkerTensorBoard(tmp_path)
     _, history = distributed_fit(own_logs(), X, Y, callbacks=[board], **FIT)

@@ -92,7 +92,8 @@ def metrics_of(model: keras.Model) -> list[Any]:
     """The model's metrics, those that a `metrics` property of its own leaves out too."""
     found = list(model.metrics)
     for layer in kp.flat_layers(model):
-        found += keras.Layer.metrics.fget(layer)
+        kind = keras.Model if isinstance(layer, keras.Model) else keras.Layer
+        found += kind.metrics.fget(layer)
     return list({id(metric): metric for metric in found}.values())
 
 

@@ -84,6 +84,7 @@ class ReplicaScope(keras.StatelessScope):
                 value = self.without_rows[key] = _on_first_replica(variable, value)
             super().add_update((variable, self.versions.add(variable, value)))
         elif key not in self._watched:
+            _check_is_no_metric(variable)
             self._write(variable, value)
         elif self._in_inner_graph():
             self._move_to_own(variable)
@@ -227,6 +228,18 @@ def assign_written(
             # The value is equal on all replicas, so any of them will do.
             args=(strategy.experimental_local_results(value)[0],),
             group=False,
+        )
+
+
+def _check_is_no_metric(variable: Any) -> None:
+    """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
+    here = part()
+    if here and here.replicas > 1 and variable.synchronization == "on_read":
+        raise TrainingError(
+            f"the step updates the metric variable {variable.path!r}, and the model does not know"
+            " its metric, so its values on several replicas cannot be combined. Make the metric an"
+            " attribute of the model or of one of its layers (self.tracker = ...), or return it"
+            " from the model's metrics property."
         )
 
 
