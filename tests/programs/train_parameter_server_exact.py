@@ -26,7 +26,26 @@ strategy = tf.distribute.ParameterServerStrategy(
 )
 
 opt = keras.optimizers
+
+
+class Normalized(opt.Adam):
+    """Divides each gradient by a mean of its norms."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.norms = self.add_variable((len(variables),), name="norms")
+
+    def apply(self, grads, trainable_variables=None):
+        if not self.built:
+            self.build(trainable_variables)
+        norms = tf.stack([tf.linalg.global_norm([g]) for g in grads])
+        self.norms.assign(0.5 * self.norms + 0.5 * norms)
+        grads = [keras.ops.divide(g, self.norms[i] + 0.1) for i, g in enumerate(grads)]
+        super().apply(grads, trainable_variables)
+
+
 OPTIMIZERS = {
+    "own apply": lambda: Normalized(0.01),
     "sgd, schedule": lambda: opt.SGD(
         opt.schedules.ExponentialDecay(0.1, 3, 0.7), momentum=0.9, nesterov=True
     ),

@@ -1,5 +1,6 @@
-"""Two real workers: losses of rows, state written in a loop, a shuffled PyDataset, and a table
-whose gradient has fewer slices in the last step of an execution than in those before.
+"""Two real workers: losses of rows, state written in a loop, an optimizer with an `apply` of its
+own, a shuffled PyDataset, and tables: of rows, whose gradient has fewer slices in the last step of
+an execution than in those before, and of positions.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ class Average(keras.layers.Layer):
         return x - before
 
 
+class Positions(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.table = keras.layers.Embedding(4, 4)
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]))
+
+
+class Normalized(keras.optimizers.Adam):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        grads = [g / (keras.ops.norm(g) + 0.1) for g in grads]
+        super().apply(grads, trainable_variables)
+
+
 class LossOfRows(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return tf.reduce_sum((y - y_pred) ** 2, axis=1)
@@ -53,15 +68,15 @@ class Batches(keras.utils.PyDataset):
 
 def of_rows() -> keras.Model:
     model = LossOfRows([keras.Input((5,)), Average(), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.05), "mse")
+    model.compile(Normalized(0.05), "mse")
     return model
 
 
 def of_ids() -> keras.Model:
-    ids = keras.Input([3], dtype="int32")
-    rows = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(ids))
-    model = keras.Model(ids, keras.layers.Dense(1)(rows))
-    model.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=5)
+    ids = keras.Input([None], dtype="int32")
+    rows = keras.ops.tanh(Positions()(keras.layers.Embedding(9, 4)(ids)))
+    model = keras.Model(ids, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=5)
     return model
 
 

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,8 +17,15 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_hooks import replace_in_steps
-from tfdist_ext.training._tf_private import read_by_tapes
+from tfdist_ext.training._keras_hooks import replace_apply_of, replace_in_steps
+from tfdist_ext.training._tf_private import (
+    function_graph,
+    is_recording,
+    is_stateful,
+    read_by_tapes,
+    recorded_operations,
+    recording_operations,
+)
 
 TRAINING = Path(kp.__file__).parent
 
@@ -158,7 +166,7 @@ def test_optimizers() -> None:
     assert kp.trained_by(outer) == kp.trained_by(inner) == weights
     other = tf.distribute.OneDeviceStrategy("CPU:0")
     mine = inner._distribution_strategy
-    with kp.distribution_strategy_of(outer, other):
+    with kp.distribution_strategy_of([outer, inner], other):
         assert inner._distribution_strategy is outer._distribution_strategy is other
     assert inner._distribution_strategy is outer._distribution_strategy is mine
 
@@ -205,6 +213,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
 
     for owner, name in (
         (keras.optimizers.Optimizer, "apply"),
+        (keras.optimizers.Optimizer, "apply_gradients"),
         (keras.optimizers.LossScaleOptimizer, "apply"),
         (keras.optimizers.Optimizer, "scale_loss"),
         (keras.optimizers.LossScaleOptimizer, "scale_loss"),
@@ -224,6 +233,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     replace_in_steps(
         lambda: here[0] if here else None,
         apply=noting("apply"),
+        apply_gradients=noting("apply_gradients"),
         reduce_loss=noting("reduce_loss"),
         loss_of_batch=noting("loss_of_batch"),
         add_loss=noting("add_loss"),
@@ -258,6 +268,7 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     use_all()
     assert set(called) == {
         "apply",
+        "apply_gradients",
         "reduce_loss",
         "loss_of_batch",
         "add_loss",
@@ -272,6 +283,68 @@ def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.Monkey
     }
     assert called.count("apply") == 3  # the model's, the scaled one and the one inside it
     assert strategy.num_replicas_in_sync == 1
+
+
+def test_an_apply_of_the_users_is_replaced_once_in_each_class() -> None:
+    called: list[str] = []
+
+    class First(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            called.append("first")
+
+    class Second(First):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            called.append("second")
+            super().apply(grads, trainable_variables)
+
+    def note(part: Any, original: Any, *arguments: Any) -> None:
+        called.append("replaced")
+        original(*arguments)
+
+    theirs = keras.optimizers.Optimizer.apply
+    for kind in (First, Second, Second):
+        replace_apply_of(kind, lambda: "a step", apply=note, apply_gradients=note)
+    assert keras.optimizers.Optimizer.apply is theirs
+    Second().apply([])
+    assert called == ["replaced", "second", "replaced", "first"]
+
+
+def test_what_was_run_eagerly_is_recorded() -> None:
+    noted: list[tuple[str, int]] = []
+
+    @tf.function
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    def note(kind: str, inputs: Any, attributes: Any, outputs: Any) -> None:
+        if kind == "PartitionedCall":
+            name = attributes["f"].name
+            assert [len(function_graph(None, name).inputs), len(outputs)] == [1, 1]
+        noted.append((kind, len(inputs)))
+
+    with recorded_operations(), recording_operations(note):
+        double(tf.constant(1) + 1)
+        tf.tile(tf.constant([1]), [3])
+    tf.constant(1) + 1
+    assert noted == [("AddV2", 2), ("PartitionedCall", 1), ("Tile", 2)]
+
+
+def test_functions_of_graphs_stateful_operations_and_open_tapes() -> None:
+    assert is_stateful("RandomUniform")
+    assert not is_stateful("Range")
+    assert not is_stateful("__inference_of_a_user_1")
+    with tf.GradientTape():
+        assert is_recording()
+    assert not is_recording()
+
+    @tf.function
+    def outer(x: Any) -> Any:
+        made = tf.function(lambda y: y + 1)(x).op
+        inner = function_graph(made.graph, made.get_attr("f").name)
+        assert len(inner.inputs) == len(inner.outputs) == 1
+        return made.outputs[0]
+
+    assert int(outer(tf.constant(1))) == 2
 
 
 def test_steps_on_workers_reach_into_optimizers_and_lookups() -> None:

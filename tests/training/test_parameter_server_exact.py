@@ -40,7 +40,7 @@ def result(request: pytest.FixtureRequest, runs: dict[int, Future[Any]]) -> Any:
 
 
 def test_training_is_plain_keras(result: dict[str, Any]) -> None:
-    assert len(result["optimizers"]) == (2 if result["pieces"] == 1 else 9)
+    assert len(result["optimizers"]) == (2 if result["pieces"] == 1 else 10)
     for name, found in result["optimizers"].items():
         assert max(found["weights"], found["slots"], found["history"]) < TOLERANCE, name
         assert found["steps"] == (4 if name == "accumulation" else 8), name

@@ -115,3 +115,16 @@ class Clipping(keras.Model):
 def test_a_step_that_clips_slices_by_hand(name: str, eager: bool) -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05), eager, Clipping)
     assert_same_tables(build, strategy_of(name, 2), **FIT)
+
+
+def test_a_dense_layer_on_sparse_inputs() -> None:
+    """Keras looks up each distinct column once, in the rows of a batch: so here, in all parts."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((9,), sparse=True)
+        model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        return model
+
+    x = RNG.normal(size=(26, 9)).astype("float32") * (RNG.random((26, 9)) < 0.3)
+    assert_same_tables(build, mirrored(3), (tf.sparse.from_dense(x), Y), **FIT)

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training._tf_private import function_graph, is_stateful, recording_operations
@@ -133,7 +134,7 @@ class BatchDependence:
         values = self._constant_value(indices)
         if values is None or not values.size:
             return False
-        counts = tf.unique_with_counts(values.reshape(-1)).count.numpy()
+        _, counts = np.unique(values, return_counts=True)
         return bool((counts % size == 0).all())
 
     def _state(self, tensor: Any) -> int:
