@@ -13,6 +13,7 @@ from keras import ops
 from training_cases import X, assert_same_history, assert_same_weights, plain_fit, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 
 VIEWS = np.stack([X[:41], X[:41] + 0.3 * X[::-1][:41]], axis=1)  # (rows, 2 views, 5)
 LABELS = np.arange(41) % 4
@@ -91,7 +92,7 @@ class Retrieval(TwoViews):
     """Own rows against all rows; this replica's candidates begin behind those before it."""
 
     def contrast(self, one: Any, other: Any, labels: Any) -> Any:
-        ids = ops.cast(ops.round(one[:, :1] * 0 + ops.cast(labels[:, None], "float32")), "int32")
+        ids = labels[:, None]
         every = tfd.all_rows({"rows": other, "ids": ids, "missing": None})
         logits = similarity(one, every["rows"])
         positives = ops.cast(ops.equal(ids, ops.transpose(every["ids"])), "float32")
@@ -155,41 +156,36 @@ class NNCLR(TwoViews):
 
 
 class MoCo(NNCLR):
-    """Keys of a slow copy of the network; a queue of negatives with a pointer."""
+    """Keys of a network that follows the other slowly, in a queue with a pointer."""
 
     def prepare(self) -> None:
         super().prepare()
         self.slow = network()
-        self.slow.trainable = False
         self.pointer = self.add_weight(
             shape=(), dtype="int32", initializer="zeros", trainable=False, name="pointer"
         )
 
     def train_step(self, data: Any) -> Any:
         views, _ = data
+        keys = self.slow(views[:, 1])
+        with tf.GradientTape() as tape:
+            queries = self.network(views[:, 0])
+            positive = ops.sum(queries * keys, axis=1, keepdims=True)
+            logits = ops.concatenate([positive, similarity(queries, self.queue)], axis=1)
+            labels = ops.zeros(ops.shape(logits)[0], "int32")
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, logits)
+        weights = self.network.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
         for old, new in zip(self.slow.weights, self.network.weights, strict=True):
             old.assign(0.9 * old + 0.1 * new)
-        self.keys = tfd.all_rows(self.slow(views[:, 1]))
-        return super().train_step(data)
-
-    def contrast(self, one: Any, other: Any, labels: Any) -> Any:
-        keys = self.slow_keys(one)
-        positive = ops.sum(one * keys, axis=1, keepdims=True)
-        logits = ops.concatenate([positive, similarity(one, self.queue)], axis=1)
-        labels = ops.zeros(ops.shape(logits)[0], "int32")
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, logits)
-
-    def slow_keys(self, one: Any) -> Any:
-        return ops.stop_gradient(self.slow.layers[-1](self.slow.layers[0](one[:, :1] * 0 + 1.0)))
-
-    def after(self, features: Any) -> None:
-        count = ops.shape(self.keys)[0]
-        indices = (self.pointer + ops.arange(count)) % QUEUE
-        queue = tf.tensor_scatter_nd_update(
-            tf.convert_to_tensor(self.queue), indices[:, None], self.keys
-        )
-        self.queue.assign(queue)
+        keys = tfd.all_rows(keys)
+        count = ops.shape(keys)[0]
+        places = (self.pointer + ops.arange(count)) % QUEUE
+        queue = tf.convert_to_tensor(self.queue)
+        self.queue.assign(tf.tensor_scatter_nd_update(queue, places[:, None], keys))
         self.pointer.assign((self.pointer + count) % QUEUE)
+        self.tracker.update_state(loss)
+        return {"contrast": self.tracker.result()}
 
 
 class InLayer(keras.layers.Layer):
@@ -227,6 +223,7 @@ LOSSES = [
     SupervisedContrastive,
     BarlowTwins,
     NNCLR,
+    MoCo,
 ]
 
 
@@ -241,8 +238,10 @@ def builder(cls: Callable[[], keras.Model], **settings: Any) -> Callable[[], ker
     return build
 
 
-def assert_trains_as_one_device(build: Any, strategy: Any, *data: Any, batch: int = 12) -> Any:
-    fit = {"batch_size": batch, "epochs": 3, "shuffle": False, "verbose": 0}
+def assert_trains_as_one_device(
+    build: Any, strategy: Any, *data: Any, batch: int = 12, epochs: int = 3
+) -> Any:
+    fit = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
     plain, expected = plain_fit(build, *data, eager=False, **fit)
     keras.utils.set_random_seed(1)
     ours = tfd.distribute(build, strategy)
@@ -256,3 +255,121 @@ def assert_trains_as_one_device(build: Any, strategy: Any, *data: Any, batch: in
 def test_trains_as_one_device(cls: Any) -> None:
     """Batches of 12, 12, 12 and 5 rows."""
     assert_trains_as_one_device(builder(cls), strategy_of("mirrored"), VIEWS, LABELS)
+
+
+@pytest.mark.parametrize("case", ["central_storage", "placed", "template", "eager", "three"])
+def test_on_each_strategy(case: str) -> None:
+    """Batches of 8, 8, 8 and 1 rows: in the last one a single replica has a row."""
+    devices = ["CPU:0", "CPU:1"]
+    strategies = {
+        "central_storage": lambda: strategy_of("central_storage"),
+        "placed": lambda: PlacedStrategy(devices),
+        "template": lambda: StrategyTemplate(devices),
+        "eager": lambda: strategy_of("mirrored"),
+        "three": lambda: strategy_of("mirrored", 3),
+    }
+    build = builder(NNCLR, run_eagerly=case == "eager")
+    ours = assert_trains_as_one_device(
+        build, strategies[case](), VIEWS[:25], LABELS[:25], batch=8, epochs=2
+    )
+    for copy in ours.strategy.experimental_local_results(ours.keras_model.queue.value):
+        np.testing.assert_array_equal(np.asarray(copy), ours.keras_model.queue.numpy())
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_in_a_layer_and_a_loss_function(of_rows: bool) -> None:
+    assert_trains_as_one_device(
+        lambda: with_layer(of_rows), strategy_of("mirrored"), X[:25], X[:25, :1], batch=8
+    )
+
+
+class Gathers(keras.layers.Layer):
+    """Of each row: all rows, in several types."""
+
+    def call(self, x: Any) -> Any:
+        given = {"half": tf.cast(x, "float16"), "flag": x > 0, "other": [None, tf.cast(x, "int8")]}
+        every = tfd.all_rows(given)
+        assert every["other"][0] is None
+        of_types = [every["half"], every["flag"], every["other"][1]]
+        assert [each.dtype.name for each in of_types] == ["float16", "bool", "int8"]
+        rows = tf.stack([tf.cast(each, "float32") for each in of_types])
+        assert rows.shape[1:] == [None, 5]
+        return tf.tile(rows[None], [tf.shape(x)[0], 1, 1, 1])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("rows", [2, 7])
+def test_rows_are_in_the_order_of_the_batch(rows: int, replicas: int) -> None:
+    model = keras.Sequential([keras.Input((5,)), Gathers()]) if replicas > 1 else None
+    x = np.round(10 * X[:rows])
+    if model is None:  # outside of steps, and where a replica has all rows
+        assert tfd.all_rows(x) is x
+        return
+    ours = tfd.distribute(model, strategy_of("mirrored", replicas))
+    every = ours.predict(x, verbose=0)
+    assert every.shape == (rows, 3, rows, 5)
+    np.testing.assert_array_equal(every, np.broadcast_to([[x, x > 0, x]], every.shape))
+
+
+def trained_with(gathered: Callable[[Any], Any], **settings: Any) -> None:
+    """A step of a model whose layer calls `gathered`, on two replicas."""
+
+    class Calls(keras.layers.Layer):
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                gathered(x)
+            return x
+
+    model = keras.Sequential([keras.Input((5,)), Calls(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **settings)
+    tfd.distribute(model, strategy_of("mirrored")).fit(X[:8], X[:8, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("gathered", "error", "message"),
+    [
+        (
+            lambda x: tfd.all_rows(tf.concat([x, x], axis=0)),
+            tf.errors.InvalidArgumentError,
+            "axis 0 of x must hold the rows of this replica.* before rows are dropped",
+        ),
+        (lambda x: tfd.all_rows(tf.as_string(x)), tfd.TrainingError, "got a tensor of .* string"),
+        (lambda x: tfd.all_rows(tf.sparse.from_dense(x)), tfd.TrainingError, "got SparseTensor"),
+        (lambda x: tfd.all_rows(1.0), tfd.TrainingError, r"got a tensor of shape \(\)"),
+        (
+            lambda x: tf.cond(tf.reduce_sum(x) < 9, lambda: tfd.all_rows(x), lambda: x),
+            tfd.TrainingError,
+            "inside a tf.function, a cond or a loop of the step's own.*tfd.all_rows",
+        ),
+    ],
+)
+def test_what_cannot_be_gathered(gathered: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        trained_with(gathered)
+
+
+def test_in_batch_negatives_of_a_part_are_warned_of() -> None:
+    def loss(candidates: Callable[[Any], Any]) -> Callable[..., Any]:
+        def of_rows(y: Any, x: Any) -> Any:
+            logits = tf.matmul(x, candidates(x), transpose_b=True)
+            return tf.reduce_mean(tf.nn.log_softmax(logits))
+
+        return of_rows
+
+    def train(loss: Any) -> None:
+        inputs = keras.Input((None, 5))  # a sequence of any length: attention compares its places
+        hidden = keras.layers.MultiHeadAttention(1, 2)(inputs, inputs)
+        hidden = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(hidden))
+        gram = ops.matmul(hidden[:, :, None], hidden[:, None, :])
+        outputs = keras.layers.Dense(2)(keras.layers.Flatten()(gram))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", loss)
+        ours = tfd.distribute(model, strategy_of("mirrored"))
+        ours.fit(VIEWS[:8], VIEWS[:8, 0, :1], batch_size=8, verbose=0)
+
+    with pytest.warns(
+        UserWarning, match="loss compares rows of the batch.*On 2 replicas.*all_rows"
+    ):
+        train(loss(lambda x: x))
+    train(loss(tfd.all_rows))  # warnings are errors
+    train("mse")

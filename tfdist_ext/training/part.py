@@ -20,7 +20,12 @@ from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_redu
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording, keys_of_turn
 from tfdist_ext.training.batch_dependence import BatchDependence
-from tfdist_ext.training.row_tracing import RowTrace, may_compare_rows, places_rows
+from tfdist_ext.training.row_tracing import (
+    RowTrace,
+    may_compare_rows,
+    may_place_rows,
+    places_rows,
+)
 from tfdist_ext.training.sparse_gradients import finished, to_reduce
 from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
@@ -134,8 +139,8 @@ class Part:
         """Raise TrainingError if rows of this part are written into a variable's rows."""
         if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
             return
-        if self._size is None and not places_rows(value, lambda t: None in _shape(t)):
-            return  # a RowTrace takes longer
+        if self._size is None and not may_place_rows(value):
+            return
         trace = self.trace([value])
         if trace is None or trace.crosses_replicas:
             return
@@ -177,7 +182,7 @@ class Part:
     def may_have_rows(self, value: Any) -> bool:
         """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
         sizes = _sizes(value)
-        if self.has_rows(value) or self._size is None or not sizes:
+        if self._size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
             return False
         first = sizes[0]
         return first is not None and first > 0 and first % self._size == 0
@@ -229,13 +234,14 @@ class Part:
         return summed
 
     def _sum_up(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
-        keys = contextlib.nullcontext() if self._turn is None else keys_of_turn(self._turn)
         summed: list[Any] = [None] * len(values)
-        for slices, scope in ((True, keys), (False, contextlib.nullcontext())):
-            places = [n for n, v in enumerate(values) if isinstance(v, tf.IndexedSlices) is slices]
-            with scope:
+        kinds = [_kind_of_sum(value) for value in values]
+        for kind in sorted(set(kinds)):
+            places = [place for place, other in enumerate(kinds) if other == kind]
+            varies = kind != "dense" and self._turn is not None
+            with keys_of_turn(self._turn) if varies else contextlib.nullcontext():
                 mine = [values[place] for place in places], [what[place] for place in places]
-                totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine) if places else ()
+                totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
@@ -397,15 +403,18 @@ def _dtype_of_sums(dtype: tf.DType) -> tf.DType:
     return dtype if dtype.is_floating or dtype in (tf.int32, tf.int64) else tf.int64
 
 
-def _shape(tensor: tf.Tensor) -> list[int | None]:
-    return [None] if tensor.shape.rank is None else list(tensor.shape.as_list())
-
-
 def _sizes(value: Any) -> list[int | None]:
     """The static shape of a floating tensor; empty for all else."""
     if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
         return []
     return value.shape.as_list()
+
+
+def _kind_of_sum(value: Any) -> str:
+    """What is summed in one collective; all but "dense" may have another size in another step."""
+    if isinstance(value, tf.IndexedSlices):
+        return "slices"
+    return "dense" if value.shape.is_fully_defined() else "rows"
 
 
 def reduced_for(kind: Any, variable: Any) -> Reduced:

@@ -140,7 +140,23 @@ class RowTrace:
         return None
 
 
-def places_rows(value: tf.Tensor, has_rows: HasRows) -> tf.Operation | None:
+def may_place_rows(value: tf.Tensor) -> bool:
+    """Whether a `RowTrace` of it is worth its time: unknown sizes end in what is no statistic."""
+
+    def unknown(tensor: tf.Tensor) -> bool:
+        return tensor.shape.rank is None or None in tensor.shape.as_list()
+
+    def ends(op: tf.Operation) -> bool:
+        return op.type not in _REDUCING
+
+    return unknown(value) or places_rows(value, unknown, ends) is not None
+
+
+def places_rows(
+    value: tf.Tensor,
+    has_rows: HasRows,
+    places: Callable[[tf.Operation], bool] = lambda op: op.type in _PLACING,
+) -> tf.Operation | None:
     """The operation by which single rows came into a tensor without rows, if there is one."""
     waiting, seen = [value], set()
     while waiting:
@@ -151,7 +167,7 @@ def places_rows(value: tf.Tensor, has_rows: HasRows) -> tf.Operation | None:
         seen.add(op.name)
         data = list(op.inputs)[: _DATA_INPUTS.get(op.type)]
         with_rows = [each for each in data if has_rows(each)]
-        if with_rows and op.type in _PLACING:
+        if with_rows and places(op):
             return op
         if op.type not in _REDUCING:
             waiting += [each for each in data if not has_rows(each)]

@@ -1,0 +1,171 @@
+"""Rows of a part that a step writes into a variable are an error; statistics of them are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+from training_cases import (
+    X,
+    Y,
+    assert_same_weights,
+    assert_trains_as_keras,
+    distributed_fit,
+    plain_fit,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+
+ROWS, WIDTH = 30, 3
+
+
+class Keeps(keras.layers.Layer):
+    """A queue of rows, and other state; `write` is called in each step of training."""
+
+    def __init__(self, write: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.write = write
+
+    def build(self, shape: Any) -> None:
+        state = {"initializer": "ones", "trainable": False}
+        self.queue = self.add_weight(shape=(ROWS, WIDTH), name="queue", **state)
+        self.pointer = self.add_weight(shape=(), dtype="int32", name="pointer", **state)
+        self.counts = self.add_weight(shape=(ROWS,), name="counts", **state)
+        self.square = self.add_weight(shape=(WIDTH, WIDTH), name="square", **state)
+        self.last = keras.metrics.Sum(name="last")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.write(self, x)
+        return x
+
+
+def concat(layer: Any, x: Any) -> None:
+    kept = layer.queue[: -ops.shape(x)[0]]
+    layer.queue.assign(ops.concatenate([ops.stop_gradient(ops.normalize(x, axis=1)), kept]))
+
+
+def concat_of_columns(layer: Any, x: Any) -> None:
+    rows = tf.concat([tf.transpose(x), tf.transpose(layer.queue)], axis=1)[:, :ROWS]
+    layer.queue.assign(tf.transpose(rows))
+
+
+def places(layer: Any, x: Any) -> Any:
+    return (layer.pointer + ops.arange(ops.shape(x)[0]))[:, None] % ROWS
+
+
+def scatter(layer: Any, x: Any) -> None:
+    queue = tf.convert_to_tensor(layer.queue)
+    layer.queue.assign(tf.tensor_scatter_nd_update(queue, places(layer, x), x))
+
+
+def scatter_update(layer: Any, x: Any) -> None:
+    layer.queue.assign(ops.scatter_update(layer.queue, places(layer, x), x))
+
+
+def slice_update(layer: Any, x: Any) -> None:
+    queue = tf.convert_to_tensor(layer.queue)
+    layer.queue.assign(ops.slice_update(queue, tf.stack([layer.pointer * 1, 0]), x))
+
+
+def padded(layer: Any, x: Any) -> None:
+    rows = tf.shape(x)[0]
+    is_new = tf.cast(tf.range(ROWS) < rows, tf.float32)[:, None]
+    new = tf.pad(x, [[0, ROWS - rows], [0, 0]])
+    layer.queue.assign(is_new * new + (1 - is_new) * layer.queue)
+
+
+def first_rows(layer: Any, x: Any) -> None:
+    layer.square.assign(0.9 * layer.square + 0.1 * x[:WIDTH])
+
+
+def in_cond(layer: Any, x: Any) -> None:
+    tf.cond(layer.pointer < 99, lambda: [concat(layer, x), 1][1], lambda: 1)
+
+
+def in_loop(layer: Any, x: Any) -> None:
+    tf.while_loop(lambda i: i < 2, lambda i: [concat(layer, x), (i + 1,)][1], [0])
+
+
+def model_that_writes(write: Any) -> keras.Model:
+    layers = [keras.layers.Dense(WIDTH), Keeps(write), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile("sgd", "mse")
+    return model
+
+
+WAYS = [
+    concat,
+    concat_of_columns,
+    scatter,
+    scatter_update,
+    slice_update,
+    padded,
+    first_rows,
+    in_cond,
+    in_loop,
+]
+
+
+@pytest.mark.parametrize("write", WAYS)
+def test_rows_of_a_part_are_refused(write: Any) -> None:
+    name = "square" if write is first_rows else "queue"
+    strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
+    model = tfd.distribute(lambda: model_that_writes(write), strategy)
+    message = f"assigned to '.*/{name}' must be the same on all 2 replicas, got rows .*all_rows"
+    with pytest.raises(tfd.TrainingError, match=message):
+        model.fit(X, Y, batch_size=16, verbose=0)
+
+
+def statistics(layer: Any, x: Any) -> None:
+    """What is written without single rows of the batch."""
+    count = ops.cast(ops.shape(x)[0], "float32")
+    average = ops.mean(x, axis=0)
+    layer.pointer.assign_add(1)
+    codes = ops.argmax(ops.matmul(x, ops.transpose(layer.queue)), axis=1)
+    codes = ops.one_hot(codes, ROWS)  # as in a vector quantizer
+    layer.counts.assign(0.9 * layer.counts + 0.1 * ops.mean(codes, axis=0))
+    sums = ops.matmul(ops.transpose(codes), x) / count
+    layer.queue.assign(0.9 * layer.queue + 0.1 * sums)
+    covariance = ops.matmul(ops.transpose(x), x) / count
+    some = ops.stack([average, layer.square[0], ops.zeros(WIDTH)])
+    layer.square.assign(0.8 * layer.square + 0.1 * covariance + 0.1 * some)
+
+
+def test_statistics_of_the_rows_are_not() -> None:
+    """Beside Keras's own layers that write: and they are those of one device."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        hidden = keras.layers.SpectralNormalization(keras.layers.Dense(WIDTH))(inputs)
+        hidden = keras.layers.BatchNormalization(synchronized=True)(Keeps(statistics)(hidden))
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile("sgd", "mse")
+        return model
+
+    fit = {"batch_size": 16, "epochs": 2}
+    plain, _ = plain_fit(build, X[:50], Y[:50], eager=False, **fit)
+    ours, _ = distributed_fit(build, X[:50], Y[:50], **fit)
+    assert_same_weights(plain, ours, 1e-5)
+
+
+def test_rows_of_all_replicas_are_not() -> None:
+    def gathered(layer: Any, x: Any) -> None:
+        every = tfd.all_rows(x)
+        slice_update(layer, every)
+        layer.pointer.assign((layer.pointer + ops.shape(every)[0]) % 14)
+        concat(layer, every)
+
+    def build() -> keras.Model:
+        return model_that_writes(gathered)
+
+    for name in ("mirrored", "central_storage"):
+        strategy = strategy_of(name)
+        assert_trains_as_keras(
+            build, X[:50], Y[:50], strategy=strategy, eager=False, batch_size=16, epochs=2
+        )
