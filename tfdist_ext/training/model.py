@@ -138,6 +138,7 @@ class DistributedModel(Saving):
         saved = Resumable(
             checkpoint_dir, self._model, self._reduction, callbacks, positioned, checkpoint_every
         )
+        self._engine.saves_to(None if checkpoint_dir is None else Path(checkpoint_dir))
         batches = self._engine.read(
             x,
             y,
