@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
-from tfdist_ext.strategies.serving import serve, serves, tell_servers
+from tfdist_ext.strategies.serving import serve, serves, tell_servers, watch_servers
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 from tfdist_ext.strategies.waiting import reporting_absent_peers, wait_for_peers
 
@@ -102,7 +102,10 @@ def parameter_server(
     if serves(described):
         serve(cluster, wait)
     placer = placer_for(placement, partitioner, len(described.jobs["ps"]))
-    strategy = _made(described, lambda: PlacedParameterServers(resolver_of(cluster), placer), wait)
+    watcher = watch_servers(described)
+    strategy = _made(
+        described, lambda: PlacedParameterServers(resolver_of(cluster), placer, watcher), wait
+    )
     tell_servers(described)
     return strategy
 

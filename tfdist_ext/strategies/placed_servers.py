@@ -13,6 +13,7 @@ from tfdist_ext.placement import PlacementError, PlacementPlan, partitioned
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
 from tfdist_ext.strategies._tf_private import ServersExtended
+from tfdist_ext.strategies.heartbeat import Watcher
 
 __all__ = ["PlacedParameterServers", "placer_for"]
 
@@ -24,12 +25,16 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
     """
 
     def __init__(
-        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, placer: Placer
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        placer: Placer,
+        watcher: Watcher,
     ):
         super().__init__(cluster_resolver)
         # Once more, with updates that know pieces; the first time has connected to the cluster.
         tf.distribute.Strategy.__init__(self, ServersExtended(self, cluster_resolver, None))
         self.placer = placer
+        self.watcher = watcher
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:

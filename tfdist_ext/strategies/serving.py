@@ -5,7 +5,10 @@ TensorFlow's servers never end by themselves. These watch for two signs:
 - The coordinator's word: "here" when it has connected, "done" or "failed" when its process ends.
   It runs an operation on each server, which makes a file of that name in that server's memory
   ("ram://", TensorFlow's own). It takes the way of the training, so it arrives where that works.
-- The coordinator's address. No answer there any more, and no last word, is a crash.
+- The coordinator's address. No answer there any more, and no last word, is a crash. A connection
+  that is accepted, and not greeted for a minute, is a process that is frozen.
+
+The coordinator looks at its servers in the same way, and ends the job when one of them is frozen.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
 from tfdist_ext.strategies.presence import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 
-__all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers"]
+__all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers", "watch_servers"]
 
 # A file for each word: in memory, what is written to a file is added to what it holds.
 _HERE, _DONE, _FAILED = (f"ram://tfdist_ext/coordinator_{w}" for w in ("here", "done", "failed"))
@@ -34,6 +38,10 @@ _LEAVE = 5.0  # seconds for the coordinator to be gone after its last word
 # Seconds for a server to take the last word; it may be dead, or frozen. One that does not hear of a
 # success in time, as it is busy with the end of a pipeline, ends as after a crash.
 _TELL = {_DONE: 15.0, _FAILED: 3.0}
+# Seconds without an answer after which a task is frozen: a server, and the coordinator, which has
+# to name a frozen server before the other servers give it up.
+SERVER_SILENT, COORDINATOR_SILENT = 45.0, 60.0
+_END = 10.0  # seconds for this process to end by itself when another one is frozen
 
 
 class RoleEnded(SystemExit):
@@ -80,6 +88,20 @@ def ends_as_failure() -> None:
     _failed.set()
 
 
+def watch_servers(described: Described) -> Watcher:
+    """End this process, the coordinator, when one of its servers is frozen, and say which."""
+    return Watcher(str(described.task or "coordinator"), _servers(described), SERVER_SILENT)
+
+
+def _servers(described: Described) -> dict[str, str]:
+    return {
+        f"{job}:{index}": address
+        for job in ("ps", "worker")
+        for index, address in enumerate(described.jobs[job])
+        if address
+    }
+
+
 def tell_servers(described: Described) -> None:
     """Make this process, the coordinator, tell its servers that it is here, and how it ends."""
     messengers = _Messengers(described)
@@ -107,9 +129,14 @@ def _last_word(described: Described, wait: float | None) -> str:
             time.sleep(_LOOK_EVERY)
         return word
     coordinator = Presence(me, *driver, described.source)
+    heartbeat = Heartbeat(dict([driver]), COORDINATOR_SILENT, lambda failure: None)
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
     deadline = float("inf") if wait is None else time.monotonic() + wait
     while (word := _heard()) not in (_DONE, _FAILED) and not coordinator.gone:
+        if heartbeat.failure:
+            say(f"{me}: {heartbeat.failure} It coordinates this job, which ends.")
+            exit_within(_END)
+            return ""
         coordinator.seen |= word == _HERE  # it may be gone again before anybody looks
         time.sleep(_LOOK_EVERY)
         coordinator.look()
@@ -144,13 +171,12 @@ class _Messengers:
         # one that is frozen keeps its thread.
         self._files = {word: tf.constant(word) for word in (_HERE, _DONE, _FAILED)}
         self._nothing = tf.constant("")
+        self._me = str(described.task or "coordinator")
         self._word = ""
         self._leave = threading.Event()
         self._threads = [
-            threading.Thread(target=self._carry, args=(job, index), daemon=True, name="last word")
-            for job in ("ps", "worker")
-            for index, address in enumerate(described.jobs[job])
-            if address
+            threading.Thread(target=self._carry, args=(task,), daemon=True, name=task)
+            for task in _servers(described)
         ]
         for thread in self._threads:
             thread.start()
@@ -162,13 +188,20 @@ class _Messengers:
         deadline = time.monotonic() + _TELL[word]
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if silent := [thread.name for thread in self._threads if thread.is_alive()]:
+            say(
+                f"{self._me}: {', '.join(silent)} did not answer within {_TELL[word]:.0f} s at the"
+                " end of this process, and may be left behind: frozen, or busy."
+            )
+            exit_within(_END)  # TensorFlow may wait for them without a limit
 
-    def _carry(self, job: str, index: int) -> None:
-        self._write(_HERE, job, index)
+    def _carry(self, task: str) -> None:
+        self._write(_HERE, task)
         self._leave.wait()
-        self._write(self._word, job, index)
+        self._write(self._word, task)
 
-    def _write(self, word: str, job: str, index: int) -> None:
+    def _write(self, word: str, task: str) -> None:
+        job, index = task.split(":")
         # Who cannot be told is gone, or will notice that this process is.
         cannot = contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError)
         with cannot, tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):

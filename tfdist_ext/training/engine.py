@@ -7,6 +7,7 @@ data gets to the steps, and the compiled steps themselves.
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -39,6 +40,9 @@ class SynchronousEngine:
         self._programs: dict[tuple[str, bool], tuple[Any, Any]] = {}
         self._predictor: Predictor | None = None
         self._warned_of_xla = False
+
+    def saves_to(self, folder: Path | None) -> None:
+        """Said by `fit`: where its checkpoints are, for a message when another task is frozen."""
 
     def read(self, *data: Any, **options: Any) -> GlobalBatches:
         """What `fit`, `evaluate` and `predict` were given, as global batches."""

@@ -176,6 +176,7 @@ class DistributedModel(Saving):
             checkpoint_every,
             epochs,
         )
+        self._engine.saves_to(None if checkpoint_dir is None else Path(checkpoint_dir))
         batches = self._engine.read(
             x,
             y,

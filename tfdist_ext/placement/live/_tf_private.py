@@ -49,8 +49,8 @@ class ServerVariable(ShardedVariable):
             # Not a record for the open tapes alone: a tf.function remembers this, and repeats it
             # when it is called again, under another tape.
             resource_variable_ops.variable_accessed(self)
-        piece = _piece.get()
-        return pieces if piece is None else [pieces[piece]]
+        number = _piece.get()
+        return pieces if number is None else [pieces[number]]
 
     @property
     def handle(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -68,6 +69,11 @@ class CoordinatorEngine(SynchronousEngine):
             weakref.WeakKeyDictionary()
         )
         self._predictions: CoordinatedPredictor | None = None
+
+    def saves_to(self, folder: Path | None) -> None:
+        watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
+        if watcher is not None:
+            watcher.checkpoints_in("" if folder is None else str(folder.absolute()))
 
     def read(self, *data: Any, **options: Any) -> Any:
         """Data for this process to read, or a function of the input context, for each worker."""

@@ -1,0 +1,70 @@
+"""All tasks of a cluster with parameter servers; the test stops one of them at a time it is told.
+
+Arguments: what the chief does when it has said READY, and the folder for checkpoints.
+"""
+
+import sys
+import time
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies import serving
+
+serving.SERVER_SILENT, serving.COORDINATOR_SILENT = 4.0, 6.0  # seconds
+what, folder = sys.argv[1:]
+
+
+def main() -> None:
+    strategy = tfd.create_strategy()
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    x = np.ones((64, 4), "float32")
+    y = np.ones((64, 1), "float32")
+    model = tfd.distribute(build, strategy)
+    model.fit(x, y, batch_size=16, verbose=0, checkpoint_dir=folder)
+
+    class Ready(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+            if epoch == 2:
+                print("READY", flush=True)
+
+    data = {"x": x, "y": y, "batch_size": 16, "verbose": 0}
+    if what == "fit":
+        model.fit(**data, epochs=100_000, checkpoint_dir=folder, callbacks=[Ready()])
+    print("READY", flush=True)
+    if what == "exit":
+        time.sleep(2.0)
+        return
+    while True:
+        if what == "evaluate":
+            model.evaluate(**data)
+        elif what == "save":
+            model.save(f"{folder}/model.keras")
+        elif what == "create":
+            with strategy.scope():
+                tf.Variable(tf.zeros([10]))
+        elif what == "slow":  # not frozen, but busy: workers, and this process
+
+            @tf.function
+            def long() -> tf.Tensor:
+                return tf.while_loop(
+                    lambda i, _: i < 4000,
+                    lambda i, m: (i + 1, tf.matmul(m, m) * 0.0),
+                    (0, tf.zeros([512, 512])),
+                )[0]
+
+            coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+            results = [coordinator.schedule(long) for _ in range(2)]
+            coordinator.join()
+            print("RESULT", [int(result.fetch()) for result in results], flush=True)
+            return
+
+
+tfd.run(main)

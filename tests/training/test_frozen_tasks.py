@@ -1,0 +1,93 @@
+"""A frozen task (SIGSTOP) is named, and ends the job, whatever the others are doing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from real_tasks import Tasks, tasks
+
+pytestmark = pytest.mark.timeout(150)
+NAMES = ["chief:0", "worker:0", "worker:1", "ps:0"]
+WITHIN = 45.0  # seconds; of them 4 without an answer (6 for the chief), and 10 to end
+
+
+def freeze(cluster: Tasks, victim: str) -> dict[str, int]:
+    """The statuses of the others."""
+    cluster.start(*NAMES)
+    cluster.wait_for("chief:0", "READY", 100)
+    time.sleep(0.3)
+    cluster.signal(victim, signal.SIGSTOP)
+    return {name: cluster.status(name, WITHIN) for name in NAMES if name != victim}
+
+
+@pytest.mark.parametrize(
+    ("doing", "victim"),
+    [
+        ("fit", "worker:1"),
+        ("fit", "ps:0"),
+        ("evaluate", "worker:0"),
+        ("save", "ps:0"),
+        ("create", "ps:0"),
+    ],
+)
+def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, doing: str, victim: str) -> None:
+    folder = tmp_path / "checkpoints"
+    with tasks("frozen_task.py", doing, str(folder), folder=tmp_path, workers=2, ps=1) as cluster:
+        statuses = freeze(cluster, victim)
+        said = cluster.log("chief:0")
+    assert statuses.pop("chief:0") in (-signal.SIGTERM, -signal.SIGKILL), said[-3000:]
+    assert set(statuses.values()) == {1}
+    assert f"chief:0: {victim} (127.0.0.1:" in said
+    assert "has not answered for 4 s: its process is stopped" in said
+    assert f"The last checkpoint is {folder}/epoch-" in said
+
+
+def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
+    with tasks(
+        "frozen_task.py", "fit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
+    ) as cluster:
+        statuses = freeze(cluster, "chief:0")
+        said = [cluster.log(name) for name in statuses]
+    assert set(statuses.values()) == {1}
+    for line in said:
+        assert "chief:0 (127.0.0.1:" in line
+        assert "has not answered for 6 s" in line
+
+
+def test_a_worker_that_freezes_at_the_end_does_not_keep_the_others(tmp_path: Path) -> None:
+    with tasks(
+        "frozen_task.py", "exit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
+    ) as cluster:
+        freeze(cluster, "worker:0")
+        said = cluster.log("chief:0")
+    assert "worker:0" in said
+
+
+def test_busy_tasks_are_not_frozen(tmp_path: Path) -> None:
+    """A step that takes longer than a frozen task has, on more threads than there are cores."""
+    with tasks(
+        "frozen_task.py", "slow", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
+    ) as cluster:
+        cluster.start(*NAMES)
+        cluster.wait_for("chief:0", "READY", 100)
+        started = time.monotonic()
+        assert cluster.wait_for("chief:0", "RESULT (.*)", 120)[1] == "[4000, 4000]"
+        assert time.monotonic() - started > 6.0
+        assert cluster.status("chief:0") == 0
+        assert "has not answered" not in cluster.log("chief:0")
+
+
+def test_a_worker_that_has_ended_is_not_frozen(tmp_path: Path) -> None:
+    with tasks(
+        "frozen_task.py", "fit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1
+    ) as cluster:
+        cluster.start(*NAMES)
+        cluster.wait_for("chief:0", "READY", 100)
+        cluster.signal("worker:1", signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            cluster.status("chief:0", 8.0)
+        assert "has not answered" not in cluster.log("chief:0")
