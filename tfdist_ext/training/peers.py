@@ -326,7 +326,7 @@ class Peers:
                 at = self._addresses[task]
                 what = {
                     "gone": f"{task} is gone: nothing listens at its address {at}"
-                    " (it ended, crashed or was killed, or its machine or network is down: see its log)",
+                    " (it ended, crashed or was killed, or its machine is down: see its log)",
                     "restarted": f"{task} is another process than before (it was restarted, and"
                     " the others were not)",
                     "silent": f"{task} does not answer: it is stopped (SIGSTOP), or its machine is"
