@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from real_tasks import Tasks, tasks
 
-from tfdist_ext.training.places import Place, different_calls, odd_one
+from tfdist_ext.training.places import Place, different_calls, odd_one, summary
 
 SECONDS = (
     15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever
@@ -84,6 +84,22 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
 def test_who_differs(calls: dict[str, str], odd: str, says: str) -> None:
     assert odd_one(calls) == odd
     assert f"in the same order, got {says}. Call" in different_calls(calls)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no file\nat all"), "ValueError: no file"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (
+            RuntimeError("Graph execution error:\n\nDetected at node A\nOSError: full\n trace"),
+            "RuntimeError: OSError: full",
+        ),
+        (RuntimeError("Graph execution error:\n\nDetected at A"), "RuntimeError: Detected at A"),
+    ],
+)
+def test_an_exception_in_one_line(error: BaseException, says: str) -> None:
+    assert summary(error) == says
 
 
 def test_a_place_in_words() -> None:

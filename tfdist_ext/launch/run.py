@@ -42,7 +42,7 @@ class RunResult:
 
     Attributes:
         exit_status: 0, or that of the task that failed first (128 + n where signal n ended it;
-            where a task failed because another one had left with 0: that of the task that failed);
+            where it failed because another one had left with 0: its own);
             128 + n where the run itself was ended by signal n, 124 where its time was up.
         failed_task: the root cause: the task that failed first, or that this one says has left or
             failed before; None where none did.
@@ -69,7 +69,7 @@ def run_plan(
     """Run every task of a plan to its end, and end every process that came of it.
 
     The first task that ends with anything but 0 is the root cause, unless its output names another
-    one that it failed because of: the others get SIGTERM, and SIGKILL after `grace`. The same
+    one that it failed because of. The others get SIGTERM, and SIGKILL after `grace`. The same
     happens on SIGINT, SIGTERM and SIGHUP, when this is called in the main thread, and when
     `timeout` is over; a second signal kills at once. Where the plan has a coordinator, its success
     ends the run: the others have `linger` to end by themselves.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -92,7 +93,9 @@ class Loop:
             data.done(result.steps, logs)
             self._end(done - 1, logs)
             stop = self._stopped or one_only
-            if self._reduction.any_worker(stop) if self._by_batch else stop:
+            with peers.meeting(f"{where}stop after {done}?") if self._by_batch else nullcontext():
+                stop = self._reduction.any_worker(stop) if self._by_batch else stop
+            if stop:
                 setattr(self._model, self._stop_flag, True)
                 break
             if result.steps < n:

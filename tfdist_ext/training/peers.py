@@ -36,7 +36,7 @@ import tensorflow as tf
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.presence import say
 from tfdist_ext.training import _tf_private as tp
-from tfdist_ext.training.places import Place, clock, different_calls, odd_one
+from tfdist_ext.training.places import Place, clock, different_calls, odd_one, summary
 from tfdist_ext.training.termination import STATUS, Termination
 
 __all__ = ["Alone", "Peers", "peers_of"]
@@ -325,8 +325,8 @@ class Peers:
             if status != "there" and self._alarm((task, status), here, looks):
                 at = self._addresses[task]
                 what = {
-                    "gone": f"{task} is gone: nothing listens at its address {at} (it was killed,"
-                    " has crashed, or its machine or network is down: see its log)",
+                    "gone": f"{task} is gone: nothing listens at its address {at}"
+                    " (it ended, crashed or was killed, or its machine is down: see its log)",
                     "restarted": f"{task} is another process than before (it was restarted, and"
                     " the others were not)",
                     "silent": f"{task} does not answer: it is stopped (SIGSTOP), or its machine is"
@@ -402,8 +402,7 @@ class Peers:
         if self._termination.received is not None:
             text = f"{self._me} got SIGTERM {at} and ended{after}"
         elif error is not None:
-            words = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            text = f"{self._me} failed {at}{after}: {words}"
+            text = f"{self._me} failed {at}{after}: {summary(error)}"
         else:
             kind, text = "left", f"{self._me} left {at}{after}: its script ended"
         return kind, self._me, text, self._completed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
-__all__ = ["Place", "clock", "different_calls", "odd_one"]
+__all__ = ["Place", "clock", "different_calls", "odd_one", "summary"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class Place:
         if self.inside or not place:
             return place or "its own code"
         return f"its own code, inside {place}"
+
+
+def summary(error: BaseException) -> str:
+    """An exception in one line: of TensorFlow's reports of a graph, the line with the cause."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Graph execution error"):
+        causes = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b.*: ", line)]
+        lines = [*causes, *lines[1:], *lines]
+    return f"{type(error).__name__}: {lines[0].strip()[:300]}" if lines else type(error).__name__
 
 
 def clock(seconds: float) -> str:
