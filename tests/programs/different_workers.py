@@ -174,7 +174,7 @@ model.keras_model.compile("sgd", "mse")
 # Nothing that looks at the data moves its order, nor does what reads ahead.
 import shuffled_training  # noqa: E402
 
-result["orders"] = shuffled_training.losses(strategy)
+result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched", "infinite"])
 
 import tfdist_ext.training.same_model as same_model  # noqa: E402
 

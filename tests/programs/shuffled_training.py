@@ -51,13 +51,16 @@ def losses_of(model: Any, dataset: tf.data.Dataset, steps: int | None) -> list[f
     return found + model.fit(dataset, **fit).history["loss"]
 
 
-def losses(strategy: tf.distribute.Strategy | None) -> dict[str, list[float]]:
+def losses(
+    strategy: tf.distribute.Strategy | None, kinds: list[str] | None = None
+) -> dict[str, list[float]]:
     """Losses for each kind of dataset and number of steps; with Keras's own fit for None."""
     tf.random.set_seed(5)  # a shuffle's order depends on it, too
     model = build() if strategy is None else tfd.distribute(build, strategy)
     start = [1.0], [0.0]
     found = {}
-    for name, dataset in DATASETS.items():
+    for name in kinds or DATASETS:
+        dataset = DATASETS[name]
         for steps in STEPS:
             if steps is None and name == "infinite":
                 continue

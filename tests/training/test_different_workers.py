@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 
 ERRORS = {
     "activation": ["activation of layer 'dense'", "got relu on worker 0 and tanh on worker 1"],
@@ -73,10 +77,12 @@ def test_what_may_differ_is_no_difference(workers: list[dict[str, Any]], what: s
     assert [worker[what] for worker in workers] == ["nothing", "nothing"]
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_a_seeded_shuffle_has_the_order_of_one_process(workers: list[dict[str, Any]]) -> None:
     import shuffled_training
 
-    one = shuffled_training.losses(shuffled_training.tfd.create_strategy("one_device"))
+    one = shuffled_training.losses(None)  # Keras's own fit
     for worker in workers:
-        for name, losses in one.items():
-            assert worker["orders"][name] == pytest.approx(losses, rel=1e-5), name
+        assert len(worker["orders"]) == 3
+        for name, losses in worker["orders"].items():
+            assert losses == pytest.approx(one[name], rel=1e-5), name

@@ -83,6 +83,15 @@ def test_names_of_models(name: str, why: str) -> None:
     assert hasattr(small_model(), name), f"Keras {keras.__version__} moved Model.{name}: {why}"
 
 
+def test_links_of_operations() -> None:
+    x = keras.Input((3,))
+    once = keras.layers.Dense(3, name="once")
+    model = keras.Model(x, once(once(x)) + 1.0)
+    links = {o.name: [before.name for before in kp.inputs_from(o)] for o in model.operations}
+    assert links[model.layers[0].name] == []
+    assert links["once"] == [model.layers[0].name, "once"]
+
+
 def test_variables() -> None:
     variable = keras.Variable(np.float32(1.0))
     assert isinstance(kp.raw_value(variable), tf.Variable)

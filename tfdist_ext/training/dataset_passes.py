@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.untuned import untuned
+
 __all__ = ["DatasetPasses"]
 
 
@@ -32,17 +34,19 @@ class DatasetPasses:
         in_steps: bool,
         inspect: Callable[[Any], None] | None = None,
     ):
-        self._dataset = dataset
+        # Each epoch lets go of an iterator, and would wait for its tuner; see `untuned`.
+        self._dataset = untuned(dataset)
         self._in_steps = in_steps
         self._inspect = inspect
         self._iterator: Any = None
+        self._rest: tuple[Any, int | None, Any] = (None, None, None)  # iterator, steps, dataset
 
     def begins_a_pass(self) -> bool:
         """Whether the next epoch makes an iterator of its own."""
         return self._iterator is None or not self._in_steps
 
     def epoch(self, steps: int | None, *, known_length: bool) -> tf.data.Dataset:
-        """The global batches of the next epoch, to be iterated over once.
+        """The global batches of the next epoch: each iteration is over those of one more.
 
         What reads ahead in it stops at its end: reading ahead into another repetition of the
         data would make iterators at a moment that nobody knows.
@@ -56,7 +60,10 @@ class DatasetPasses:
         if self.begins_a_pass():
             self._iterator = self._new_iterator()
         if self._inspect is None:
-            return _rest_of(self._iterator, steps, known_length)
+            if self._rest[:2] != (self._iterator, steps):  # else iterating again reads on
+                rest = _rest_of(self._iterator, steps, known_length)
+                self._rest = (self._iterator, steps, rest)
+            return self._rest[2]
         inspect, self._inspect = self._inspect, None
         first = next(self._iterator, None)
         inspect(first)

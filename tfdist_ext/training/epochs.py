@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.dataset_passes import DatasetPasses
 from tfdist_ext.training.global_batches import GlobalBatches
@@ -88,6 +89,7 @@ class Epochs:
             in_steps = asked is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
         self._dataset: Any = None if self._passes else feed(batches)
+        self._fed_from: Any = None
         self._iterator: Any = None
         self._position = batches.begin
         self._seen: int | None = None
@@ -143,10 +145,11 @@ class Epochs:
             self._iterator = iter(self._dataset)
 
     def _fed(self, dataset: tf.data.Dataset) -> Any:
-        if dataset is not self._batches.dataset:  # it is for one epoch
-            return self._feed(replace(self._batches, parts_of=parts_of_dataset(dataset)))
-        if self._dataset is None:
-            self._dataset = self._feed(self._batches)
+        if dataset is not self._fed_from:
+            self._fed_from = dataset
+            parts_of = parts_of_dataset(dataset)
+            batches = replace(self._batches, parts_of=lambda *which: untuned(parts_of(*which)))
+            self._dataset = self._feed(batches)
         return self._dataset
 
     def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
