@@ -71,7 +71,8 @@ def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
         )
         try:
             connection, _ = listener.accept()
-            connection.sendall(b"x")  # it is there, and never answers again
+            with connection:
+                connection.sendall(b"x")  # it is there, and never answers again
             _, said = process.communicate(timeout=60)
         finally:
             process.kill()
