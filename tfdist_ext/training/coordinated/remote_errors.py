@@ -15,6 +15,8 @@ __all__ = ["remote_errors_in_short", "root_message"]
 # The message of an operation stands before its name. Operations that were given up do not count.
 _FAILED = re.compile(r"^(?!.*\bCANCELLED\b)(.*\S)\s*\n\s*\[\[.*?\{\{node ([^}]*)\}\}", re.MULTILINE)
 _BEFORE = re.compile(r"^\s*(\(\d+\)\s*)?([A-Z_]+:)?\s*(\{\{function_node [^}]*\}\})?\s*")
+# What a table gives to a branch, which does not pass on what is known only when it is called.
+_TABLE_IN_BRANCH = re.compile(r"feed a value for placeholder tensor .* dtype resource")
 # Of the traceback of the operation, where it was made.
 _OF_USER = re.compile(
     r"^ *File \"((?!.*/site-packages/|.*/tfdist_ext/|<)[^\"]*\", line \d+)", re.MULTILINE
@@ -34,6 +36,12 @@ def root_message(text: str) -> str:
     if found is None:
         return text.split("\nAdditional GRPC error information", 1)[0].strip()
     message = f"{_BEFORE.sub('', found[1])} [operation: {found[2]}]"
+    if _TABLE_IN_BRANCH.search(message):
+        message = (
+            "a lookup table made in the strategy's scope cannot be used inside of tf.cond,"
+            " tf.switch_case or an `if` on a tensor: each worker's own table is chosen when the"
+            f" function is called, and TensorFlow does not pass it on. Look up before it. {message}"
+        )
     traceback = text.split("Detected at node", 2)[1:2]
     lines = _OF_USER.findall(traceback[0]) if traceback else []
     return f'{message}, made at "{lines[-1]}' if lines else message
