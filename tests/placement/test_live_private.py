@@ -15,9 +15,10 @@ import tensorflow as tf
 from tfdist_ext.placement.live._keras_private import (
     fresh_names,
     leaving_no_names,
+    optimizer_behind,
     variable_behind,
 )
-from tfdist_ext.placement.live._tf_private import PartitionedVariable, partitioned
+from tfdist_ext.placement.live._tf_private import PartitionedVariable, ServerVariable, partitioned
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -83,3 +84,58 @@ def test_a_variable_of_shared_pieces() -> None:
         total = tf.reduce_sum(variable)
     with pytest.raises(AttributeError, match="'layer/both' has no gradient of its own: create"):
         tape.gradient(total, variable)
+
+
+def test_the_optimizer_behind_an_update() -> None:
+    optimizer = keras.optimizers.SGD(0.5)
+    seen: list[Any] = []
+
+    class Strategy:
+        @property
+        def extended(self) -> Any:
+            return self
+
+        def update(self, var: Any, fn: Any, args: Any = (), group: bool = True) -> None:
+            seen.append(optimizer_behind(fn))
+
+    variable = keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    optimizer._distributed_tf_update_step(Strategy(), [(tf.ones([2]), variable.value)], 0.5)
+    assert seen == [optimizer], (
+        f"Keras {keras.__version__} no longer hands a strategy a function that closes over the"
+        " optimizer: updates of variables in shards would read whole variables"
+    )
+    assert optimizer_behind(lambda variable: variable) is None
+
+
+def test_a_tape_takes_pieces_for_one_variable() -> None:
+    """In pieces of different sizes; dense, by rows, and both."""
+    pieces = [tf.Variable(tf.ones([rows, 2])) for rows in (3, 1, 2)]
+    whole = ServerVariable(pieces, name="whole")
+
+    @tf.function
+    def loss(ids: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.gather(tf.convert_to_tensor(whole), ids) * [[1.0, 2.0]])
+
+    for _ in range(2):  # the second time the function is not traced
+        with tf.GradientTape() as tape:
+            value = loss(tf.constant([0, 5, 5]))
+        found = tf.convert_to_tensor(tape.gradient(value, whole.handle))
+        assert found.numpy().tolist() == [[1, 2], [0, 0], [0, 0], [0, 0], [0, 0], [2, 4]]
+    with tf.GradientTape() as tape:
+        value = loss(tf.constant([3])) + tf.reduce_sum(pieces[2] * 3.0) + tf.reduce_sum(whole[:3])
+    gradient, of_piece = tape.gradient(value, [whole.handle, pieces[2]])
+    expected = [[1, 1], [1, 1], [1, 1], [1, 2], [3, 3], [3, 3]]
+    assert tf.convert_to_tensor(gradient).numpy().tolist() == expected
+    assert tf.convert_to_tensor(of_piece).numpy().tolist() == [[3, 3], [3, 3]]
+
+
+def test_an_update_of_a_piece_changes_that_piece() -> None:
+    whole = ServerVariable([tf.Variable(tf.zeros([rows, 1])) for rows in (3, 1, 2)], name="whole")
+    whole.scatter_add(tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([5, 3, 0])))
+    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 1]
+    with whole.as_piece(2):
+        whole.assign_add([[10.0], [20.0]])
+        whole.scatter_sub(tf.IndexedSlices(tf.constant([[5.0]]), tf.constant([1])))
+        assert tf.convert_to_tensor(whole).numpy()[:, 0].tolist() == [10, 16]
+    assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 10, 16]

@@ -55,9 +55,9 @@ def main() -> None:
             @tf.function
             def long() -> tf.Tensor:
                 return tf.while_loop(
-                    lambda i, _: i < 4000,
-                    lambda i, m: (i + 1, tf.matmul(m, m) * 0.0),
-                    (0, tf.zeros([512, 512])),
+                    lambda i, _: i < 1000,
+                    lambda i, m: (i + 1, tf.tanh(tf.matmul(m, m))),
+                    (0, tf.random.normal([1024, 1024])),
                 )[0]
 
             coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

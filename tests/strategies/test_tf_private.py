@@ -46,6 +46,10 @@ from tfdist_ext.strategies.template_extended import TemplateExtended
         ("distribute.input_util.get_distributed_dataset", "distributed datasets"),
         ("distribute.input_util.get_distributed_datasets_from_function", "distributed datasets"),
         ("distribute.mirrored_run.call_for_each_replica", "the replicas' threads"),
+        (
+            "distribute.parameter_server_strategy_v2.ParameterServerStrategyV2Extended._update",
+            "updates of variables in shards",
+        ),
         ("distribute.ps_values.AggregatingVariable", "a variable that replicas share"),
         ("distribute.values.DistributedVariable", "float() and int() of variables"),
         ("distribute.values.Mirrored", "values that are equal on all replicas"),

@@ -43,7 +43,7 @@ def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, doing: str, vi
     assert set(statuses.values()) == {1}
     assert f"chief:0: {victim} (127.0.0.1:" in said
     assert "has not answered for 4 s: its process is stopped" in said
-    assert f"The last checkpoint is {folder}/epoch-" in said
+    assert f"The last checkpoint is {folder}/" in said
 
 
 def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_busy_tasks_are_not_frozen(tmp_path: Path) -> None:
         cluster.start(*NAMES)
         cluster.wait_for("chief:0", "READY", 100)
         started = time.monotonic()
-        assert cluster.wait_for("chief:0", "RESULT (.*)", 120)[1] == "[4000, 4000]"
+        assert cluster.wait_for("chief:0", "RESULT (.*)", 120)[1] == "[1000, 1000]"
         assert time.monotonic() - started > 6.0
         assert cluster.status("chief:0") == 0
         assert "has not answered" not in cluster.log("chief:0")

@@ -119,7 +119,20 @@ def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> 
 def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
     assert 2 <= result["seconds until interrupted"] < 12
     assert result["labels after"] == pytest.approx(49.5, rel=1e-6)
-    assert result["bad ids"]
+    bad_ids = result["bad ids"]
+    assert bad_ids.startswith("indices[")
+    assert "= 77 is not in [0, 5) [operation: " in bad_ids
+    assert len(bad_ids.splitlines()) == 1
+
+
+def test_workers_use_tables_and_variables_of_the_scope(result: dict[str, Any]) -> None:
+    """In fit, validation and evaluate; what cannot be sent to them is read by the coordinator."""
+    expected = {"layer": 36, "adapted": 84, "model": 36, "table": 6, "variable": 12}
+    found = result["lookups"]
+    for name, sum_of_ids in {**expected, "calls Python": 6}.items():
+        assert found[name]["expected"] == sum_of_ids, name
+        assert found[name]["sums"] == [sum_of_ids] * 5, name
+        assert bool(found[name]["here"]) == (name == "calls Python")
 
 
 def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.coordinated.remote_errors import remote_errors_in_short
 from tfdist_ext.training.copies import outside_of_strategies
 
 __all__ = ["Call", "Calls", "on_worker"]
@@ -51,16 +52,18 @@ class Calls:
 
         Raises:
             TrainingError: a parameter server is gone.
+            tf.errors.OpError: an operation of a call failed; named in one line.
         """
         try:
-            try:
-                yield Call(self.coordinator)
-            finally:
+            with remote_errors_in_short():
                 try:
-                    self._wait()
-                except KeyboardInterrupt:
-                    self._wait()  # what is under way would disturb what comes next
-                    raise
+                    yield Call(self.coordinator)
+                finally:
+                    try:
+                        self._wait()
+                    except KeyboardInterrupt:
+                        self._wait()  # what is under way would disturb what comes next
+                        raise
         except tf.errors.UnavailableError as error:
             raise TrainingError(
                 "a parameter server does not answer, and its part of the model is lost:"
