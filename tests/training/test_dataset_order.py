@@ -45,7 +45,8 @@ def test_shuffled_datasets_have_the_order_of_keras(
     from tfdist_ext.training.reduction import Reduction
 
     if not feeds_on_host:
-        monkeypatch.setattr(Reduction, "feeds_on_host", property(lambda _: False, lambda *_: None))
+        never = property(lambda _: False, lambda *_: None)
+        monkeypatch.setattr(Reduction, "feeds_on_host", never, raising=False)
     ours = shuffled_training.losses(strategy_of(name), kinds)
     assert ours
     for kind, losses in ours.items():
@@ -79,9 +80,8 @@ def test_a_first_batch_that_was_looked_at_is_used(form: str, known_length: bool)
     assert first == str(seen[0]) or form == "without targets"
     assert len({first, second, third}) == 3
     assert len(seen) == 1
-    assert len(list(passes.epoch(None, known_length=False))) == (
-        0 if form == "without targets" else 3
-    )
+    left = 2 if form == "without targets" else 3  # what Keras has peeked at of a generator
+    assert len(list(passes.epoch(None, known_length=False))) == left
 
 
 def test_data_without_a_batch_is_looked_at_too() -> None:

@@ -50,7 +50,7 @@ NOTHING = ["harmless", "order of a dict"]
 
 @pytest.fixture(scope="module")
 def workers(run_cluster: Callable[..., list[Any]]) -> list[dict[str, Any]]:
-    return run_cluster("different_workers.py", timeout=240)
+    return run_cluster("different_workers.py", timeout=300)
 
 
 @pytest.mark.parametrize("what", ERRORS)

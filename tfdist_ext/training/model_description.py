@@ -120,8 +120,8 @@ class _Found:
                     return  # bytes, which name the file; `add_function` has its code
                 if self.values[name] == "DTypePolicy":
                     self.values[name] = value.get("name")
-            if {"closure", "defaults"} <= value.keys():
-                return  # the same in a Lambda layer
+            if {"closure", "defaults"} <= value.keys() or value.keys() == {"value"}:
+                return  # the same in a Lambda layer, or for an activation
             for key, part in value.items():
                 if key not in _LEFT_OUT and not str(key).endswith("_seed"):
                     self.add(f"{key} of {name}", part)
