@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies._tf_private import all_reduce
 from tfdist_ext.training._tf_private import keys_of_turn
 from tfdist_ext.training.step_watch import ReplicaWatch
 from tfdist_ext.training.weighted_loss import WeightedLoss
@@ -116,14 +117,13 @@ class Part:
         if not values or self.replicas == 1:
             return list(values)
         self.check_graph()
-        context = tf.distribute.get_replica_context()
         slices = [value for value in values if isinstance(value, tf.IndexedSlices)]
         dense = [value for value in values if not isinstance(value, tf.IndexedSlices)]
         keys = contextlib.nullcontext() if self._turn is None else keys_of_turn(self._turn)
         summed = []
         for part, scope in ((slices, keys), (dense, contextlib.nullcontext())):
             with scope:
-                all_of = context.all_reduce(tf.distribute.ReduceOp.SUM, part) if part else ()
+                all_of = all_reduce(tf.distribute.ReduceOp.SUM, part) if part else []
             summed.append(iter(all_of))
         return [next(summed[not isinstance(value, tf.IndexedSlices)]) for value in values]
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.strategies._tf_private import all_reduce
+
 __all__ = ["Reduction"]
 
 
@@ -133,8 +135,7 @@ class Reduction:
 
         def counted(part: Any) -> Any:
             counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+            return all_reduce(tf.distribute.ReduceOp.SUM, [counts])[0]
 
         summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
         return summed[0], summed[1]
@@ -153,7 +154,7 @@ class Reduction:
             for dtype in dict.fromkeys(dtypes):
                 places = [i for i, other in enumerate(dtypes) if other == dtype]
                 # identity: a tensor from outside has no device, and the reduction goes by it.
-                reduced = tf.distribute.get_replica_context().all_reduce(
+                reduced = all_reduce(
                     tf.distribute.ReduceOp.SUM, [tf.identity(mine[i]) for i in places]
                 )
                 for place, value in zip(places, reduced, strict=True):
