@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -339,3 +341,138 @@ def test_variables_from_outside_of_the_strategy() -> None:
     np.testing.assert_array_equal(outside.get_weights()[0], before)
     with pytest.raises(tfd.TrainingError, match="were created outside of the strategy"):
         tfd.DistributedModel(around_it(), mirrored())
+
+
+@keras.saving.register_keras_serializable("tests")
+class TwoOptimizers(keras.Model):
+    """Has a compile() with arguments of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.one = keras.layers.Dense(1)
+        self.two = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.two.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.one(x) + self.two(x)
+
+    def compile(self, for_one, for_two, loss_of, scale=1.0):
+        super().compile()
+        self.for_one, self.for_two = for_one, for_two
+        self.loss_of, self.scale = loss_of, scale
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.scale * self.loss_of(y, self(x, training=True))
+        for layer, optimizer in ((self.one, self.for_one), (self.two, self.for_two)):
+            weights = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@keras.saving.register_keras_serializable("tests")
+class WithProtocol(TwoOptimizers):
+    """Keras can compile it after loading."""
+
+    def compile(self, for_one, for_two, loss_of, factor):
+        super().compile(for_one, for_two, loss_of, scale=2 * factor)
+        self.factor = factor
+
+    def get_compile_config(self):
+        to_config = keras.saving.serialize_keras_object
+        names = ("for_one", "for_two", "loss_of", "factor")
+        return {name: to_config(getattr(self, name)) for name in names}
+
+    def compile_from_config(self, config):
+        from_config = keras.saving.deserialize_keras_object
+        self.compile(**{name: from_config(value) for name, value in config.items()})
+
+
+class Transforming(TwoOptimizers):
+    """Keeps something else under the name of an argument."""
+
+    def compile(self, for_one, for_two, loss_of, scale=1.0):
+        super().compile(for_one, for_two, loss_of, scale / 2)
+
+
+class Forgetting(TwoOptimizers):
+    def compile(self, for_one, for_two, size):
+        super().compile(for_one, for_two, keras.losses.MeanSquaredError(), 1 / size)
+
+
+def two(kind: type[keras.Model], **settings) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = kind()
+    model.build((None, 5))
+    config = {
+        "for_one": keras.optimizers.Adam(0.05),
+        "for_two": keras.optimizers.SGD(0.1, momentum=0.9),
+        **settings,
+    }
+    model.compile(**config)
+    model.run_eagerly = True
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(WithProtocol, {"factor": 1.5}), (TwoOptimizers, {"scale": 3.0})],
+    ids=["compile_from_config", "arguments under their names"],
+)
+def test_a_compile_of_its_own_comes_along(tmp_path: Path, kind, settings) -> None:
+    """Trained, then copied: both optimizers go on with their moments and momenta."""
+    plain = two(kind, loss_of=keras.losses.MeanSquaredError(), **settings)
+    plain.fit(X, Y, **FIT)
+    ours = tfd.distribute(plain, mirrored())
+    assert type(ours.keras_model.for_one) is keras.optimizers.Adam
+    assert ours.keras_model.scale == 3.0
+    plain.fit(X, Y, **FIT)
+    ours.keras_model.run_eagerly = False
+    ours.fit(X, Y, **FIT)
+    assert_same_weights(plain, ours)
+    if kind is TwoOptimizers:
+        return
+    plain.save(tmp_path / "model.keras")
+    with warnings.catch_warnings():  # Keras does not load the state of such optimizers
+        warnings.simplefilter("ignore")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.run_eagerly = True
+    ours = tfd.distribute(loaded, mirrored())
+    loaded.fit(X, Y, **FIT)
+    ours.keras_model.run_eagerly = False
+    ours.fit(X, Y, **FIT)
+    assert_same_weights(loaded, ours)
+
+
+def test_optimizers_made_outside_of_the_builder_for_a_compile_of_its_own() -> None:
+    settings = {
+        "for_one": keras.optimizers.Adam(0.05),
+        "for_two": keras.optimizers.SGD(0.1, momentum=0.9),
+        "loss_of": keras.losses.MeanSquaredError(),
+        "factor": 1.5,
+    }
+    plain = two(WithProtocol, loss_of=settings["loss_of"], factor=1.5)
+    plain.fit(X, Y, **FIT)
+    ours = tfd.distribute(lambda: two(WithProtocol, **settings), mirrored())
+    ours.keras_model.run_eagerly = False
+    ours.fit(X, Y, **FIT)
+    assert_same_weights(plain, ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        (Transforming, "scale", {"loss_of": keras.losses.MeanSquaredError(), "scale": 4.0}),
+        (Forgetting, "size", {"size": 2}),
+    ],
+)
+def test_a_compile_that_cannot_be_repeated_names_the_argument(kind, name, settings) -> None:
+    model = two(kind, **settings)
+    with pytest.raises(tfd.TfDistError, match=f"{name!r} is not known.*get_compile_config"):
+        tfd.distribute(model, mirrored())

@@ -17,7 +17,12 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_hooks import replace_apply_of, replace_in_steps
+from tfdist_ext.training._keras_hooks import (
+    TRAINER_METHODS,
+    replace_apply_of,
+    replace_in_steps,
+    replace_trainer,
+)
 from tfdist_ext.training._tf_private import (
     function_graph,
     is_recording,
@@ -371,6 +376,46 @@ def test_steps_on_workers_reach_into_optimizers_and_lookups() -> None:
         assert adam._get_variable_index(stranger) == 0
     with pytest.raises(KeyError):
         adam._get_variable_index(stranger)
+
+
+def test_gradients_are_not_summed_again_by_an_optimizer_without_a_strategy() -> None:
+    inner = keras.optimizers.SGD(1.0)
+    outer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+    weight = keras.Variable(np.zeros(1, "float32"))
+    outer.build([weight])
+    strategy = tf.distribute.get_strategy()
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with kp.distribution_strategy_of(outer, strategy):
+            outer.apply([tf.ones(1)], [weight])
+
+    operations = step.get_concrete_function().graph.get_operations()
+    assert not [operation.name for operation in operations if operation.type == "IdentityN"]
+    step()
+    assert weight.numpy().tolist() == [-1.0]
+    assert "_all_reduce_sum_gradients" not in {**vars(inner), **vars(outer)}
+
+
+def test_own_methods_of_models_reach_the_trainer_by_super(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TRAINER_METHODS:
+        monkeypatch.setattr(keras.Model, name, getattr(keras.Model, name))  # put back at the end
+    redirected: list[str] = []
+
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    model, other = (Own([keras.layers.Activation("linear")]) for _ in range(2))
+
+    def instead(of: keras.Model, name: str):
+        return (lambda *args, **kwargs: redirected.append(name)) if of is model else None
+
+    replace_trainer(instead)
+    for name in TRAINER_METHODS:
+        getattr(model, name)(np.ones((2, 3)))
+    assert redirected == list(TRAINER_METHODS)
+    assert other.predict(np.ones((2, 3)), verbose=0).tolist() == [[1.0] * 3] * 2
 
 
 def test_lookups_are_taken_over_in_the_scope_only() -> None:

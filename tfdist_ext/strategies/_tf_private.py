@@ -39,6 +39,7 @@ __all__ = [
     "CopiedVariable",
     "ServersExtended",
     "across",
+    "all_reduce",
     "call_for_each_replica",
     "container_of",
     "copied_to",
@@ -102,6 +103,26 @@ def _give_scalar_conversions(variables: type) -> None:
 
 
 _give_scalar_conversions(values.DistributedVariable)
+
+
+def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
+    """`ReplicaContext.all_reduce` of a list of tensors or slices, without a gradient.
+
+    Private because the public one is a `tf.custom_gradient`. In a graph TensorFlow registers each
+    of these for the life of the process, and with it the graph of the whole step: a model that is
+    deleted would keep some megabytes.
+    """
+    context = tf.distribute.get_replica_context()
+    if not context.strategy.extended._use_merge_call():
+        options = tf.distribute.experimental.CommunicationOptions()
+        return list(context.strategy.extended._replica_ctx_all_reduce(op, list(values), options))
+
+    def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
+        # With one replica a part is a tensor, and its destination is told by its device.
+        pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
+        return strategy.extended.batch_reduce_to(op, pairs)
+
+    return list(context.merge_call(of_all, args=tuple(values)))
 
 
 class CopiedVariable(values.MirroredVariable):

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfdist_ext.strategies import _tf_private
+
 __all__ = ["METRIC", "OTHER", "STATISTIC", "Reduced", "all_reduce", "batch_reduce_to", "takes_what"]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
@@ -53,8 +55,7 @@ def all_reduce(
     """
     context = tf.distribute.get_replica_context()
     if not hasattr(context.strategy.extended, "reducing"):
-        reduced: Sequence[Any] = context.all_reduce(op, list(values))
-        return reduced
+        return _tf_private.all_reduce(op, values)
 
     def of_all(strategy: tf.distribute.Strategy, *values: Any) -> Any:
         return batch_reduce_to(strategy, op, [(value, value) for value in values], what)

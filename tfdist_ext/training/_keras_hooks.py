@@ -1,4 +1,4 @@
-"""Functions that do something else while a replica's step runs, each with the reason.
+"""Functions of Keras that do something else while a distributed model runs, each with the reason.
 
 They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
 other, and the steps of users call them directly. Outside of a step they are as Keras made them.
@@ -17,7 +17,40 @@ from keras.src.backend.tensorflow import nn
 from keras.src.losses import loss as loss_module
 from keras.src.losses.losses import LossFunctionWrapper
 
-__all__ = ["replace_apply_of", "replace_in_steps"]
+__all__ = ["TRAINER_METHODS", "replace_apply_of", "replace_in_steps", "replace_trainer"]
+
+# What a model's class may override and call by super().
+TRAINER_METHODS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+
+def replace_trainer(instead: Callable[[keras.Model, str], Callable[..., Any] | None]) -> None:
+    """Let `keras.Model.fit`, `evaluate`, ... call `instead(model, name)` where that is not None.
+
+    There is no other way in: a `fit` of the user's calls `super().fit(...)`, which is looked up in
+    the classes and not in the model.
+    """
+
+    def replace(name: str) -> None:
+        original = getattr(keras.Model, name)
+
+        @functools.wraps(original)
+        def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+            other = instead(self, name)
+            if other is None:
+                return original(self, *args, **kwargs)
+            return other(*args, **kwargs)
+
+        setattr(keras.Model, name, chosen)
+
+    for name in TRAINER_METHODS:
+        replace(name)
 
 
 def replace_in_steps(

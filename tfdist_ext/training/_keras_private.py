@@ -24,7 +24,6 @@ from keras.src.backend.tensorflow.trainer import (
 )
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
-from keras.src.random import seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -211,7 +210,8 @@ def global_seed_generator(generator: keras.random.SeedGenerator) -> Iterator[Non
 
     Private because Keras makes the one it uses by itself, one in each thread.
     """
-    name = seed_generator.GLOBAL_SEED_GENERATOR
+    # The name as such: only Keras 3.13 and later have a constant for it.
+    name = "global_seed_generator"
     before = global_state.get_global_attribute(name)
     global_state.set_global_attribute(name, generator)
     try:
@@ -242,11 +242,15 @@ def distribution_strategy_of(
     before = [optimizer._distribution_strategy for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
+        # There is nothing to sum. Keras would ask TensorFlow to, which registers the gradient of
+        # that sum, and with it the graph of the step, for the life of the process.
+        vars(optimizer)["_all_reduce_sum_gradients"] = lambda grads_and_vars: grads_and_vars
     try:
         yield
     finally:
         for optimizer, original in zip(optimizers, before, strict=True):
             optimizer._distribution_strategy = original
+            vars(optimizer).pop("_all_reduce_sum_gradients", None)
 
 
 def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError, TrainingError
@@ -20,10 +21,11 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.again import (
     copy_flags_and_assets,
     in_short,
+    known_objects,
     made_again,
     model_made_again,
 )
-from tfdist_ext.training.optimizers import all_built
+from tfdist_ext.training.optimizers import all_built, optimizers_of
 from tfdist_ext.training.partitioned import make_readable, slots_beside_pieces
 from tfdist_ext.training.replica_scope import metric_variables_on_one_copy
 from tfdist_ext.training.states import check_states
@@ -149,38 +151,107 @@ def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:
 
 
 def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Compile `target` as `source` is, its optimizer and metrics made in the scope.
+    """Compile `target` as `source` is, its optimizers and metrics made in the scope.
 
-    Where they are there already (the usual case of a builder), nothing happens.
+    Where they are there already (the usual case of a builder), nothing happens. A class with
+    `compile_from_config` is compiled by it, as Keras does when it loads a model; of another
+    `compile()` of the user's, the arguments are those that the model keeps under their names.
 
     Raises:
-        TrainingError: a compile() of its own, an optimizer or a metric that cannot be made again,
-            or an optimizer that trains variables of something else.
+        TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
+            cannot be made again, or an optimizer that trains variables of something else.
     """
     if not source.compiled:
         return
-    stateful = list(kp.metrics_in_use(source))
-    variables = [v for metric in stateful for v in metric.variables]
-    if isinstance(source.optimizer, keras.optimizers.Optimizer):
-        variables += source.optimizer.variables
+    stateful = [*kp.metrics_in_use(source), *optimizers_of(source).values()]
+    variables = [v for thing in stateful for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
-    if "loss" not in inspect.signature(type(source).compile).parameters:
-        raise TrainingError(
-            f"{type(source).__name__} has a compile() of its own, whose arguments are not known"
-            " here. Pass a function that builds and compiles the model instead of the model:"
-            " distribute(build, strategy)."
-        )
-    arguments = kp.compile_arguments(source)
-    if isinstance(arguments["optimizer"], keras.optimizers.Optimizer):
-        arguments["optimizer"] = _optimizer_again(source, target, strategy)
-    with creation_scope(strategy):
-        for name in ("metrics", "weighted_metrics"):
-            arguments[name] = keras.tree.map_structure(
-                lambda m: made_again(m) if isinstance(m, keras.metrics.Metric) else m,
-                arguments[name],
+    trained = {name: _trained(source, old) for name, old in optimizers_of(source).items()}
+    before = optimizers_of(source)
+    if type(source).compile_from_config is not keras.Model.compile_from_config:
+        config = source.get_compile_config()
+        with creation_scope(strategy), known_objects([source]):
+            target.compile_from_config(config)
+    else:
+        own = type(source).compile is not keras.Model.compile
+        arguments = _compile_arguments(source) if own else kp.compile_arguments(source)
+        with creation_scope(strategy):
+            remade = keras.tree.map_structure(_stateless, arguments)
+            target.compile(**remade)
+        if own:
+            _check_compiled_alike(source, arguments, target)
+    after = optimizers_of(target)
+    for name, old in before.items():
+        if (new := after.get(name)) is None:
+            raise TrainingError(
+                f"{type(source).__name__}.{name} is an optimizer, and compile_from_config() made"
+                " none of that name: let it make all that get_compile_config() tells of."
             )
-        target.compile(**arguments)
+        weights = target.weights
+        _take_over_optimizer(old, new, [weights[place] for place in trained[name]], strategy)
+
+
+def _stateless(argument: Any) -> Any:
+    """An argument of compile, anew where it has variables of its own, so not two models' one."""
+    if isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric):
+        return made_again(argument)
+    has_variables = bool(getattr(argument, "variables", None))
+    return made_again(argument) if has_variables and hasattr(argument, "get_config") else argument
+
+
+def _compile_arguments(source: keras.Model) -> dict[str, Any]:
+    """What a compile() of the user's was called with, as far as the model tells.
+
+    Keras keeps what it was given itself; other arguments are attributes of the same name.
+    """
+    parameters = inspect.signature(type(source).compile).parameters.values()
+    of_keras = kp.compile_arguments(source)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    arguments = dict(of_keras) if takes_all else {}
+    for parameter in list(parameters)[1:]:
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name in of_keras:
+            arguments[name] = of_keras[name]
+        elif name in vars(source):
+            arguments[name] = vars(source)[name]
+        else:
+            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
+    return arguments
+
+
+_OWN_COMPILE = (
+    "{0} has a compile() of its own, and what it was given as {1!r} is not known here. Pass a"
+    " function that builds and compiles the model: distribute(build, strategy). Or give the class"
+    " get_compile_config() and compile_from_config(), which Keras also needs to load it."
+)
+
+
+def _check_compiled_alike(
+    source: keras.Model, arguments: dict[str, Any], target: keras.Model
+) -> None:
+    """Calling a compile() with what it made of its arguments must make the same of them again."""
+
+    def told(value: Any) -> Any:
+        if not callable(getattr(value, "get_config", None)):
+            return value
+        config = value.get_config()
+        config.pop("name", None)  # Keras numbers the ones that it makes
+        return type(value), config
+
+    mine, theirs = kp.compile_arguments(source), kp.compile_arguments(target)
+    pairs = {name: (mine[name], theirs[name]) for name in mine}
+    pairs |= {name: (arguments[name], vars(target).get(name)) for name in arguments.keys() - mine}
+    for name, pair in pairs.items():
+        try:
+            one, other = ([told(part) for part in keras.tree.flatten(value)] for value in pair)
+            same = bool(np.all([np.all(a == b) for a, b in zip(one, other, strict=True)]))
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
 
 
 def _specs_if_known(
@@ -193,30 +264,36 @@ def _specs_if_known(
         return []
 
 
-def _optimizer_again(
-    source: keras.Model, target: keras.Model, strategy: tf.distribute.Strategy
-) -> Any:
-    """The optimizer of `source`, made in the scope for the same weights of `target`, and its state.
+def _trained(source: keras.Model, optimizer: Any) -> list[int]:
+    """Places, among the model's weights, of those that an optimizer was built for.
 
     What it was built for, not what is trainable today: weights may have been frozen since.
     """
-    old = source.optimizer
     places = {id(weight): place for place, weight in enumerate(source.weights)}
-    trained = [places.get(id(variable)) for variable in kp.trained_by(old)] if old.built else []
+    trained = [places.get(id(v)) for v in kp.trained_by(optimizer)] if optimizer.built else []
     if None in trained:
         raise TrainingError(
             f"the optimizer of {source.name!r} was built for variables that are not among the"
             " model's weights, so its state cannot come along. Call compile() with a new one."
         )
+    return [place for place in trained if place is not None]
+
+
+def _take_over_optimizer(
+    old: Any, new: Any, weights: list[Any], strategy: tf.distribute.Strategy
+) -> None:
+    """Build the optimizer `new` for `weights`, and give it the state of `old`."""
+    if not old.built:
+        return
     with creation_scope(strategy):
-        new = made_again(old)
-        if old.built:
-            weights = target.weights
-            new.build([weights[place] for place in trained])
-    if old.built:
-        for variable, value in zip(new.variables, old.variables, strict=True):
-            variable.assign(value.numpy())
-    return new
+        new.build(weights)
+    if [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
+        raise TrainingError(
+            f"the optimizer {new.name!r} was built for other variables than before when the model"
+            " was compiled again: do not build it in compile() or compile_from_config()."
+        )
+    for variable, value in zip(new.variables, old.variables, strict=True):
+        variable.assign(value.numpy())
 
 
 def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:

@@ -18,7 +18,13 @@ import keras
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["copy_flags_and_assets", "in_short", "made_again", "model_made_again"]
+__all__ = [
+    "copy_flags_and_assets",
+    "in_short",
+    "known_objects",
+    "made_again",
+    "model_made_again",
+]
 
 _OF_KERAS = {"name", "trainable", "dtype"}
 _NAMED_BY_CLASS = (
@@ -36,7 +42,7 @@ def made_again(thing: Any) -> Any:
         TrainingError: it has no config, or one that does not tell all.
     """
     try:
-        with _knowing([thing]):
+        with known_objects([thing]):
             return type(thing).from_config(thing.get_config())
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
@@ -48,7 +54,7 @@ def made_again(thing: Any) -> Any:
 
 def model_made_again(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
-    with _knowing(kp.flat_layers(model)), _not_compiled(model):
+    with known_objects(kp.flat_layers(model)), _not_compiled(model):
         if kp.is_graph_of_layers(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
@@ -118,7 +124,7 @@ def _layer_again(layer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _knowing(things: Iterable[Any]) -> Iterator[None]:
+def known_objects(things: Iterable[Any]) -> Iterator[None]:
     """Scope in which the classes and functions that `things` use are found by name."""
     objects: dict[str, Any] = {}
     for thing in things:

@@ -78,6 +78,8 @@ def evaluate_checkpoints(
 
     def evaluate(steps: int | None = steps) -> dict[str, float]:
         data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+        # Keras's own argument: an evaluate() of the model's does not prepare the data again.
+        data["_use_cached_eval_dataset"] = True
         return dict(model.evaluate(**data, steps=steps, verbose=0, return_dict=True))
 
     if not model.keras_model.built:

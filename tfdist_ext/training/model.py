@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,16 +14,17 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.adopt import belongs_to, build, recompile
+from tfdist_ext.training.adopt import belongs_to, build, creation_scope, recompile
 from tfdist_ext.training.arguments import check_counts
 from tfdist_ext.training.called_back import called_back_as
-from tfdist_ext.training.chiefs_part import follow_chief
+from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.evaluator import evaluate_checkpoints
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.loop import Loop
+from tfdist_ext.training.overrides import overridable, overrides, redirected_method
 from tfdist_ext.training.partitioned import make_readable
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_arrays, check_same_call, first_batch_check
@@ -63,6 +65,7 @@ class DistributedModel(Saving):
         self._builder = builder
         self._built_for = None
         self._progress = Progress()
+        self._validation: Epochs | None = None  # of the running fit
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         self._engine = (CoordinatorEngine if asynchronous else SynchronousEngine)(strategy)
         self._reduction = self._engine.reduction
@@ -80,6 +83,7 @@ class DistributedModel(Saving):
     def strategy(self) -> tf.distribute.Strategy:
         return self._strategy
 
+    @overridable
     @on_every_worker
     def fit(
         self,
@@ -189,7 +193,7 @@ class DistributedModel(Saving):
         )
         train = self._epochs(saved.watch(batches, steps_per_epoch), steps_per_epoch, "fit")
         self._prepare(batches, "train")
-        validation = None
+        validate = None
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
@@ -197,6 +201,15 @@ class DistributedModel(Saving):
                 val_x, val_y, val_weight, batch_size=size, steps=validation_steps
             )
             validation = self._epochs(val_batches, validation_steps, "fit", "validation ")
+            # What Keras's fit gives to an evaluate() of the model's own.
+            given = {
+                "x": val_x,
+                "y": val_y,
+                "sample_weight": val_weight,
+                "batch_size": size,
+                "steps": validation_steps,
+            }
+            validate = functools.partial(self._validate, validation, given)
 
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
@@ -210,15 +223,13 @@ class DistributedModel(Saving):
             hooks.on_train_begin()
             follow_chief_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch
-            return self._train(
-                range(first, epochs), train, validation, validation_freq, hooks, saved
-            )
+            return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
 
     def _train(
         self,
         epochs: range,
         train: Epochs,
-        validation: Epochs | None,
+        validate: Callable[[Any], dict[str, Any]] | None,
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: Resumable,
@@ -235,8 +246,8 @@ class DistributedModel(Saving):
             with train.next() as data:
                 logs, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
             complete = train.is_done(data, steps, stopped=bool(model.stop_training))
-            if validation is not None and validates(epoch, validation_freq):
-                val_logs = self._evaluate(validation, hooks)
+            if validate is not None and validates(epoch, validation_freq):
+                val_logs = validate(hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
             self._progress = saved.epoch_is_done(epoch, logs, complete=complete)
@@ -249,6 +260,7 @@ class DistributedModel(Saving):
         saved.training_is_done(epochs.stop, logs)
         return model.history
 
+    @overridable
     @on_every_worker
     def evaluate(
         self,
@@ -260,6 +272,8 @@ class DistributedModel(Saving):
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
+        *,
+        _use_cached_eval_dataset: bool = False,
     ) -> Any:
         """Loss and metrics over all examples, as `keras.Model.evaluate` returns them.
 
@@ -267,6 +281,10 @@ class DistributedModel(Saving):
         """
         check_counts(batch_size=batch_size, steps=steps)
         self._check_compiled("evaluate")
+        if _use_cached_eval_dataset and self._validation is not None:
+            # Keras's own argument, by which `fit` calls an `evaluate` of the model's.
+            logs = self._evaluate(self._validation, callbacks)
+            return logs if return_dict else kp.metrics_in_order(self._model, logs)
         self._check_same_call("evaluate", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps, "evaluate")
@@ -275,6 +293,7 @@ class DistributedModel(Saving):
         logs = self._evaluate(epochs, hooks)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
 
+    @overridable
     @on_every_worker
     def predict(
         self,
@@ -304,6 +323,92 @@ class DistributedModel(Saving):
         check_same_model(self._reduction, self._model, same_python=self._same_python)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return self._engine.predictor(self._model).predict(epochs, hooks)
+
+    @overridable
+    @on_every_worker
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """One step on one global batch, as `keras.Model.train_on_batch` does it."""
+        self._check_compiled("train_on_batch")
+        logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
+        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+
+    @overridable
+    @on_every_worker
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """Loss and metrics of one global batch, as `keras.Model.test_on_batch` returns them."""
+        self._check_compiled("test_on_batch")
+        logs = self._on_batch("test", (x, y, sample_weight))
+        return logs if return_dict else kp.metrics_in_order(self._model, logs)
+
+    @overridable
+    def predict_on_batch(self, x: Any) -> Any:
+        """The model's outputs for one global batch, as NumPy arrays, on every task."""
+        return DistributedModel.predict(self, x, _rows(x), verbose=0)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
+        with creation_scope(self._strategy):
+            self._model.compile(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Keras model's outputs for tensors, computed on this task alone."""
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the Keras model has, such as `summary`, `layers`, or `generate` of KerasHub.
+
+        Its methods run on this task, on the first replica's copies of the variables; where they
+        call `self.fit`, `self.evaluate`, `self.predict`, ... the whole strategy runs these. Methods
+        that are named `save_...` or `export_...` write on the chief only, and the others wait.
+        """
+        if name.startswith("_"):  # also where this object is not complete, as in copy and pickle
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self._model, name)
+        if getattr(found, "__self__", None) is not self._model:
+            return found
+        method = redirected_method(self, found)
+        if not name.startswith(("save_", "export_")):
+            return method
+        return lambda *args, **kwargs: done_by_chief(
+            self._reduction, lambda: method(*args, **kwargs), f"do {name}()"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> dict[str, Any]:
+        batches = self._engine.read(*data, batch_size=_rows(data[0]), shuffle=False, **options)
+        epochs = self._epochs(batches, None, f"{kind}_on_batch")
+        self._prepare(batches, kind)
+        loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
+        setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
+        with epochs.next() as batch:
+            return loop.run(self._engine.program(self._model, kind), batch)[0]
+
+    def _validate(self, epochs: Epochs, given: dict[str, Any], hooks: Any) -> dict[str, Any]:
+        """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
+        if not overrides(self._model, "evaluate"):
+            return self._evaluate(epochs, hooks)
+        self._validation = epochs
+        try:
+            logs: dict[str, Any] = self.evaluate(
+                **given, callbacks=hooks, return_dict=True, _use_cached_eval_dataset=True
+            )
+        finally:
+            self._validation = None
+        return logs
 
     def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
         self._model.stop_evaluating = False
@@ -363,3 +468,7 @@ class DistributedModel(Saving):
                 f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
                 " given to distribute(), or on the model before it is distributed."
             )
+
+
+def _rows(x: Any) -> int:
+    return len(keras.tree.flatten(x)[0])

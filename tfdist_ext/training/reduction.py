@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.strategies.reductions import METRIC, all_reduce
+from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
 from tfdist_ext.training.peers import Peers, peers_of
 
 __all__ = ["Reduction", "contribution"]
@@ -176,8 +176,7 @@ class Reduction:
 
         def counted(part: Any) -> Any:
             counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+            return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
 
         summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
         return summed[0], summed[1]

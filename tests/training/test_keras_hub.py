@@ -1,0 +1,96 @@
+"""KerasHub's tasks, whose `fit` makes tokens of strings: the same training as on one device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from training_cases import assert_same_history, assert_same_weights, mirrored
+
+import tfdist_ext as tfd
+
+pytest.importorskip("keras_hub")  # which takes the newest Keras only
+sys.path.append(str(Path(__file__).parents[1] / "programs"))
+import hub_tasks
+
+FIT = {"epochs": 2, "verbose": 0}
+PROMPTS = ["the f", "a"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning"),  # of BERT's pooler
+    pytest.mark.filterwarnings("ignore:.shuffle=True. was passed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+
+def plain(task: Callable[..., keras.Model], *data: Any, lora: bool, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = task(lora=lora)
+    model.run_eagerly = True  # quicker than compiling
+    return model, model.fit(*data, **FIT, **arguments).history
+
+
+def distributed(task: Callable[..., keras.Model], *data: Any, lora: bool, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(lambda: task(lora=lora), mirrored())
+    return model, model.fit(*data, **FIT, **arguments).history
+
+
+def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
+    data = hub_tasks.batches(hub_tasks.classifier)
+    one, expected = plain(hub_tasks.classifier, data, lora=True, validation_data=data)
+    ours, history = distributed(hub_tasks.classifier, data, lora=True, validation_data=data)
+    assert list(expected) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+    assert_same_history(expected, history)
+    assert_same_weights(one, ours)
+    texts = hub_tasks.TEXTS[:7]
+    np.testing.assert_allclose(
+        ours.predict(texts, verbose=0), one.predict(texts, verbose=0), atol=1e-6
+    )
+
+
+def test_a_masked_language_model_on_arrays_of_strings() -> None:
+    one, expected = plain(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
+    ours, history = distributed(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
+    assert_same_history(expected, history)
+    assert_same_weights(one, ours)
+
+
+@pytest.fixture(scope="module")
+def language_model() -> tuple[Any, dict[str, list[float]]]:
+    return plain(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
+
+
+def test_a_causal_language_model_trains_and_generates(language_model: Any) -> None:
+    one, expected = language_model
+    ours, history = distributed(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
+    assert_same_history(expected, history)
+    assert_same_weights(one, ours)
+    assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
+
+
+def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler(language_model: Any) -> None:
+    one, _ = language_model
+    ours = tfd.distribute(one, mirrored())
+    assert type(ours.keras_model) is type(one)
+    assert type(ours.sampler) is type(one.sampler)
+    assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
+    assert_same_weights(one, ours)
+
+
+def test_two_workers_train_on_strings(run_cluster: Callable[..., list[Any]]) -> None:
+    first, second = run_cluster("train_hub_workers.py", timeout=240)
+    assert first == second
+    for task in (hub_tasks.classifier, hub_tasks.causal):
+        keras.utils.set_random_seed(1)
+        one = task(lora=True)
+        one.run_eagerly = True
+        history = one.fit(*hub_tasks.arrays(task), batch_size=8, verbose=0).history
+        weights = np.concatenate([variable.numpy().ravel() for variable in one.weights])
+        np.testing.assert_allclose(first[task.__name__]["loss"], history["loss"], rtol=1e-5)
+        np.testing.assert_allclose(first[task.__name__]["weights"], weights, rtol=0, atol=1e-6)
+    assert first["generated"] == one.generate(PROMPTS, max_length=8)

@@ -1,0 +1,70 @@
+"""A model that is deleted keeps nothing: neither objects, nor the graphs of its steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import pytest
+from training_cases import X, Y, mirrored, strategy_of
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """Objects of tests before are of no interest, and those of this one are looked at again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def build() -> keras.Model:
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(4, activation="relu")(inputs)
+    hidden = keras.layers.Dropout(0.5)(keras.layers.BatchNormalization()(hidden))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps(strategy: str) -> None:
+    model = tfd.distribute(build, strategy_of(strategy))
+    model.fit(X, Y, validation_data=(X[:16], Y[:16]), **FIT)
+    model.predict(X, verbose=0)
+    program = model._engine.program(model.keras_model, "train")
+    (step,) = program._counted._list_all_concrete_functions()
+    alive = {
+        "model": weakref.ref(model),
+        "Keras model": weakref.ref(model.keras_model),
+        "kernel": weakref.ref(model.keras_model.layers[1].kernel),
+        "optimizer": weakref.ref(model.keras_model.optimizer),
+        "engine": weakref.ref(model._engine),
+        "program": weakref.ref(program),
+        "seeds": weakref.ref(model._engine._seeds),
+        "graph": weakref.ref(step.graph),
+    }
+    del model, program, step
+    gc.collect()
+    assert [name for name, of in alive.items() if of() is not None] == []
+
+
+def test_a_deleted_model_that_broke_off_is_collected() -> None:
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise ZeroDivisionError
+
+    model = tfd.distribute(build, mirrored())
+    with pytest.raises(ZeroDivisionError):
+        model.fit(X, Y, callbacks=[Breaks()], **FIT)
+    of = weakref.ref(model.keras_model)
+    del model
+    gc.collect()
+    assert of() is None

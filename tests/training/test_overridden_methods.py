@@ -1,0 +1,188 @@
+"""Models whose class overrides `fit`, `evaluate`, ..., and what else Keras models have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, assert_same_history, assert_same_weights, mirrored, strategy_of
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
+
+
+class Scaled(keras.Model):
+    """Its methods multiply the data by 2 before Keras's get it, and train one epoch more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def fit(self, x, y, epochs=1, batch_size=None, validation_data=None, **kwargs):
+        before = self.evaluate(x, y, verbose=0)
+        super().fit(2 * x, y, epochs=1, batch_size=batch_size, verbose=0, shuffle=False)
+        if validation_data is not None:
+            validation_data = (2 * validation_data[0], validation_data[1])
+        kwargs["shuffle"] = False
+        history = super().fit(
+            2 * x, y, batch_size, epochs, validation_data=validation_data, **kwargs
+        )
+        history.history["before"] = before
+        return history
+
+    def evaluate(self, x=None, y=None, _use_cached_eval_dataset=False, **kwargs):
+        if _use_cached_eval_dataset:  # Keras's fit, with the data that this class's has prepared
+            logs = super().evaluate(x, y, _use_cached_eval_dataset=True, **kwargs)
+            return {**logs, "twice": 2 * logs["loss"]}
+        return super().evaluate(2 * x, y, **kwargs)
+
+    def predict(self, x, **kwargs):
+        return super().predict(2 * x, **kwargs) + 1
+
+    def train_on_batch(self, x, y=None, **kwargs):
+        return super().train_on_batch(2 * x, y, **kwargs)
+
+    def score(self, x):
+        return float(np.mean(self.predict(x, verbose=0)))
+
+
+def scaled() -> keras.Model:
+    model = Scaled()
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
+class Asks(keras.callbacks.Callback):
+    """Uses the model's own methods in the middle of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.told += [*self.model.evaluate(X, Y, verbose=0), self.model.score(X[:3])]
+
+
+def results_of(model: Any) -> dict[str, list[float]]:
+    """What the methods of a `Scaled` return, and its history, by name."""
+    asks = Asks()
+    # Positional as this class takes them, not as keras.Model does: 2 epochs, batches of 16.
+    history = model.fit(
+        X, Y, 2, 16, validation_data=(X[:25], Y[:25]), verbose=0, callbacks=[asks]
+    ).history
+    return {
+        **history,
+        "in callbacks": asks.told,
+        "evaluate": model.evaluate(X, Y, verbose=0),
+        "predict": model.predict(X[:3], verbose=0)[:, 0].tolist(),
+        "score": [model.score(X)],
+        "train_on_batch": model.train_on_batch(X[:7], Y[:7]),
+        "test_on_batch": model.test_on_batch(X, Y),
+        "predict_on_batch": model.predict_on_batch(X[:3])[:, 0].tolist(),
+    }
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_methods_of_the_model_do_as_on_one_device(name: str) -> None:
+    keras.utils.set_random_seed(1)
+    plain = scaled()
+    plain.run_eagerly = True
+    expected = results_of(plain)
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(scaled, strategy_of(name))
+    assert_same_history(expected, results_of(model))
+    assert_same_weights(plain, model)
+    assert expected["val_twice"] == pytest.approx([2 * v for v in expected["val_loss"]])
+    assert int(model.optimizer.iterations.numpy()) == 3 * 4 + 1
+
+
+def test_outside_of_calls_keras_is_as_it_was() -> None:
+    model = tfd.distribute(scaled, mirrored())
+    model.predict(X, verbose=0)
+    assert not [name for name in vars(model.keras_model) if "tfdist" in name]
+
+
+class AddsACallback(Scaled):
+    def fit(self, *args, **kwargs):
+        self.counter = Counter()
+        callbacks = [*(kwargs.pop("callbacks", None) or []), self.counter]
+        return keras.Model.fit(self, *args, callbacks=callbacks, **kwargs)
+
+
+class Counter(keras.callbacks.Callback):
+    epochs = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
+
+
+def adds_a_callback() -> keras.Model:
+    model = AddsACallback()
+    model(X[:1])  # data of this kind does not tell its shapes
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    return model
+
+
+def test_checkpoints_go_past_a_fit_that_does_not_know_them(tmp_path: Path) -> None:
+    """`checkpoint_dir` is not given to the model's fit, and counts for its super().fit()."""
+
+    def data() -> Any:
+        return tfd.data.from_arrays((X, Y), global_batch=16, seed=1)
+
+    keras.utils.set_random_seed(1)
+    whole = tfd.distribute(adds_a_callback, mirrored())
+    whole.fit(data(), epochs=3, verbose=0)
+    assert whole.keras_model.counter.epochs == 3
+    keras.utils.set_random_seed(1)
+    tfd.distribute(adds_a_callback, mirrored()).fit(
+        data(), epochs=1, verbose=0, checkpoint_dir=tmp_path
+    )
+    second = tfd.distribute(adds_a_callback, mirrored())
+    second.fit(data(), epochs=3, verbose=0, checkpoint_dir=tmp_path)
+    assert second.keras_model.counter.epochs == 2
+    assert_same_weights(whole, second)
+
+
+def test_checkpoints_of_two_trainings_in_one_fit_are_refused(tmp_path: Path) -> None:
+    model = tfd.distribute(scaled, mirrored())
+    with pytest.raises(tfd.TfDistError, match=r"checkpoint_dir must belong to one training"):
+        model.fit(X, Y, 1, 16, verbose=0, checkpoint_dir=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
+def test_what_else_a_keras_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tfd.distribute(scaled, mirrored())
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = model.no_such_name
+    with pytest.raises(AttributeError, match="_no_such_name"):
+        _ = model._no_such_name
+    model.predict(X, verbose=0)
+    assert model.count_params() == 6
+    assert model.layers == model.keras_model.layers
+    model.summary(print_fn=print)
+    assert "dense" in capsys.readouterr().out
+    model.set_weights([np.ones((5, 1), "float32"), np.zeros(1, "float32")])
+    np.testing.assert_allclose(model(X)[:, 0], X.sum(1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.predict(X, verbose=0)[:, 0], 2 * X.sum(1) + 1, atol=1e-5)
+    model.save_weights(tmp_path / "mine.weights.h5")
+    model.set_weights([np.zeros((5, 1), "float32"), np.zeros(1, "float32")])
+    model.load_weights(tmp_path / "mine.weights.h5")
+    np.testing.assert_allclose(model.predict_on_batch(X)[:, 0], X.sum(1), atol=1e-5)
+    model.stop_training = True
+    assert model.keras_model.stop_training
+    model.compile(keras.optimizers.SGD(0.5), "mae")
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(np.abs(2 * X.sum(1) - Y[:, 0]).mean())
+    assert isinstance(model.optimizer, keras.optimizers.SGD)
+    model.compile("adam", "mse")
+    with mirrored().scope():
+        assert tf.distribute.get_strategy().extended.variable_created_in_scope(
+            model.optimizer.iterations.value
+        )
