@@ -149,8 +149,9 @@ def test_a_step_moves_rows() -> None:
     taken, values, indices = map(strategy.experimental_local_results, run())
     assert taken[0].numpy()[0, :, 0].tolist() == [12, 12, 177]
     assert taken[1].numpy()[0, :, 0].tolist() == [9, 9, 174]
-    assert [part.numpy().tolist() for part in indices] == [[4, 4, 59], [3, 3, 58]]
-    assert [part.shape for part in values] == [(3, width)] * 2
+    # The gradient is that of the global batch: rows of both parts, on both replicas.
+    assert [part.numpy().tolist() for part in indices] == [[4, 4, 59, 3, 3, 58]] * 2
+    assert [part.shape for part in values] == [(6, width)] * 2
     expected = before.copy()
     np.subtract.at(expected, [4, 4, 59, 3, 3, 58], 1)
     np.testing.assert_array_equal(layer.embeddings.numpy(), expected)
