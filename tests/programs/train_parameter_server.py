@@ -293,16 +293,14 @@ def lookups():
         given = keras.Input((1,), dtype="string")
         stage = keras.Model(given, layer(given))
         initial = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
-        table = tf.lookup.StaticHashTable(initial, -1)
+        table = tf.lookup.StaticHashTable(initial, 0)
         variable = tf.Variable([2], dtype=tf.int64)
     maps = {
         "layer": layer,
-        "adapted": lambda x: tf.reshape(text(x), [-1, 1]),
         "model": stage,
-        "table": table.lookup,
-        "variable": lambda x: tf.where(tf.equal(x, "a"), variable, 0),
-        "calls Python": lambda x: tf.ensure_shape(
-            tf.numpy_function(lambda x: (x == b"c").astype("int64"), [x], tf.int64), [None, 1]
+        "adapted, variable": lambda x: tf.reshape(text(x), [-1, 1]) + variable,
+        "table, Python": lambda x: tf.ensure_shape(
+            tf.numpy_function(lambda ids: ids * 2, [table.lookup(x)], tf.int64), [None, 1]
         ),
     }
 
@@ -325,15 +323,13 @@ def lookups():
         def of_shard(shard, part=part):
             return part(tf.distribute.InputContext(shard.count, shard.index, 1))
 
-        expected = float(tf.reduce_sum(tf.cast(mapped(tf.constant(words)), tf.float32)))
         data = part if name != "layer" else tfd.data.from_dataset_fn(of_shard)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit = model.fit(data, validation_data=data, epochs=2, verbose=0).history
-            evaluated = model.evaluate(data, verbose=0, return_dict=True)
-        sums = [*fit["total"], *fit["val_total"], evaluated["total"]]
+        sums = [*fit["total"], *fit["val_total"]]
         here = [str(w.message) for w in caught if "cannot read" in str(w.message)]
-        found[name] = {"expected": expected, "sums": [float(sum) for sum in sums], "here": here}
+        found[name] = {"sums": [float(sum) for sum in sums], "here": here}
     result["lookups"] = found
 
 
