@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
+import inspect
+import os
 import re
 import subprocess
 import sys
+from collections.abc import MutableMapping, MutableSequence, MutableSet
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -91,6 +96,13 @@ def test_private_names_stay_in_quarantine(path: Path) -> None:
     assert not re.search(r"keras\.src|tensorflow\.python|tf\.python|__internal__", text)
 
 
+def test_the_check_of_defaults_sees_live_objects() -> None:
+    from absl import flags
+
+    assert all(map(is_live, (os.environ, flags.FlagValues(), [], sys.stderr)))
+    assert not any(map(is_live, (None, 1, "a", (), frozenset(), os.path.join, Path)))
+
+
 def test_public_names_are_what_all_says() -> None:
     import tfdist_ext as tfd
 
@@ -107,6 +119,28 @@ def test_all_lists_what_is_there(path: Path) -> None:
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", []):
         assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_default_is_a_live_object(path: Path) -> None:
+    """The reference shows defaults: of `os.environ` it would publish the builder's secrets."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    for owner in [module, *filter(inspect.isclass, vars(module).values())]:
+        for function in vars(owner).values():
+            function = getattr(function, "__func__", function)
+            if inspect.isfunction(function) and function.__module__ == name:
+                for each in inspect.signature(function).parameters.values():
+                    assert not is_live(each.default), f"{function.__qualname__}: {each.name}"
+
+
+def is_live(value: object) -> bool:
+    """Whether a value may change, or hold what is not in the source."""
+    if isinstance(value, MutableMapping | MutableSequence | MutableSet):
+        return True
+    of_source = inspect.isroutine(value) or inspect.isclass(value) or is_dataclass(value)
+    of_source |= isinstance(value, enum.Enum)
+    return hasattr(value, "__dict__") and not of_source and repr(value) != "<factory>"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
