@@ -153,6 +153,7 @@ def test_each_example_of_a_data_service_counts_once(results: dict[str, Any]) -> 
 def test_workers_that_do_not_agree_on_their_data(results: dict[str, Any]) -> None:
     for task in results["2"]:
         seed, position, rows = task["refused"]
-        assert "seed 0" in seed
-        assert "behind in it 8" in position
+        assert "seed must be the same on all workers, got 0 on worker 0 and 1 on worker 1" in seed
+        assert "position in the epoch must be" in position
+        assert "got 8 on worker 0 and 0 on worker 1" in position
         assert "fingerprint of the data" in rows
