@@ -152,7 +152,8 @@ def test_mixed_precision(rules: str, policy: str) -> None:
 
     expected = train(eager(half()), tested=False)
     model = tfd.distribute(half, PlacedStrategy(3, RULES[rules]))
-    np.testing.assert_allclose(train(model, tested=False)[0], expected[0], rtol=1e-5, atol=0.02)
+    one_row = 1.01 / 41  # of the accuracy: its score may round to the other side
+    np.testing.assert_allclose(train(model, tested=False)[0], expected[0], rtol=1e-5, atol=one_row)
     assert_copies_equal(model)
 
 

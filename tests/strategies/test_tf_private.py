@@ -47,7 +47,7 @@ from tfdist_ext.strategies.template_extended import TemplateExtended
         ("distribute.input_util.get_distributed_datasets_from_function", "distributed datasets"),
         ("distribute.mirrored_run.call_for_each_replica", "the replicas' threads"),
         (
-            "distribute.parameter_server_strategy_v2.ParameterServerStrategyV2Extended._update",
+            "distribute.parameter_server_strategy_v2.ParameterServerStrategyV2Extended",
             "updates of variables in shards",
         ),
         ("distribute.ps_values.AggregatingVariable", "a variable that replicas share"),

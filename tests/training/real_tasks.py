@@ -40,7 +40,7 @@ class Tasks:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def wait_for(self, name: str, pattern: str, seconds: float = 60.0) -> re.Match[str]:
+    def wait_for(self, name: str, pattern: str, seconds: float = 120.0) -> re.Match[str]:
         """The first match in what a task writes."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

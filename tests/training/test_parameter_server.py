@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from real_tasks import Tasks, tasks
 
+pytestmark = pytest.mark.timeout(400)  # the tasks do much for many tests
 LABELS = (1003 - 1) / 2  # the mean of 0, 1, ..., 1002
 
 
-def result_of(cluster: Tasks, seconds: float = 120.0) -> dict[str, Any]:
+def result_of(cluster: Tasks, seconds: float = 270.0) -> dict[str, Any]:
     return json.loads(cluster.wait_for("chief:0", r"RESULT (.*)\n", seconds)[1])
 
 

@@ -14,6 +14,7 @@ import pytest
 from warm_programs import run_program
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_parameter_server_exact.py"
+pytestmark = pytest.mark.timeout(500)
 TOLERANCE = 5e-7
 
 
@@ -24,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[
     def run(pieces: int) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("exact")
         command = [sys.executable, str(PROGRAM), str(pieces), str(folder / "model.keras")]
-        return run_program(command, folder, timeout=240)
+        return run_program(command, folder, timeout=450)
 
     with ThreadPoolExecutor(2) as pool:
         yield {pieces: pool.submit(run, pieces) for pieces in (2, 0)}
