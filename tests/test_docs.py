@@ -43,7 +43,6 @@ PYTHON_BY = {
 COMMANDS_BY = {
     ".ci/run": ["scripts/test", "scripts/demo", "scripts/docs"],
     "scripts/test": ["scripts/check"],
-    "scripts/check": ["scripts/setup"],
     "tests/test_configs.py::test_config_trains": [
         "tfdist run --workers 2 -- python scripts/train.py"
         " --config configs/digits_multi_worker.toml",

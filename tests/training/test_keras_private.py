@@ -387,7 +387,7 @@ def test_gradients_are_not_summed_again_by_an_optimizer_without_a_strategy() -> 
 
     @tf.function(autograph=False)
     def step() -> None:
-        with kp.distribution_strategy_of(outer, strategy):
+        with kp.distribution_strategy_of([outer, inner], strategy):
             outer.apply([tf.ones(1)], [weight])
 
     operations = step.get_concrete_function().graph.get_operations()
