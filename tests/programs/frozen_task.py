@@ -54,11 +54,13 @@ def main() -> None:
 
             @tf.function
             def long() -> tf.Tensor:
-                return tf.while_loop(
-                    lambda i, _: i < 1000,
+                number, matrix = tf.while_loop(
+                    lambda i, _: i < 200,
                     lambda i, m: (i + 1, tf.tanh(tf.matmul(m, m))),
                     (0, tf.random.normal([1024, 1024])),
-                )[0]
+                )
+                # Without the matrix in the result TensorFlow would not compute it.
+                return number + tf.cast(tf.math.is_nan(tf.reduce_sum(matrix)), tf.int32)
 
             coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
             results = [coordinator.schedule(long) for _ in range(2)]
