@@ -7,6 +7,7 @@ in this process, so the new one simply takes the functions of the old one.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import tempfile
 import warnings
@@ -65,12 +66,8 @@ def model_made_again(model: keras.Model) -> keras.Model:
 
 
 def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
-    """State outside of weights: what is trainable, vocabularies of preprocessing layers.
-
-    Raises:
-        ValueError: the copy has other layers.
-    """
-    for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=True):
+    """State outside of weights: what is trainable, vocabularies of preprocessing layers."""
+    for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
         if hasattr(old, "save_assets"):
             with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +78,18 @@ def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
         after.trainable = before.trainable
 
 
+def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
+    """Each layer and its copy, parents first.
+
+    Without those that the model has made in its first call, as a tokenizer's packer, and the copy
+    has not; such a layer has no weights, or the numbers of weights differ.
+    """
+    old, new = kp.flat_layers(model), kp.flat_layers(copy)
+    kinds: Any = [[type(layer) for layer in layers] for layers in (old, new)]
+    blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
+    return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
+
+
 def in_short(error: Exception) -> str:
     """The beginning of Keras's messages, which can be pages long."""
     words = " ".join(str(error).split())
@@ -89,8 +98,7 @@ def in_short(error: Exception) -> str:
 
 def _build_as(model: keras.Model, copy: keras.Model) -> None:
     """Build each layer for the shapes that the original one was built for."""
-    pairs = list(zip(kp.flat_layers(model), kp.flat_layers(copy), strict=False))
-    for old, new in reversed(pairs):  # inner layers first
+    for old, new in reversed(_paired_layers(model, copy)):  # inner layers first
         if old.built and not new.built and not isinstance(new, keras.Model):
             new.build_from_config(old.get_build_config() or {})
     if model.built and not copy.built:
@@ -102,7 +110,7 @@ def _build_as(model: keras.Model, copy: keras.Model) -> None:
 
 def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
     """LoRA is part of a layer's config, and not of the config of a model that makes the layer."""
-    for old, new in zip(kp.flat_layers(model), kp.flat_layers(copy), strict=False):
+    for old, new in _paired_layers(model, copy):
         if getattr(old, "lora_enabled", False) and not getattr(new, "lora_enabled", True):
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
 
