@@ -86,7 +86,8 @@ def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any
     """
     old, new = kp.flat_layers(model), kp.flat_layers(copy)
     kinds: Any = [[type(layer) for layer in layers] for layers in (old, new)]
-    blocks = difflib.SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks()
+    matcher: Any = difflib.SequenceMatcher(None, kinds[0], kinds[1], False)
+    blocks = matcher.get_matching_blocks()
     return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
 
 
