@@ -127,14 +127,11 @@ def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
             failure = None
         except Exception as error:
             failure = error
-    traced = False
+    by_trial = failure is not None and has_own_step(model, kind)
+    # Where the trial fails, its error says more than Keras's warnings of the call.
+    traced = by_trial and build_by_trial(model, kind, batch)
+    complete = all(layer.built for layer in kp.flat_layers(model))
     try:
-        if failure is not None:
-            if not has_own_step(model, kind):
-                raise failure
-            traced = build_by_trial(model, kind, batch)
-    finally:
-        complete = all(layer.built for layer in kp.flat_layers(model))
         for warning in caught:
             text = str(warning.message)
             of_attempt = "unbuilt state" in text and (complete or f"'{model.name}'" in text)
@@ -142,6 +139,9 @@ def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
+    finally:
+        if failure is not None and not by_trial:
+            raise failure
 
 
 def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:
