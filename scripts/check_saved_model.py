@@ -1,4 +1,4 @@
-"""Load a saved model with plain Keras, without tfdist_ext, and check its accuracy.
+"""Load saved models with plain Keras, without tfdist_ext, and check their accuracy.
 
 python scripts/check_saved_model.py runs/digits_multi_worker
 """
@@ -10,18 +10,23 @@ from pathlib import Path
 import example_data
 import keras
 
-directory = Path(sys.argv[1])
-expected = json.loads((directory / "result.json").read_text())
-model = keras.models.load_model(directory / "model.keras")
-_, (x_test, y_test) = example_data.load(expected["dataset"])
-_, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
-assert "tfdist_ext" not in sys.modules
-events = list((directory / "events").rglob("events.out.tfevents.*"))
-print(
-    f"plain Keras loads {directory / 'model.keras'}: test accuracy {accuracy:.4f},"
-    f" in training {expected['test_accuracy']:.4f}; TensorBoard event files: {len(events)}"
-)
-if abs(accuracy - expected["test_accuracy"]) > 1e-6:
-    raise SystemExit("the accuracy is not the same")
-if not events:
-    raise SystemExit(f"there are no TensorBoard event files in {directory / 'events'}")
+
+def check(directory: Path) -> None:
+    expected = json.loads((directory / "result.json").read_text())
+    model = keras.models.load_model(directory / "model.keras")
+    _, (x_test, y_test) = example_data.load(expected["dataset"])
+    _, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
+    assert "tfdist_ext" not in sys.modules
+    events = list((directory / "events").rglob("events.out.tfevents.*"))
+    print(
+        f"plain Keras loads {directory / 'model.keras'}: test accuracy {accuracy:.4f},"
+        f" in training {expected['test_accuracy']:.4f}; TensorBoard event files: {len(events)}"
+    )
+    if abs(accuracy - expected["test_accuracy"]) > 1e-6:
+        raise SystemExit("the accuracy is not the same")
+    if not events:
+        raise SystemExit(f"there are no TensorBoard event files in {directory / 'events'}")
+
+
+for name in sys.argv[1:]:
+    check(Path(name))

@@ -23,10 +23,10 @@ from tfdist_ext.launch import LaunchPlan
 Cells = dict[matrix.Cell, matrix.Trained | None]
 
 FIRST, *_, LAST = matrix.OPTIMIZERS
-OURS = {"mirrored 3": LAST, "central 3": FIRST, "workers 3": LAST, "workers 2": FIRST}
+OURS = {"mirrored 3": LAST, "central 3": FIRST, "workers 3": FIRST}
 
 # Trained in other processes meanwhile: real clusters.
-ELSEWHERE = ["workers 3", "workers 2"]
+ELSEWHERE = ["workers 3"]
 
 
 def run_workers(plan: LaunchPlan, folder: Path, env: dict[str, str]) -> str:

@@ -21,7 +21,7 @@ def mirrored(replicas: int) -> Any:
 
 def by_keras(epochs: list[tf.data.Dataset]) -> tuple[Any, list[float]]:
     """Weights and losses of one device that is not interrupted."""
-    model, adam, _, _ = example.parts_of_a_loop(tfd.create_strategy("default"))
+    model, adam, _, _ = example.parts_of_a_loop(tfd.create_strategy("default", alone=True))
     model.compile(adam, "mse")
     losses = [model.fit(batches, shuffle=False, verbose=0).history["loss"][0] for batches in epochs]
     return model.get_weights(), losses
@@ -71,7 +71,7 @@ def test_two_workers_then_one_process(cluster: Any, tmp_path: Path) -> None:
     is_chief = cluster.task.index == 0
     assert len(list(tmp_path.glob("*.index"))) == int(is_chief)
     if is_chief:
-        weights, then = example.plain(tfd.create_strategy("default"), folder, epochs=2)
+        weights, then = example.plain(tfd.create_strategy("default", alone=True), folder, epochs=2)
         assert_same(weights, first + then, by_keras(in_order(2)))
     # Nobody leaves while another one is at work.
     strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))

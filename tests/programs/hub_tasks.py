@@ -10,7 +10,7 @@ BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 RNG = np.random.default_rng(0)
 TEXTS = np.array([" ".join(RNG.choice(WORDS, RNG.integers(2, 6))) for _ in range(12)])
 LABELS = np.array([int("fox" in text) for text in TEXTS])
-SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 4, "intermediate_dim": 8, "dropout": 0.0}
+SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 4, "intermediate_dim": 8, "dropout": 0.0}
 
 
 def bert(lora):

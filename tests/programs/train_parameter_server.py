@@ -56,7 +56,7 @@ def numbers(rows):
 
 
 def data_forms():
-    x, y = numbers(1003)
+    x, y = numbers(303)
     model = tfd.distribute(counting(), strategy)
 
     def fit(*data, **options):
@@ -72,7 +72,7 @@ def data_forms():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
     result["arrays"] = fit(x, y, batch_size=10, epochs=2, validation_data=(x[:50], y[:50]))
     result["unknown length"] = fit(dataset.filter(lambda *_: True), epochs=2)
-    result["endless"] = fit(dataset.repeat(), steps_per_epoch=30, epochs=2)
+    result["endless"] = fit(dataset.repeat(), steps_per_epoch=15, epochs=2)
 
     def shard(context):
         count, index = context.num_input_pipelines, context.input_pipeline_id
@@ -115,7 +115,7 @@ def data_forms():
     one_batch = tfd.distribute(identity, strategy).predict(y[:5], verbose=0)
     result["predict in order"] = bool(np.array_equal(rows, y) and np.array_equal(one_batch, y[:5]))
 
-    by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([499], [1.0, 0.0])
+    by_schedule = keras.optimizers.schedules.PiecewiseConstantDecay([149], [1.0, 0.0])
     scheduled = tfd.distribute(counting(by_schedule), strategy)
     scheduled.fit(x, y, batch_size=1, verbose=0)
     result["applied before the rate is 0"] = applied(scheduled)
@@ -124,11 +124,11 @@ def data_forms():
 
 def sharded():
     """A training on ordered data, broken off in the second epoch and gone on with."""
-    x, y = numbers(1003)
+    x, y = numbers(303)
 
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if steps(self.model_) == 130:
+            if steps(self.model_) == 40:
                 raise ZeroDivisionError
 
     def train(callbacks=()):
@@ -136,7 +136,7 @@ def sharded():
         model = tfd.distribute(counting(), strategy)
         for callback in callbacks:
             callback.model_ = model
-        arguments = {"checkpoint_dir": folder, "checkpoint_every": 20, "verbose": 0}
+        arguments = {"checkpoint_dir": folder, "checkpoint_every": 5, "verbose": 0}
         history = model.fit(data, epochs=2, callbacks=list(callbacks), **arguments)
         return model, data, history.history
 
@@ -243,7 +243,7 @@ class Renamed(keras.Model):
 
 
 def renamed_logs():
-    x, y = numbers(1003)
+    x, y = numbers(303)
     rates = []
 
     class Rate(keras.callbacks.Callback):
@@ -367,7 +367,7 @@ def bad_ids():
 
 
 def loss_of_a_worker():
-    x, y = numbers(32 * 600)
+    x, y = numbers(32 * 300)
     model = tfd.distribute(counting(), strategy)
     model.fit(x[:320], y[:320], batch_size=32, verbose=0)
     before, weight = steps(model), applied(model)
@@ -382,13 +382,13 @@ def loss_of_a_worker():
 
 
 def loss_of_workers_with_data():
-    x, y = numbers(32 * 600)
+    x, y = numbers(32 * 300)
     model = tfd.distribute(counting(), strategy)
 
     def shard(context):
         count, index = context.num_input_pipelines, context.input_pipeline_id
         data = tf.data.Dataset.from_tensor_slices((x, y))
-        return data.shard(count, index).shuffle(32 * 600, seed=1).batch(32)
+        return data.shard(count, index).shuffle(32 * 300, seed=1).batch(32)
 
     model.fit(shard, steps_per_epoch=10, verbose=0)
     before, weight = steps(model), applied(model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -82,3 +84,21 @@ def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
         f" machine is paused or overloaded. The job ends. The last checkpoint is"
         f" {tmp_path}/epoch-00003.h5: start the job again to go on from it."
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    watcher = heartbeat.Watcher("chief:0", {"ps:1": "127.0.0.1:1"}, 1.0)
+    (process,) = started
+    assert process.poll() is None
+    del watcher
+    gc.collect()
+    assert process.returncode == -signal.SIGKILL

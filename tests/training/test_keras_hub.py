@@ -85,12 +85,11 @@ def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler(language_mo
 def test_two_workers_train_on_strings(run_cluster: Callable[..., list[Any]]) -> None:
     first, second = run_cluster("train_hub_workers.py", timeout=240)
     assert first == second
-    for task in (hub_tasks.classifier, hub_tasks.causal):
-        keras.utils.set_random_seed(1)
-        one = task(lora=True)
-        one.run_eagerly = True
-        history = one.fit(*hub_tasks.arrays(task), batch_size=8, verbose=0).history
-        weights = np.concatenate([variable.numpy().ravel() for variable in one.weights])
-        np.testing.assert_allclose(first[task.__name__]["loss"], history["loss"], rtol=1e-5)
-        np.testing.assert_allclose(first[task.__name__]["weights"], weights, rtol=0, atol=1e-6)
+    keras.utils.set_random_seed(1)
+    one = hub_tasks.causal(lora=True)
+    one.run_eagerly = True
+    history = one.fit(hub_tasks.TEXTS, batch_size=8, verbose=0).history
+    weights = np.concatenate([variable.numpy().ravel() for variable in one.weights])
+    np.testing.assert_allclose(first["loss"], history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(first["weights"], weights, rtol=0, atol=1e-6)
     assert first["generated"] == one.generate(PROMPTS, max_length=8)

@@ -12,7 +12,7 @@ import pytest
 from real_tasks import Tasks, tasks
 
 pytestmark = pytest.mark.timeout(400)  # the tasks do much for many tests
-LABELS = (1003 - 1) / 2  # the mean of 0, 1, ..., 1002
+LABELS = (303 - 1) / 2  # the mean of 0, 1, ..., 302
 
 
 def result_of(cluster: Tasks, seconds: float = 270.0) -> dict[str, Any]:
@@ -29,20 +29,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_example_counts_once_and_every_step(result: dict[str, Any]) -> None:
     arrays = result["arrays"]
-    assert (arrays["steps"], arrays["applied"]) == (202, 202)
+    assert (arrays["steps"], arrays["applied"]) == (62, 62)
     assert arrays["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     assert arrays["val_labels"] == pytest.approx([24.5] * 2, rel=1e-6)
     unknown = result["unknown length"]
-    assert (unknown["steps"], unknown["applied"]) == (202, 202)
+    assert (unknown["steps"], unknown["applied"]) == (62, 62)
     assert unknown["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     endless = result["endless"]
-    assert (endless["steps"], endless["applied"]) == (60, 60)
-    assert endless["labels"] == pytest.approx([149.5, 449.5], rel=1e-6)
+    assert (endless["steps"], endless["applied"]) == (30, 30)
+    assert endless["labels"] == pytest.approx([74.5, 224.5], rel=1e-6)
 
 
 def test_a_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
     shards = result["function"]
-    assert (shards["steps"], shards["applied"]) == (2 * (51 + 51), 2 * (51 + 51))
+    assert (shards["steps"], shards["applied"]) == (2 * (16 + 16), 2 * (16 + 16))
     assert shards["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     assert shards["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     endless = result["endless function"]
@@ -53,7 +53,7 @@ def test_a_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
 
 def test_a_dataset_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
     by_worker = result["read by workers"]
-    assert (by_worker["steps"], by_worker["applied"]) == (2 * (51 + 51), 2 * (51 + 51))
+    assert (by_worker["steps"], by_worker["applied"]) == (2 * (16 + 16), 2 * (16 + 16))
     assert by_worker["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     assert by_worker["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
 
@@ -61,7 +61,7 @@ def test_a_dataset_function_gives_each_worker_its_shard(result: dict[str, Any]) 
 def test_what_workers_cannot_read_the_coordinator_hands_out(result: dict[str, Any]) -> None:
     for kind in ("read by the coordinator", "made outside", "calls Python"):
         here = result[kind]
-        assert (here["steps"], here["applied"]) == (101, 101)
+        assert (here["steps"], here["applied"]) == (31, 31)
         assert here["labels"] == pytest.approx([LABELS], rel=1e-6)
     assert result["place"] == [1, 0]
     outside, python = result["why here"]
@@ -71,7 +71,7 @@ def test_what_workers_cannot_read_the_coordinator_hands_out(result: dict[str, An
 
 def test_ordered_data_is_gone_on_with_in_the_middle_of_an_epoch(result: dict[str, Any]) -> None:
     found = result["sharded"]
-    assert (found["steps"], found["applied"]) == (202, 202)
+    assert (found["steps"], found["applied"]) == (62, 62)
     assert found["labels"] == pytest.approx([LABELS], rel=1e-6)  # of the epoch that was broken off
     assert found["evaluate"] == pytest.approx(LABELS, rel=1e-6)
     assert found["place"] == [2, 0]
@@ -90,8 +90,8 @@ def test_evaluate_and_predict(result: dict[str, Any]) -> None:
 
 
 def test_schedules_see_the_true_step(result: dict[str, Any]) -> None:
-    assert result["scheduled steps"] == 1003
-    assert result["applied before the rate is 0"] == 500  # steps 0 to 499
+    assert result["scheduled steps"] == 303
+    assert result["applied before the rate is 0"] == 150  # steps 0 to 149
     assert result["applied at two rates"] == 32 + 16
 
 
@@ -106,7 +106,7 @@ def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
 
 def test_logs_of_metrics_under_other_names(result: dict[str, Any]) -> None:
     arrays, own_data, evaluated = result["renamed"]
-    expected = {"shown": 501.0, "root": 501.0**0.5, "plus one": 502.0, "own": 1.0}
+    expected = {"shown": 151.0, "root": 151.0**0.5, "plus one": 152.0, "own": 1.0}
     assert evaluated == pytest.approx(expected)
     for name, value in expected.items():
         assert arrays[name] == pytest.approx([value] * 2)
@@ -114,7 +114,7 @@ def test_logs_of_metrics_under_other_names(result: dict[str, Any]) -> None:
 
 
 def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> None:
-    assert result["rates"] == [[0.5, 101], [0.25, 202]]
+    assert result["rates"] == [[0.5, 31], [0.25, 62]]
 
 
 def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
@@ -152,14 +152,14 @@ def test_a_killed_worker_costs_no_example(tmp_path: Path) -> None:
         cluster.signal("worker:1", signal.SIGKILL)
         cluster.start("worker:0", "worker:1")
         result = result_of(cluster)
-    mean = (32 * 600 - 1) / 2
-    assert result["steps"] == 1800
+    mean = (32 * 300 - 1) / 2
+    assert result["steps"] == 900
     assert result["labels"] == pytest.approx([mean] * 3, rel=1e-6)
     assert result["evaluate"] == pytest.approx(mean, rel=1e-6)
     # The worker may have applied some steps of the one call that was made again.
-    assert 1800 <= result["applied"] <= 1808
-    own, mean = result["own data"], (32 * 600 - 1) / 2
-    assert own["steps"] == 1200
+    assert 900 <= result["applied"] <= 1808
+    own, mean = result["own data"], (32 * 300 - 1) / 2
+    assert own["steps"] == 600
     assert own["labels"] == pytest.approx([mean] * 2, rel=1e-6)
     assert own["evaluate"] == pytest.approx(mean, rel=1e-6)
-    assert 1200 <= own["applied"] <= 1216
+    assert 600 <= own["applied"] <= 1216

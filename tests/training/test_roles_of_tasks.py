@@ -64,7 +64,7 @@ def test_servers_wait_for_a_late_coordinator_and_end_with_1_when_it_is_killed(
     with tasks("roles_by_hand.py", "wait", folder=tmp_path, workers=2, ps=1) as cluster:
         cluster.start("worker:0", "worker:1", "ps:0")
         for name in ("worker:0", "worker:1", "ps:0"):
-            cluster.wait_for(name, rf"{name}: waiting for chief:0 \(127.0.0.1:\d+\) since \d+ s")
+            cluster.wait_for(name, rf"{name}: waiting for chief:0 \(127.0.0.1:\d+\) for \d+ s")
         cluster.start("chief:0")
         assert cluster.wait_for("chief:0", "RESULT (.*)")[1] == "10.0"
         cluster.signal("worker:1", signal.SIGTERM)

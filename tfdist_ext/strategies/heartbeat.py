@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ class Heartbeat:
 class Watcher:
     """A process that ends this one, and says why on stderr, when one of the tasks is frozen.
 
-    It ends with this process. It sends SIGTERM, and SIGKILL when that has not helped.
+    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL when that has not
+    helped.
 
     Args:
         me: this task, for the message.
@@ -129,15 +131,20 @@ class Watcher:
     """
 
     def __init__(self, me: str, tasks: Mapping[str, str], limit: float):
-        self._process: subprocess.Popen[str] | None = None
-        with contextlib.suppress(OSError, TypeError):  # no Python to start: then nobody watches
+        self._pipe = -1
+        read, pipe = os.pipe()
+        try:
             # Isolated and without site: it starts in some 20 ms, whatever is installed.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-            )
+            command = [sys.executable, "-I", "-S", __file__]
+            process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL)
+        except (OSError, TypeError):  # no Python to start: then nobody watches
+            os.close(pipe)
+        else:
+            self._pipe = pipe
+            # Not at the end of this process, which may hang there.
+            weakref.finalize(self, _stop, process, pipe).atexit = False
+        finally:
+            os.close(read)
         self._tell([me, os.getpid(), dict(tasks), limit])
 
     def checkpoints_in(self, folder: str) -> None:
@@ -145,10 +152,15 @@ class Watcher:
         self._tell(folder)
 
     def _tell(self, value: Any) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        if self._pipe >= 0:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(json.dumps(value) + "\n")
-                self._process.stdin.flush()
+                os.write(self._pipe, f"{json.dumps(value)}\n".encode())
+
+
+def _stop(process: subprocess.Popen[bytes], pipe: int) -> None:
+    os.close(pipe)
+    process.kill()
+    process.wait()
 
 
 def _main() -> None:
@@ -186,7 +198,7 @@ def exit_within(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=_NOWHERE)
 
 
-_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+_NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ __all__ = ["WarmProcess", "start"]
 _IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
 # What libraries read when they are imported, and not later.
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
-_OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")  # read later, or of no consequence
+# Read later, or of no consequence.
+_OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
 
 _environment: dict[str, str] | None = None  # of the forkserver, where it has started
 # A status can be read once. Two threads that read it, and starting a process reads those of all
