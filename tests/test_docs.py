@@ -48,6 +48,8 @@ COMMANDS_BY = {
         " --config configs/digits_multi_worker.toml",
         "tfdist run --workers 2 --ps 2 -- python scripts/train.py"
         " --config configs/digits_parameter_server.toml",
+    ],
+    "tests/test_configs.py::test_plain_keras_reads_what_they_wrote": [
         "python scripts/check_saved_model.py runs/digits_multi_worker",
     ],
     "tests/launch/test_launching_docs.py::test_sessions": [

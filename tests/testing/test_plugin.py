@@ -57,7 +57,7 @@ def test_one_fails(cluster):
     time.sleep(100)
 
 
-@pytest.mark.cluster(worker=2, timeout=2)
+@pytest.mark.cluster(worker=2, timeout=12)
 def test_hangs(cluster):
     time.sleep(100)
 
@@ -91,7 +91,7 @@ def test_killed_and_started_again(cluster):
         cluster.restart("worker", 2)
         while not os.path.exists(os.path.join(folder, "2-1")):
             time.sleep(0.01)
-        assert sorted(os.listdir(folder))[-2:] == ["2-0", "2-1"]
+        assert {"2-0", "2-1"} <= {*os.listdir(folder)}
         with pytest.raises(Exception, match="there is no task worker:7"):
             cluster.kill("worker", 7)
     elif not cluster.attempt:
@@ -115,8 +115,12 @@ def test_options_of_the_command_line(cluster, request):
 
 @pytest.mark.cluster(worker=2)
 def test_failed_before_it_was_killed(cluster, slow_end):
+    sign = os.path.join(os.environ["SHARED_FOLDER"], "failing")
     if cluster.task.index == 1:
+        open(sign, "w").close()
         assert slow_end == "never"
+    while not os.path.exists(sign):
+        time.sleep(0.01)
     time.sleep(1)
     cluster.kill("worker", 1)
 
@@ -259,7 +263,7 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
     text = section(run, "test_hangs")
-    assert "worker:0: had not ended after 2 s" in text
+    assert "worker:0: had not ended after 12 s" in text
     assert text.count("in test_hangs") == 2
     assert "_pytest" not in text
 

@@ -25,7 +25,7 @@ def through_service(
     *,
     service: str | None = None,
     job_name: str | None = None,
-    wait: float = 20.0,
+    wait: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> tf.data.Dataset:
     """The batches of a data set as a tf.data service prepares them, shared out over all tasks.
