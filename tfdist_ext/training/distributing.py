@@ -32,7 +32,7 @@ def distribute(
             or an existing model, trained or not. Of an existing model a copy is made, with its
             weights, compile settings and optimizer state; the original stays as it is.
         strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
-            `create_strategy()`.
+            `create_strategy()`, or `create_strategy(alone=True)`.
         alone: let each task of the cluster that the environment describes train by itself, where
             the strategy has replicas on this machine only.
 
@@ -47,8 +47,10 @@ def distribute(
             " with create_strategy(name)."
         )
     if strategy is None:
-        has_scope = tf.distribute.has_strategy()
-        strategy = tf.distribute.get_strategy() if has_scope else create_strategy()
+        if tf.distribute.has_strategy():
+            strategy = tf.distribute.get_strategy()
+        else:
+            strategy = create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
