@@ -28,5 +28,7 @@ def check(directory: Path) -> None:
         raise SystemExit(f"there are no TensorBoard event files in {directory / 'events'}")
 
 
+if not sys.argv[1:]:
+    raise SystemExit("give the folder of a saved model, got none: runs/digits_multi_worker")
 for name in sys.argv[1:]:
     check(Path(name))

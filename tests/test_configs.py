@@ -54,6 +54,7 @@ def test_config_trains(
 
 
 def test_plain_keras_reads_what_they_wrote(outputs: Path) -> None:
+    """Of all tests above: one Python reads what each has written."""
     written = sorted(map(str, outputs.iterdir()))
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     check = [sys.executable, "scripts/check_saved_model.py", *written]

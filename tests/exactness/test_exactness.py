@@ -1,8 +1,9 @@
 """The matrix: on every synchronous strategy the same numbers as on one device.
 
-On devices of one process and on workers, one column trains with an optimizer that heeds the size of
-gradients, and one with that which does most beside its update, so that the suite stays quick (rules
-of placement: tests/strategies/test_placed_training.py). `scripts/exactness` runs all cells.
+So that the suite stays quick it has three columns, each with one optimizer: on devices of one
+process one that heeds the size of gradients, and the one that does most beside its update; on
+workers the first of them (rules of placement: tests/strategies/test_placed_training.py).
+`scripts/exactness` runs all cells.
 """
 
 from __future__ import annotations

@@ -89,13 +89,13 @@ def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
 
-    class Popen(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            started.append(self)
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(subprocess, "Popen", start)
     watcher = heartbeat.Watcher("chief:0", {"ps:1": "127.0.0.1:1"}, 1.0)
     (process,) = started
     assert process.poll() is None

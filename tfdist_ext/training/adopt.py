@@ -139,7 +139,7 @@ def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
-    finally:
+    finally:  # also where a warning is an error: the failure says more
         if failure is not None and not by_trial:
             raise failure
 

@@ -32,7 +32,7 @@ def distribute(
             or an existing model, trained or not. Of an existing model a copy is made, with its
             weights, compile settings and optimizer state; the original stays as it is.
         strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
-            `create_strategy()`, or `create_strategy(alone=True)`.
+            `create_strategy()`; with `alone` that is one of this machine.
         alone: let each task of the cluster that the environment describes train by itself, where
             the strategy has replicas on this machine only.
 
@@ -50,6 +50,7 @@ def distribute(
         if tf.distribute.has_strategy():
             strategy = tf.distribute.get_strategy()
         else:
+            # None, and not False, which would go over flags and the file.
             strategy = create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
