@@ -35,7 +35,7 @@ FLOORS = [
     "errors",
 ]
 WITHOUT_TENSORFLOW = ("cli", "plan_command", "placement", "launch", "cluster", "errors")
-QUARANTINED = {"_keras_private.py", "_keras_hooks.py", "_tf_private.py"}
+QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
 
 def floor_of(name: str) -> str:

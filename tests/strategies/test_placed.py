@@ -12,8 +12,8 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnDevice, Owned, Rule
 from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.lookups import rows_of_shared
+from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 
@@ -92,14 +92,14 @@ def test_lookups_move_rows() -> None:
 
     def step() -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, substitutes({"take": rows_of_shared(strategy, 2)}):
             taken = layer(tf.constant([[4, 4, 49]]) - number)
         (gradient,) = tape.gradient(taken, [layer.embeddings])
         return taken, gradient.values, gradient.indices
 
     @tf.function(autograph=False)
     def run() -> Any:
-        with kp.rows_taken_by(rows_of_shared(strategy, 2)):
+        with functions_in_place(step_targets()):
             return strategy.run(step)
 
     sizes = [

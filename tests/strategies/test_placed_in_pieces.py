@@ -14,9 +14,10 @@ import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.placement.live.updates import with_each_piece
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import exact
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.replaced import functions_in_place, step_targets
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 FULL = "/job:localhost/replica:0/task:0/device:"
@@ -126,6 +127,7 @@ def test_a_step_moves_rows() -> None:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         ids = tf.constant([[4, 4, 59]]) - number
         here = Part(tf.constant(1), tf.constant(2), 2, 2, ids)
+        here.substitutes = exact.of_part(here, rows_of_shared(strategy, 2))
         with set_part(here), ReplicaScope([]):
             with tf.GradientTape() as tape:
                 taken = layer(ids)
@@ -135,7 +137,7 @@ def test_a_step_moves_rows() -> None:
 
     @tf.function(autograph=False)
     def run() -> Any:
-        with kp.rows_taken_by(rows_of_shared(strategy, 2)):
+        with functions_in_place(step_targets()):
             return strategy.run(step)
 
     sizes = [

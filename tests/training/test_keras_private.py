@@ -17,12 +17,6 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_hooks import (
-    TRAINER_METHODS,
-    replace_apply_of,
-    replace_in_steps,
-    replace_trainer,
-)
 from tfdist_ext.training._tf_private import (
     function_graph,
     is_recording,
@@ -31,6 +25,7 @@ from tfdist_ext.training._tf_private import (
     recorded_operations,
     recording_operations,
 )
+from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
 
 TRAINING = Path(kp.__file__).parent
 
@@ -62,14 +57,18 @@ def small_model() -> keras.Model:
         ),
         ("backend", "compute_output_spec", "building a model that is not compiled"),
         ("backend.common.global_state", "set_global_attribute", "random numbers without a seed"),
-        ("losses.loss", "reduce_weighted_values", "losses over the parts of a global batch"),
         ("losses.loss", "apply_mask", "what a weighted mean divides by"),
-        ("backend.tensorflow.nn", "_compute_moments_sync", "synchronized BatchNormalization"),
     ],
 )
 def test_names_in_modules(module: str, name: str, why: str) -> None:
     found = getattr(importlib.import_module(f"keras.src.{module}"), name, None)
     assert found is not None, f"Keras {keras.__version__} moved {module}.{name}, used for {why}"
+
+
+@pytest.mark.parametrize("replaced", kp.REPLACED, ids=str)
+def test_what_is_replaced_in_steps_is_there(replaced: kp.Replaced) -> None:
+    owner = kp.find(replaced.module, replaced.owner)
+    assert hasattr(owner, replaced.name), f"Keras {keras.__version__} moved {replaced}"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,6 @@ def test_names_in_modules(module: str, name: str, why: str) -> None:
         ("_compile_metrics", "the metrics given to compile"),
         ("_flatten_metrics_in_order", "the order in which evaluate returns"),
         ("_initial_epoch", "the epoch that BackupAndRestore found"),
-        ("_aggregate_additional_loss", "losses of add_loss"),
     ],
 )
 def test_names_of_models(name: str, why: str) -> None:
@@ -205,124 +203,6 @@ def test_what_a_weighted_mean_divides_by() -> None:
     assert float(tf.reduce_sum(divisor(np.array([[2.0, 2.0], [5.0, 1.0]]), mask))) == 8
 
 
-def test_functions_are_replaced_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replacement is reached by Keras's public way, and only in a step."""
-    here: list[str] = []
-    called: list[str] = []
-
-    def noting(name: str):
-        def other(part, original, *args, **kwargs):
-            called.append(name)
-            return original(*args, **kwargs)
-
-        return other
-
-    def moments(part, x, axes, keepdims):
-        called.append("moments")
-        return tf.nn.moments(x, axes, keepdims=keepdims)
-
-    def masked_moments(part, x, mask, axes, epsilon):
-        called.append("masked_moments")
-        return tf.zeros(x.shape[-1]), tf.ones(x.shape[-1])
-
-    for owner, name in (
-        (keras.optimizers.Optimizer, "apply"),
-        (keras.optimizers.Optimizer, "apply_gradients"),
-        (keras.optimizers.LossScaleOptimizer, "apply"),
-        (keras.optimizers.Optimizer, "scale_loss"),
-        (keras.optimizers.LossScaleOptimizer, "scale_loss"),
-        (keras.src.losses.loss, "reduce_weighted_values"),
-        (keras.src.losses.losses.LossFunctionWrapper, "call"),
-        (keras.Layer, "add_loss"),
-        (keras.Layer, "_get_own_losses"),
-        (keras.Layer, "_clear_losses"),
-        (keras.Model, "_aggregate_additional_loss"),
-        (tf.GradientTape, "gradient"),
-        (keras.metrics.Mean, "update_state"),
-        (keras.src.backend.tensorflow.nn, "_compute_moments_sync"),
-        (keras.layers.BatchNormalization, "_moments"),
-        (tf.distribute.Strategy, "num_replicas_in_sync"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
-    replace_in_steps(
-        lambda: here[0] if here else None,
-        apply=noting("apply"),
-        apply_gradients=noting("apply_gradients"),
-        reduce_loss=noting("reduce_loss"),
-        loss_of_batch=noting("loss_of_batch"),
-        add_loss=noting("add_loss"),
-        losses_of=noting("losses_of"),
-        clear_losses=noting("clear_losses"),
-        added_loss=noting("added_loss"),
-        gradient=noting("gradient"),
-        scale_loss=noting("scale_loss"),
-        update_mean=noting("update_mean"),
-        moments=moments,
-        masked_moments=masked_moments,
-    )
-    dense = keras.layers.Dense(1, activity_regularizer="l2")
-    model = keras.Sequential([keras.Input((3,)), dense])
-    model.compile("sgd", "mse")
-    normal = keras.layers.BatchNormalization(synchronized=True)
-    x = np.ones((4, 2, 3), "float32")
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def use_all() -> None:
-        model.train_step((x[:, 0], x[:, 0, :1]))
-        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-        scaled.scale_loss(tf.ones([]))
-        scaled.apply([tf.ones(1)], [keras.Variable(np.ones(1, "float32"))])
-        normal(x, training=True)
-        normal(x, training=True, mask=np.ones((4, 2), bool))
-
-    use_all()
-    assert called == []
-    assert strategy.num_replicas_in_sync == 2
-    here.append("a step")
-    use_all()
-    assert set(called) == {
-        "apply",
-        "apply_gradients",
-        "reduce_loss",
-        "loss_of_batch",
-        "add_loss",
-        "losses_of",
-        "clear_losses",
-        "added_loss",
-        "gradient",
-        "scale_loss",
-        "update_mean",
-        "moments",
-        "masked_moments",
-    }
-    assert called.count("apply") == 3  # the model's, the scaled one and the one inside it
-    assert strategy.num_replicas_in_sync == 1
-
-
-def test_an_apply_of_the_users_is_replaced_once_in_each_class() -> None:
-    called: list[str] = []
-
-    class First(keras.optimizers.SGD):
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            called.append("first")
-
-    class Second(First):
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            called.append("second")
-            super().apply(grads, trainable_variables)
-
-    def note(part: Any, original: Any, *arguments: Any) -> None:
-        called.append("replaced")
-        original(*arguments)
-
-    theirs = keras.optimizers.Optimizer.apply
-    for kind in (First, Second, Second):
-        replace_apply_of(kind, lambda: "a step", apply=note, apply_gradients=note)
-    assert keras.optimizers.Optimizer.apply is theirs
-    Second().apply([])
-    assert called == ["replaced", "second", "replaced", "first"]
-
-
 def test_what_was_run_eagerly_is_recorded() -> None:
     noted: list[tuple[str, int]] = []
 
@@ -372,7 +252,11 @@ def test_steps_on_workers_reach_into_optimizers_and_lookups() -> None:
     known, stranger = keras.Variable([1.0]), tf.Variable([2.0])
     adam = keras.optimizers.Adam()
     adam.build([known])
-    with kp.optimizer_keys(lambda raw: kp.raw_value(known) if raw is stranger else raw):
+
+    def key(original: Any, optimizer: Any, variable: Any) -> Any:
+        return original(optimizer, kp.raw_value(known) if variable is stranger else variable)
+
+    with functions_in_place(step_targets()), substitutes({"variable_key": key}):
         assert adam._get_variable_index(stranger) == 0
     with pytest.raises(KeyError):
         adam._get_variable_index(stranger)
@@ -395,35 +279,6 @@ def test_gradients_are_not_summed_again_by_an_optimizer_without_a_strategy() -> 
     step()
     assert weight.numpy().tolist() == [-1.0]
     assert "_all_reduce_sum_gradients" not in {**vars(inner), **vars(outer)}
-
-
-def test_own_methods_of_models_reach_the_trainer_by_super(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TRAINER_METHODS:
-        monkeypatch.setattr(keras.Model, name, getattr(keras.Model, name))  # put back at the end
-    redirected: list[str] = []
-
-    class Own(keras.Sequential):
-        def fit(self, *args, **kwargs):
-            return super().fit(*args, **kwargs)
-
-    model, other = (Own([keras.layers.Activation("linear")]) for _ in range(2))
-
-    def instead(of: keras.Model, name: str):
-        return (lambda *args, **kwargs: redirected.append(name)) if of is model else None
-
-    replace_trainer(instead)
-    for name in TRAINER_METHODS:
-        getattr(model, name)(np.ones((2, 3)))
-    assert redirected == list(TRAINER_METHODS)
-    assert other.predict(np.ones((2, 3)), verbose=0).tolist() == [[1.0] * 3] * 2
-
-
-def test_lookups_are_taken_over_in_the_scope_only() -> None:
-    table = keras.Variable([[1.0], [2.0]])
-    with kp.rows_taken_by(lambda variable, ids: "taken" if variable is table else None):
-        assert keras.ops.take(table, [1], axis=0) == "taken"
-        assert float(keras.ops.take(keras.Variable([[3.0]]), [0], axis=0)[0, 0]) == 3.0
-    assert float(keras.ops.take(table, [1], axis=0)[0, 0]) == 2.0
 
 
 def test_tapes_watch_what_stands_in_for_a_variable() -> None:

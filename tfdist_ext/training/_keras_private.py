@@ -1,41 +1,43 @@
 """The one place where Keras's private names are used, each with the reason.
 
-(Functions of Keras that are replaced while a replica's step runs are next door, in
-`_keras_hooks.py`.)
-
-`tests/training/test_keras_private.py` fails with the name and the reason when a release moves one.
+`REPLACED` lists the functions of Keras and TensorFlow, private and public, that do something else
+while a step runs; `replaced.py` does it. `tests/training/test_keras_private.py` fails with the name
+and the reason when a release moves one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow.trainer import (
     convert_to_np_if_not_ragged,
     potentially_ragged_concat,
 )
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
+from keras.src.saving import object_registration
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 __all__ = [
+    "REPLACED",
     "ArrayDataAdapter",
+    "Replaced",
     "array_parts",
     "batches_of",
     "call_symbolically",
     "compile_arguments",
     "convert_to_np_if_not_ragged",
     "distribution_strategy_of",
+    "find",
     "flat_layers",
     "get_data_adapter",
     "global_seed_generator",
@@ -44,16 +46,14 @@ __all__ = [
     "inputs_from",
     "is_graph_of_layers",
     "is_tf_dataset",
-    "loss_arguments",
+    "loss_ids",
     "loss_weights",
-    "loss_with_function",
     "metrics_in_order",
     "metrics_in_use",
-    "optimizer_keys",
+    "named_as",
     "potentially_ragged_concat",
     "raw_value",
     "restored_epoch",
-    "rows_taken_by",
     "set_restored_epoch",
     "stateless_scope",
     "step_variables",
@@ -68,6 +68,173 @@ __all__ = [
 ]
 
 train_validation_split = array_slicing.train_validation_split
+
+
+class Replaced(NamedTuple):
+    """A function, or a property, that does something else while a step runs.
+
+    Attributes:
+        key: what a step knows it by; several functions may do the same job.
+        module: its module.
+        owner: the class in the module, as "losses.Loss"; "" for a function of the module itself.
+        name: its name there.
+        why: what it does in a step, and why there is no other way in.
+    """
+
+    key: str
+    module: str
+    owner: str
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.module, self.owner, self.name)))
+
+
+REPLACED = (
+    Replaced(
+        "apply",
+        "keras",
+        "optimizers.Optimizer",
+        "apply",
+        "gets the gradients of the global batch, before it clips, accumulates or applies them",
+    ),
+    Replaced(
+        "apply",
+        "keras",
+        "optimizers.LossScaleOptimizer",
+        "apply",
+        "the same: it looks for overflow before it calls the optimizer inside of it",
+    ),
+    Replaced(
+        "apply_gradients",
+        "keras",
+        "optimizers.Optimizer",
+        "apply_gradients",
+        "the same: an optimizer object may have an `apply` of its own, which it calls",
+    ),
+    Replaced(
+        "gradient",
+        "tensorflow",
+        "GradientTape",
+        "gradient",
+        "gradients of variables are those of the global batch. All losses pass here, and here"
+        " alone is it known that nothing reduces a loss of many numbers any more",
+    ),
+    Replaced(
+        "loss",
+        "keras",
+        "losses.Loss",
+        "__call__",
+        "Dice and Tversky are ratios of sums over the global batch",
+    ),
+    Replaced(
+        "reduce_loss",
+        "keras.src.losses.loss",
+        "",
+        "reduce_weighted_values",
+        "a loss over a part counts with the part's share of what the whole sums or divides by."
+        " The public `Loss.__call__` tells neither the mask nor the divisor",
+    ),
+    Replaced(
+        "added_loss",
+        "keras",
+        "Model",
+        "_aggregate_additional_loss",
+        "Keras sums what a layer gives to add_loss. A sum over a part's rows is no mean",
+    ),
+    Replaced(
+        "clear_losses",
+        "keras",
+        "Layer",
+        "_clear_losses",
+        "all replicas share a layer, which remembers the losses of its last call: those of another"
+        " replica must not be forgotten",
+    ),
+    Replaced(
+        "update_mean",
+        "keras",
+        "metrics.Mean",
+        "update_state",
+        "a single number is the mean over a part, and counts with the part's share",
+    ),
+    Replaced(
+        "moments",
+        "keras.src.backend.tensorflow.nn",
+        "",
+        "_compute_moments_sync",
+        "statistics over all replicas. Keras's own have a gradient that does not weigh the"
+        " replicas, and count a part of 0 rows",
+    ),
+    Replaced(
+        "moments_of_layer",
+        "keras",
+        "layers.BatchNormalization",
+        "_moments",
+        "the same with a mask, where Keras forgets `synchronized`",
+    ),
+    Replaced(
+        "replicas",
+        "tensorflow",
+        "distribute.Strategy",
+        "num_replicas_in_sync",
+        "is 1 in a step: Keras and users divide a mean loss by it, and the shares do that",
+    ),
+    Replaced(
+        "take",
+        "keras.src.backend.tensorflow.numpy",
+        "",
+        "take",
+        "rows of a table that replicas share, or that is in shards, are gathered where they are."
+        " Keras makes a tensor of the whole table first",
+    ),
+    Replaced(
+        "variable_key",
+        "keras",
+        "optimizers.Optimizer",
+        "_var_key",
+        "finds the slots of a shard, which are those of its variable",
+    ),
+    Replaced(
+        "collective_key",
+        "tensorflow.python.distribute.cross_device_utils",
+        "CollectiveReplicaLauncher",
+        "_next_instance_key",
+        "each turn of a loop in the graph has collectives of its own: what is gathered may have"
+        " another size in the last one",
+    ),
+)
+
+
+def find(module: str, owner: str) -> Any:
+    """A module, or a class in it; None where this release has none."""
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    for name in filter(None, owner.split(".")):
+        found = getattr(found, name, None)
+    return found
+
+
+@contextlib.contextmanager
+def named_as(kind: type, original: type) -> Iterator[None]:
+    """Scope in which objects of a class are saved under the registered name of another.
+
+    Private because the public way to register a class makes the name mean that class.
+    """
+    names = object_registration.GLOBAL_CUSTOM_NAMES
+    names[kind] = keras.saving.get_registered_name(original)
+    try:
+        yield
+    finally:
+        names.pop(kind, None)
+
+
+def loss_ids(layer: Any) -> set[int]:
+    """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
+    ids: set[int] = layer._loss_ids
+    return ids
 
 
 def raw_value(variable: Any) -> Any:
@@ -273,23 +440,6 @@ def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> A
     return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def loss_arguments(loss: Any) -> dict[str, Any]:
-    """What a loss of Keras gives its function beside the targets and the predictions.
-
-    Private because the loss keeps it to itself.
-    """
-    arguments: dict[str, Any] = loss._fn_kwargs
-    return arguments
-
-
-def loss_with_function(loss: Any, function: Callable[..., Any]) -> Any:
-    """What the `call` of a loss of Keras takes for the loss, with another function.
-
-    Private as above.
-    """
-    return SimpleNamespace(fn=function, _fn_kwargs=loss._fn_kwargs)
-
-
 def stateless_scope() -> keras.StatelessScope | None:
     """The open keras.StatelessScope, None without one.
 
@@ -297,45 +447,6 @@ def stateless_scope() -> keras.StatelessScope | None:
     """
     scope: keras.StatelessScope | None = get_stateless_scope()
     return scope
-
-
-@contextlib.contextmanager
-def rows_taken_by(rows: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Scope in which `keras.ops.take` of a variable's rows calls `rows(variable, ids)` instead.
-
-    Where that gives None, Keras's own is called. Private because Keras turns the variable into a
-    tensor before TensorFlow could gather rows of it where it is.
-    """
-    original = keras_numpy.take
-
-    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-        taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
-        return original(x, indices, axis=axis) if taken is None else taken
-
-    keras_numpy.take = take
-    try:
-        yield
-    finally:
-        keras_numpy.take = original
-
-
-@contextlib.contextmanager
-def optimizer_keys(owner_of: Callable[[Any], Any]) -> Iterator[None]:
-    """Scope in which an optimizer finds the slots of `owner_of(value)` for a raw value.
-
-    Private because an optimizer's table of slots is, and knows nothing of pieces.
-    """
-    original = keras.optimizers.Optimizer._var_key
-
-    def key(self: Any, variable: Any) -> Any:
-        raw = raw_value(variable) if isinstance(variable, keras.Variable) else variable
-        return original(self, owner_of(raw))
-
-    keras.optimizers.Optimizer._var_key = key
-    try:
-        yield
-    finally:
-        keras.optimizers.Optimizer._var_key = original
 
 
 def step_variables(optimizer: Any) -> tuple[Any, Any]:

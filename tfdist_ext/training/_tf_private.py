@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import (
     errors,
@@ -26,43 +25,12 @@ __all__ = [
     "insert_value",
     "is_recording",
     "is_stateful",
-    "keys_of_turn",
     "peer_status",
     "read_by_tapes",
     "recorded_operations",
     "recording_operations",
     "replace_value",
 ]
-
-_COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
-
-
-@contextlib.contextmanager
-def keys_of_turn(turn: Any) -> Iterator[None]:
-    """Scope in which collectives have other instance keys in each turn of a loop in the graph.
-
-    Private because a strategy does not let its keys be chosen. Each call of a function gets new
-    keys, and all turns of a loop in it the same ones; what is gathered under a key must have one
-    shape, and a worker's slices of a gradient have not: the last batch is smaller.
-
-    Args:
-        turn: the number of the turn, a scalar int32 tensor.
-    """
-    original = CollectiveReplicaLauncher._next_instance_key
-
-    def next_key(launcher: Any) -> Any:
-        # The original remembers the method, to call it again when the function is called.
-        CollectiveReplicaLauncher._next_instance_key = original
-        try:
-            return original(launcher) + turn * _COLLECTIVES
-        finally:
-            CollectiveReplicaLauncher._next_instance_key = next_key
-
-    CollectiveReplicaLauncher._next_instance_key = next_key
-    try:
-        yield
-    finally:
-        CollectiveReplicaLauncher._next_instance_key = original
 
 
 def read_by_tapes(stand_in: Any) -> None:

@@ -89,9 +89,10 @@ class UpdatesInPlace(UpdatesVariables):
         self._copies = copies
         self._wholes: dict[int, Any] = {}  # id of a piece -> what it is a piece of
 
-    def whole_of(self, value: Any) -> Any:
-        """The variable that a piece belongs to; any other value as it is."""
-        return self._wholes.get(id(value), value)
+    def key_of(self, original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+        """An optimizer's key of a variable; of a piece, that of the variable it belongs to."""
+        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+        return original(optimizer, self._wholes.get(id(raw), raw))
 
     def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""

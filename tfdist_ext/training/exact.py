@@ -16,7 +16,8 @@ Elsewhere nothing is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,7 +25,7 @@ import tensorflow as tf
 
 from tfdist_ext.strategies.reductions import batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_hooks import replace_apply_of, replace_in_steps
+from tfdist_ext.training import exact_losses
 from tfdist_ext.training.copies import (
     LocalCopies,
     UpdatesInPlace,
@@ -35,48 +36,43 @@ from tfdist_ext.training.copies import (
     owner_copy,
     send_out,
 )
-from tfdist_ext.training.exact_losses import (
-    add_loss,
-    added_loss,
-    clear_losses,
-    gradient,
-    loss_of_batch,
-    losses_of,
-    reduce_loss,
-    scale_loss,
-)
 from tfdist_ext.training.optimizers import optimizers_of, with_inner
-from tfdist_ext.training.part import Part, part, reduced_for, set_part
+from tfdist_ext.training.part import Part, reduced_for, set_part
+from tfdist_ext.training.passed import not_called, requiring
+from tfdist_ext.training.replaced import Target, own_targets, substitutes
 from tfdist_ext.training.sparse_gradients import ToReduce, finished, to_reduce
 from tfdist_ext.training.step_watch import when
 
-__all__ = ["install", "install_for"]
+__all__ = ["of_part", "own_applies"]
 
 
-def install() -> None:
-    """Make Keras's functions ask whether a replica's step is running; once in a process."""
-    replace_in_steps(
-        part,
-        apply=_apply,
-        apply_gradients=_apply_gradients,
-        reduce_loss=reduce_loss,
-        loss_of_batch=loss_of_batch,
-        add_loss=add_loss,
-        losses_of=losses_of,
-        clear_losses=clear_losses,
-        added_loss=added_loss,
-        gradient=gradient,
-        scale_loss=scale_loss,
-        update_mean=_update_mean,
-        moments=_moments,
-        masked_moments=_masked_moments,
-    )
+def of_part(here: Part, take: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
+
+    Args:
+        take: of rows of a table, which the variables know.
+    """
+    functions: dict[str, Callable[..., Any]] = {
+        "apply": _apply,
+        "apply_gradients": _apply_gradients,
+        "reduce_loss": exact_losses.reduce_loss,
+        "loss": exact_losses.loss_of_batch,
+        "clear_losses": exact_losses.clear_losses,
+        "added_loss": exact_losses.added_loss,
+        "gradient": exact_losses.gradient,
+        "update_mean": _update_mean,
+        "moments": _moments,
+        "moments_of_layer": _moments_of_layer,
+    }
+    bound = {key: functools.partial(function, here) for key, function in functions.items()}
+    return {**bound, "replicas": lambda original, strategy: 1, "take": take}
 
 
-def install_for(model: keras.Model) -> None:
-    """The same for the `apply` and `apply_gradients` of the model's own classes of optimizers."""
-    for optimizer in optimizers_of(model).values():
-        replace_apply_of(type(optimizer), part, apply=_apply, apply_gradients=_apply_gradients)
+def own_applies(model: keras.Model) -> list[Target]:
+    """What the classes of the model's optimizers define themselves in the place of Keras's."""
+    kinds = [type(optimizer) for optimizer in optimizers_of(model).values()]
+    of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    return own_targets(kinds, of_keras, ("apply", "apply_gradients"))
 
 
 def _apply(
@@ -117,17 +113,14 @@ def _with_sums(
     It may be an optimizer's own, which is not linear, or keeps a state of its own.
     """
     variables = kp.trained_by(optimizer) if variables is None else variables
-    of_loss = here.weighted_loss
-
-    def is_weighted(g: Any) -> bool:
-        return of_loss is not None and of_loss.gave(g)
-
     # Where the numbers of gradients and variables differ, Keras says what is wrong.
     places = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
     # Where the step has summed them already they are the same on every replica, whatever it has
     # made of them since.
-    apart = [i for i in places if is_weighted(grads[i]) or not here.is_equal(grads[i])]
-    weighted = [grads[i] if is_weighted(grads[i]) else here.weighted([grads[i]])[0] for i in apart]
+    apart = [i for i in places if not here.is_equal(grads[i])]
+    weighted = [grads[i] for i in apart]
+    if not here.gradients_are_weighted:
+        weighted = here.weighted(weighted)
 
     if here.watch is not None:
         of_part = dict(zip(apart, weighted, strict=True))
@@ -151,6 +144,8 @@ def _with_sums(
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
         parts = [to_reduce(gradient, here.dependence) for gradient in weighted]
 
+        called: set[str] = set()
+
         def apply_once(_: Any, values: list[list[Any]]) -> Any:
             owned = [variables[i] for i in apart]
             summed = _on_owners(parts, values, owned, strategy)
@@ -160,7 +155,8 @@ def _with_sums(
                 set_part(None),
                 outside_of_strategies(optimizers, updates),
                 copies,
-                kp.optimizer_keys(updates.whole_of),
+                substitutes({"variable_key": updates.key_of}, called),
+                requiring("variable_key", called),
             ):
                 result = apply_to(summed)
             send_out([*touched, *copies.used], strategy)
@@ -216,8 +212,12 @@ def _update_mean(
     return original(metric, values, sample_weight)
 
 
-def _moments(here: Part, x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
+def _moments(
+    here: Part, original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
+) -> tuple[Any, Any]:
     """Mean and variance over the rows of all replicas, by Keras's formula."""
+    del original
+    here.synchronized_moments += 1
     present = here.present(x.dtype)
     sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
     total, squares, count = here.total([value * present for value in sums])
@@ -228,16 +228,26 @@ def _moments(here: Part, x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
     return mean, variance
 
 
-def _masked_moments(here: Part, x: Any, mask: Any, axes: Any, epsilon: float) -> tuple[Any, Any]:
-    """The same over the entries of all replicas that a mask leaves."""
-    mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
-    present = here.present(x.dtype)
+def _moments_of_layer(
+    here: Part, original: Callable[..., Any], layer: Any, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Those of a BatchNormalization; over the entries of all replicas that a mask leaves."""
+    if mask is None or not layer.synchronized:
+        before = here.synchronized_moments
+        moments: tuple[Any, Any] = original(layer, inputs, mask)
+        if layer.synchronized and here.synchronized_moments == before:
+            raise not_called("moments")
+        return moments
+    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
+    mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+    present = here.present(inputs.dtype)
 
     def sum_of(value: Any) -> Any:
         value = tf.where(mask, value, tf.zeros_like(value))
         return tf.reduce_sum(value, axes, keepdims=True) * present
 
-    total, count = here.total([sum_of(x), sum_of(tf.ones_like(x))])
+    total, count = here.total([sum_of(inputs), sum_of(tf.ones_like(inputs))])
+    epsilon = keras.config.epsilon()
     mean = total / (count + epsilon)
-    (squares,) = here.total([sum_of(tf.square(x - mean))])
+    (squares,) = here.total([sum_of(tf.square(inputs - mean))])
     return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))

@@ -15,18 +15,17 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.part import Part
+from tfdist_ext.training.passed import not_called
 from tfdist_ext.training.replica_scope import ReplicaScope
 
 __all__ = [
-    "add_loss",
     "added_loss",
     "clear_losses",
     "gradient",
     "loss_of_batch",
-    "losses_of",
     "reduce_loss",
-    "scale_loss",
 ]
 
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
@@ -42,6 +41,7 @@ def reduce_loss(
     dtype: Any = None,
 ) -> Any:
     """Keras's reduction of a loss over the part; its weighted mean over parts is the global one."""
+    here.reduced_losses += 1
     loss = original(
         values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype
     )
@@ -86,52 +86,53 @@ def _weighted_number(
 
 
 def loss_of_batch(
-    here: Part, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any
+    here: Part, original: Callable[..., Any], loss: Any, *given: Any, **named: Any
 ) -> Any:
-    """Keras's Dice and Tversky losses: ratios of sums over the whole batch."""
-    arguments = kp.loss_arguments(loss)
-    if loss.fn not in _RATIOS or arguments.get("axis") is not None:
-        return original(loss, y_true, y_pred)
+    """A loss of Keras's or the user's; Dice and Tversky are ratios of sums over the whole batch."""
+    before = here.reduced_losses
+    is_function = type(loss).call is keras.losses.Dice.call
+    config = loss.get_config() if is_function and loss.fn in _RATIOS else {"axis": "any"}
+    if config.get("axis") is None:
+        loss = _RatioOfSums(here, loss, config)
+    value = original(loss, *given, **named)
+    if here.reduced_losses == before:
+        raise not_called("reduce_loss")
+    return value
 
-    def ratio(y_true: Any, y_pred: Any, alpha: Any = 0.5, beta: Any = 0.5, axis: Any = None) -> Any:
-        del axis
+
+class _RatioOfSums(keras.losses.Loss):
+    """Dice or Tversky over the rows of all replicas."""
+
+    def __init__(self, here: Part, loss: Any, config: dict[str, Any]):
+        super().__init__(loss.name, loss.reduction, loss.dtype)
+        self._here = here
+        is_dice = loss.fn is keras.losses.dice
+        # Dice is Tversky with equal weights, but for the epsilon above.
+        self._weights = None if is_dice else (config.get("alpha", 0.5), config.get("beta", 0.5))
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        here = self._here
         y_pred = tf.convert_to_tensor(y_pred)
         y_true = tf.cast(y_true, y_pred.dtype)
         present, zero = here.present(y_pred.dtype), keras.config.epsilon()
         sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
         both, wanted, found = here.total(sums)
-        if loss.fn is keras.losses.dice:
+        if self._weights is None:
             return 1 - 2 * both / (wanted + found + zero)
+        alpha, beta = self._weights
         return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
 
-    return original(kp.loss_with_function(loss, ratio), y_true, y_pred)
 
+def clear_losses(here: Part, original: Callable[..., Any], layer: Any) -> None:
+    """Forget the losses that this replica's last call of a layer has added.
 
-def add_loss(here: Part, original: Callable[..., Any], layer: Any, loss: Any) -> None:
-    """A layer's `add_loss`: kept for this replica.
-
-    Keras keeps in the layer whose loss is whose, and all replicas share the layer: one that waits
-    for the others in the middle of its step would find its losses forgotten by their model calls.
+    Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
+    waits for the others in the middle of its step would find its losses forgotten by their calls.
     """
     del here
-    original(layer, loss)
-    if (scope := _scope()) is not None:
-        scope.losses_by_layer.setdefault(id(layer), []).extend(keras.tree.flatten(loss))
-
-
-def losses_of(here: Part, original: Callable[..., Any], layer: Any) -> list[Any]:
-    """The losses that this replica's calls of the layer have added."""
-    del here
-    scope = _scope()
-    return original(layer) if scope is None else list(scope.losses_by_layer.get(id(layer), ()))
-
-
-def clear_losses(here: Part, original: Callable[..., Any], layer: Any) -> Any:
-    """Forget the losses of an earlier call; Keras goes on to the layers inside of this one."""
-    del here
-    if (scope := _scope()) is not None:
-        scope.losses_by_layer.pop(id(layer), None)
-    return original(layer)
+    if (scope := _scope()) is None:
+        return original(layer)
+    scope.forget_losses(layer)
 
 
 def _scope() -> ReplicaScope | None:
@@ -147,14 +148,6 @@ def added_loss(here: Part, original: Callable[..., Any], model: Any, loss: Any) 
     return tf.math.divide_no_nan(total, here.share(total.dtype))
 
 
-def scale_loss(here: Part, original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
-    """An optimizer's loss scaling, or its loss as it is."""
-    scaled = original(optimizer, loss)
-    if here.weighted_loss is not None:
-        here.weighted_loss.scaled(optimizer, scaled)
-    return scaled
-
-
 def gradient(
     here: Part,
     original: Callable[..., Any],
@@ -168,29 +161,29 @@ def gradient(
     """A tape's gradient with respect to variables: that of the global batch.
 
     Of a loss for each example it is that of their sum, which is no mean. What belongs to a row
-    stays with it. Those of a `WeightedLoss` are of the loss times the part's share, for an
-    optimizer to sum them.
+    stays with it. Keras's own step gives the gradients of its loss to an optimizer, as they are:
+    they are weighted with the part's share here, and summed there.
     """
     to_variables = all(
         isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
     )
-    if to_variables and here.replicas > 1:
-        variables = sources
-        if (scope := _scope()) is not None:
-            sources = tf.nest.map_structure(scope.source_of, sources)
-        targets = tf.nest.flatten(target)
-        here.warn_of_rows_compared(targets)
-        output_gradients = _of_sums(here, targets, output_gradients)
-        of_loss = here.weighted_loss
-        if of_loss is not None and of_loss.is_target(target):
-            upstream = here.weighted(_upstream(targets, output_gradients))
-            with of_loss.gradients_of() as known:
-                made = original(tape, target, sources, upstream, *options, **named_options)
-                known += [each for each in tf.nest.flatten(made) if each is not None]
-            return made
+    if not to_variables or here.replicas == 1 or here.computes_gradients:
+        return original(tape, target, sources, output_gradients, *options, **named_options)
+    variables = sources
+    if (scope := _scope()) is not None:
+        sources = tf.nest.map_structure(scope.source_of, sources)
+    targets = tf.nest.flatten(target)
+    here.warn_of_rows_compared(targets)
+    output_gradients = _of_sums(here, targets, output_gradients)
+    # What a model's own tape gives is taken while the step's tape still records.
+    of_step = here.keras_step and not is_recording()
+    if of_step:
+        output_gradients = here.weighted(_upstream(targets, output_gradients))
+    with here.computing_gradients(weighted=of_step):
         made = original(tape, target, sources, output_gradients, *options, **named_options)
-        return here.of_all_rows(made, variables) if here.can_sum_gradients() else made
-    return original(tape, target, sources, output_gradients, *options, **named_options)
+    if of_step or not here.can_sum_gradients():
+        return made
+    return here.of_all_rows(made, variables)
 
 
 def _of_sums(here: Part, targets: list[Any], output_gradients: Any) -> Any:

@@ -6,9 +6,11 @@ of each replica. Here the rows are gathered where the table is, or its pieces.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist_ext.placement.live.creating import is_partitioned
@@ -17,16 +19,14 @@ from tfdist_ext.training.copies import copies_per_worker, local_copy
 from tfdist_ext.training.partitioned import take_rows
 from tfdist_ext.training.replica_scope import ReplicaScope
 
-__all__ = ["rows_of_shared"]
+__all__ = ["rows_of_shared", "taken_by"]
 
 
-def rows_of_shared(
-    strategy: tf.distribute.Strategy, local_replicas: int
-) -> Callable[[Any, Any], Any]:
-    """What `kp.rows_taken_by` calls: (Keras variable, ids) -> its rows, or None for Keras's way.
+def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Callable[..., Any]:
+    """What stands in for `keras.ops.take` of a table's rows.
 
-    Keras's way is that of a variable with a copy for each replica, of one that the step has given
-    another value, and of sparse ids.
+    Keras's way remains that of a variable with a copy for each replica, of one that the step has
+    given another value, and of sparse ids.
     """
 
     def rows(variable: Any, ids: Any) -> Any:
@@ -64,4 +64,16 @@ def rows_of_shared(
             return True  # it is asked for the rows
         return isinstance(scope, ReplicaScope) and scope.get_current_value(variable) is raw
 
-    return rows
+    return functools.partial(taken_by, rows)
+
+
+def taken_by(
+    rows: Callable[[Any, Any], Any],
+    original: Callable[..., Any],
+    x: Any,
+    indices: Any,
+    axis: int | None = None,
+) -> Any:
+    """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
+    taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
+    return original(x, indices, axis=axis) if taken is None else taken

@@ -1,7 +1,8 @@
 """Models that override methods of Keras's trainer, as KerasHub's tasks override `fit`.
 
 Such a `fit` prepares the data or the callbacks and calls `super().fit(...)`. Under a strategy it is
-called as it is, and what `super()` reaches is the distributed implementation.
+called as it is, and what `super()` reaches is the distributed implementation: while the method
+runs, `keras.Model.fit` itself is one that asks whether it is this thread's model.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from typing import Any, TypeVar
 import keras
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training._keras_hooks import replace_trainer
+from tfdist_ext.training.replaced import Target, functions_in_place, substitute_of, substitutes
 
 __all__ = ["overridable", "overrides", "redirected_method"]
 
-_ATTRIBUTE = "_tfdist_trainer"  # of a Keras model, while a method of its own runs
+# What a model's class may override and call by super().
+TRAINER_METHODS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+_TARGETS = [Target(name, keras.Model, name) for name in TRAINER_METHODS]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -93,25 +104,26 @@ def _call_own(distributed: Any, bound: Callable[..., Any], *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _trained_by(distributed: Any, **instead: Callable[..., Any]) -> Iterator[None]:
-    """Scope in which `keras.Model.fit`, ... do on this model what the DistributedModel's do."""
-    attributes = vars(distributed.keras_model)  # not setattr: Keras tracks what is set
-    before = attributes.get(_ATTRIBUTE)
-    attributes[_ATTRIBUTE] = lambda name: instead.get(name) or _implementation(distributed, name)
-    try:
+    """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
+
+    Args:
+        instead: other implementations, by name.
+    """
+
+    def called(
+        name: str, outer: Any, original: Any, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model is not distributed.keras_model:  # another one, in a method of this one's
+            unchanged = original if outer is None else functools.partial(outer, original)
+            return unchanged(model, *args, **kwargs)
+        return (instead.get(name) or _implementation(distributed, name))(*args, **kwargs)
+
+    functions = {
+        name: functools.partial(called, name, substitute_of(name)) for name in TRAINER_METHODS
+    }
+    with functions_in_place(_TARGETS), substitutes(functions):
         yield
-    finally:
-        attributes.pop(_ATTRIBUTE)
-        if before is not None:
-            attributes[_ATTRIBUTE] = before
 
 
 def _implementation(distributed: Any, name: str) -> Callable[..., Any]:
     return types.MethodType(getattr(type(distributed), name), distributed)
-
-
-def _instead(model: keras.Model, name: str) -> Callable[..., Any] | None:
-    lookup = vars(model).get(_ATTRIBUTE)
-    return None if lookup is None else lookup(name)
-
-
-replace_trainer(_instead)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +18,10 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_reduce
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import is_recording, keys_of_turn
+from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.batch_dependence import BatchDependence
+from tfdist_ext.training.passed import not_called
+from tfdist_ext.training.replaced import substitutes
 from tfdist_ext.training.row_tracing import (
     RowTrace,
     may_compare_rows,
@@ -28,7 +30,6 @@ from tfdist_ext.training.row_tracing import (
 )
 from tfdist_ext.training.sparse_gradients import finished, to_reduce
 from tfdist_ext.training.step_watch import ReplicaWatch
-from tfdist_ext.training.weighted_loss import WeightedLoss
 
 __all__ = [
     "Part",
@@ -39,6 +40,7 @@ __all__ = [
     "set_part",
 ]
 
+_COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
 
@@ -52,9 +54,17 @@ class Part:
         replicas: parts of the global batch, over all workers.
         local_replicas: parts on this worker.
         batch: what the replica's step gets, a structure of tensors.
-        weighted_loss: of a step whose loss can be weighted; else None.
+        keras_step: it is Keras's own, which gives its gradients to an optimizer as they are.
         turn: the number of the step in a loop in the graph; None where there is no loop.
         watch: of a step whose time is wanted.
+
+    Attributes:
+        substitutes: what stands in for Keras's functions while this is the running part, by key.
+        called: the keys of those that were called.
+        gradients_are_weighted: those that Keras's own step has are, with the share, and not summed.
+        computes_gradients: a tape does, now.
+        reduced_losses: how many losses were reduced.
+        synchronized_moments: how many statistics were taken over all replicas.
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class Part:
         replicas: int,
         local_replicas: int,
         batch: Any,
-        weighted_loss: WeightedLoss | None = None,
+        keras_step: bool = False,
         turn: tf.Tensor | None = None,
         watch: ReplicaWatch | None = None,
     ):
@@ -79,7 +89,13 @@ class Part:
         self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
         self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
-        self.weighted_loss = weighted_loss
+        self.keras_step = keras_step
+        self.substitutes: Mapping[str, Callable[..., Any]] = {}
+        self.called: set[str] = set()
+        self.gradients_are_weighted = False
+        self.computes_gradients = False
+        self.reduced_losses = 0
+        self.synchronized_moments = 0
         self._turn = turn
         self.watch = watch
         self.dependence = BatchDependence(batch, self._size)
@@ -239,12 +255,46 @@ class Part:
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
             varies = kind != "dense" and self._turn is not None
-            with keys_of_turn(self._turn) if varies else contextlib.nullcontext():
+            with self._keys_of_turn() if varies else contextlib.nullcontext():
                 mine = [values[place] for place in places], [what[place] for place in places]
                 totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
+
+    @contextlib.contextmanager
+    def _keys_of_turn(self) -> Iterator[None]:
+        """Scope in which collectives have other keys in each turn of a loop in the graph.
+
+        Each call of a function gets new keys, and all turns of a loop in it the same ones. What is
+        gathered under a key must have one shape, and a worker's slices of a gradient have not: the
+        last batch is smaller.
+        """
+
+        shift = 0 if self._turn is None else self._turn * _COLLECTIVES
+
+        def key(original: Callable[[Any], Any], launcher: Any) -> Any:
+            return original(launcher) + shift
+
+        with substitutes({"collective_key": key}, self.called):
+            yield
+        strategy = tf.distribute.get_strategy()
+        by_tensorflow = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if by_tensorflow and "collective_key" not in self.called:
+            raise not_called("collective_key")
+
+    @contextlib.contextmanager
+    def computing_gradients(self, *, weighted: bool) -> Iterator[None]:
+        """Scope in which a tape computes gradients; tapes inside of that give a part's own.
+
+        Args:
+            weighted: the upstream gradient has the share in it.
+        """
+        self.computes_gradients, self.gradients_are_weighted = True, weighted
+        try:
+            yield
+        finally:
+            self.computes_gradients = False
 
     def can_sum_gradients(self) -> bool:
         """Whether gradients can be summed when a tape gives them.
@@ -299,7 +349,7 @@ class Part:
         def summed(*parts: tf.Tensor) -> Any:
             def gradient(*upstream: tf.Tensor) -> Any:
                 upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
-                if self.weighted_loss is not None and self.weighted_loss.computing:
+                if self.computes_gradients and self.gradients_are_weighted:
                     # Of a part without rows it may be NaN, and would be so on all replicas.
                     mine = [tf.where(self._rows > 0, value, 0) for value in upstream]
                     return sum_up(mine)
@@ -433,8 +483,10 @@ def part() -> Part | None:
 def set_part(value: Part | None) -> Iterator[None]:
     """Scope of a replica's step; with None, a scope in which there is none."""
     before, _here.part = part(), value
+    functions, called = (value.substitutes, value.called) if value else (None, None)
     try:
-        yield
+        with substitutes(functions, called):
+            yield
     finally:
         _here.part = before
 

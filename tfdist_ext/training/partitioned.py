@@ -96,9 +96,11 @@ class PartitionedRead:
         self._raw = raw
         self.handle = tf.zeros([], raw.dtype)
         self.written = False  # by the step
+        self.read_whole = False
 
     def whole(self) -> tf.Tensor:
         """All pieces in one tensor, which has the source as its `handle`, as variables have."""
+        self.read_whole = True
         read_by_tapes(self)
         whole = self._made_whole(self.handle)  # anew: another tape must see it, too
         whole.handle = self.handle

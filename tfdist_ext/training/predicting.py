@@ -9,12 +9,15 @@ import tensorflow as tf
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training import exact
 from tfdist_ext.training.epochs import Epoch, Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.passed import check_lookups
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.replaced import functions_in_place, step_targets
 from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
 from tfdist_ext.training.seeds import Seeds
 
@@ -98,7 +101,7 @@ class Predictor:
         rows_of_all = on.rows_of_all(batch)[0] if agreed else None
         values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
         states = on.split_states(self._metrics, values)
-        with kp.rows_taken_by(self._rows):
+        with functions_in_place(step_targets()):
             outputs, new, written = on.run(self._of_one_part, batch, states, rows_of_all)
         assign_written(self._strategy, self._watched, written)
         self._assign_metrics(new)
@@ -127,11 +130,15 @@ class Predictor:
         here = None
         if tf.distribute.has_strategy():
             here = Part(rows, of, self._reduction.replicas, self._reduction.local_replicas, batch)
+            here.substitutes = exact.of_part(here, self._rows)
         with (
             set_part(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             outputs = self._step(batch)
+        if here is not None:
+            check_lookups(self._model, scope.record(here.called))
+        scope.forget_losses(self._model)
         self._updated |= scope.updated
         outputs = keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
         return outputs, *scope.outcome(here)

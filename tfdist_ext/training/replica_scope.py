@@ -11,7 +11,7 @@ the replica's own copy of the variable, which is read when the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import keras
@@ -25,6 +25,7 @@ from tfdist_ext.training.logs import metric_variables, metrics_of
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, current_graph, outside_of_inner_graphs, part
 from tfdist_ext.training.partitioned import PartitionedRead, take_rows
+from tfdist_ext.training.passed import StepRecord
 
 __all__ = [
     "ReplicaScope",
@@ -66,7 +67,7 @@ class ReplicaScope(keras.StatelessScope):
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
         self._reads: dict[int, PartitionedRead] = {}
-        self.losses_by_layer: dict[int, list[Any]] = {}  # what add_loss was given, by id of layer
+        self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self._own.written.values():
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
@@ -85,13 +86,16 @@ class ReplicaScope(keras.StatelessScope):
             super().add_update((variable, self.versions.add(variable, value)))
         elif key not in self._watched:
             _check_is_no_metric(variable)
+            self.written_apart.add(key)
             self._write(variable, value)
         elif self._in_inner_graph():
             self._move_to_own(variable)
             self._own.write(variable, value)
         elif variable.trainable:
+            self.written_apart.add(key)
             self._write(variable, value)
         else:
+            self.written_apart.add(key)
             super().add_update(update)
 
     def get_current_value(self, variable: Any) -> Any:
@@ -110,6 +114,24 @@ class ReplicaScope(keras.StatelessScope):
         # Not in a loop of a layer's, whose gradient has the shape of its inputs.
         with outside_of_inner_graphs(self._graph):
             return read.whole()
+
+    def record(self, called: Set[str]) -> StepRecord:
+        """What the step has done so far; `called` are keys of `REPLACED`."""
+        read_whole = {
+            id(variable)
+            for variable in self._others
+            if (read := self._reads.get(id(kp.raw_value(variable)))) and read.read_whole
+        }
+        has_losses = bool(self.losses)
+        return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
+
+    def forget_losses(self, layer: keras.Layer) -> None:
+        """Those that a layer, and the layers inside of it, gave to add_loss in this step."""
+        for each in kp.flat_layers(layer) if self.losses else ():
+            ids = kp.loss_ids(each)
+            mine = {id(loss) for loss in self.losses} & ids
+            self.losses[:] = [loss for loss in self.losses if id(loss) not in mine]
+            ids -= mine
 
     def rows(self, variable: Any, ids: tf.Tensor) -> Any:
         """The rows of a variable in pieces, moved without the rest of it.

@@ -34,15 +34,14 @@ from tfdist_ext.training.metric_methods import contribution_of_part, metric_meth
 from tfdist_ext.training.optimizers import check_built
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
+from tfdist_ext.training.passed import check_lookups, check_passed, has_own_apply, uses_keras_step
 from tfdist_ext.training.progress import reporting_progress
 from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.replaced import functions_in_place, step_targets
 from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
 from tfdist_ext.training.step_watch import StepWatch, Unwatched
-from tfdist_ext.training.weighted_loss import WeightedLoss, hands_gradients_on
 
 __all__ = ["Execution", "StepProgram"]
-
-exact.install()
 
 States = list[list[tf.Tensor]]  # for each local replica, the value of each metric variable
 
@@ -73,9 +72,10 @@ class StepProgram:
         # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
         self._step = getattr(step, "python_function", step)
         self._own_outputs = has_own_outputs(model, kind)
-        self._weighs_loss = hands_gradients_on(self._step, model)
+        # An apply of the object alone gets its gradients summed.
+        self._keras_step = uses_keras_step(model, kind) and not has_own_apply(model.optimizer)
         check_built(model)
-        exact.install_for(model)
+        self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._reduction = reduction
         self.watch = StepWatch() if watched else Unwatched()
         self._metrics, self._watched = metrics_and_others(model)
@@ -99,6 +99,7 @@ class StepProgram:
         self._mixed: set[str] = set()  # names of logs that were warned of
         self._states: States = []
         self._turn: Any = None
+        self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
 
     def reset(self, *, going_on: bool = False) -> None:
@@ -240,7 +241,10 @@ class StepProgram:
         """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
         self._turn = turn
         eager = bool(self._own_outputs and self._model.run_eagerly)
-        with kp.rows_taken_by(self._rows), metric_methods(self._metric_objects, eager=eager):
+        with (
+            functions_in_place(self._replaced),
+            metric_methods(self._metric_objects, eager=eager),
+        ):
             new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         assign_written(self._strategy, self._watched, written)
@@ -264,10 +268,11 @@ class StepProgram:
         watch = self.watch.of_replica()
         if tf.distribute.has_strategy() or watch is not None:
             on = self._reduction
-            loss = WeightedLoss(self._model.optimizer) if self._weighs_loss else None
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
-            here = Part(rows, of, on.replicas, on.local_replicas, batch, loss, turn, watch)
+            size = on.replicas, on.local_replicas
+            here = Part(rows, of, *size, batch, self._keras_step, turn, watch)
+            here.substitutes = exact.of_part(here, self._rows)
         recording: Any = contextlib.nullcontext()
         if here and self._model.run_eagerly:
             recording = here.dependence.recording()
@@ -279,10 +284,18 @@ class StepProgram:
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
             outputs = self._carried(logs, returned, scope, here)
+        self._check_passed(here, scope)
         self._updated |= scope.updated
         new, written = scope.outcome(here)
         notes = () if watch is None else watch.notes(new)
         return new, written, outputs, notes
+
+    def _check_passed(self, here: Part | None, scope: ReplicaScope) -> None:
+        if here is not None and not (self._passed and tf.executing_eagerly()):
+            check_passed(self._model, self._kind, scope.record(here.called))
+            check_lookups(self._model, scope.record(here.called))
+            self._passed = True
+        scope.forget_losses(self._model)
 
     def _carried(
         self, logs: dict[str, Any], returned: Any, scope: ReplicaScope, here: Part | None

@@ -14,6 +14,7 @@ from tfdist_ext.training.coordinated.scope import WorkerScope
 from tfdist_ext.training.coordinated.steps import BATCHES_IN_A_CALL
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.interrupting import keeping_ctrl_c
+from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.replica_scope import metrics_and_others
 
 __all__ = ["CoordinatedPredictor"]
@@ -93,7 +94,7 @@ class CoordinatedPredictor:
 
     def _one_batch(self, batch: Any) -> Any:
         scope = WorkerScope([], self._watched)
-        with scope, kp.rows_taken_by(scope.rows):
+        with scope, functions_in_place(step_targets()), substitutes(scope.substitutes):
             outputs = self._step(batch)
         scope.write_watched()
         return outputs

@@ -7,6 +7,7 @@ added, never overwritten by a value computed from an old one, and updates run wh
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.derived_logs import MetricVersions
+from tfdist_ext.training.lookups import taken_by
 from tfdist_ext.training.optimizers import optimizers_of, with_inner
 from tfdist_ext.training.part import current_graph
 from tfdist_ext.training.partitioned import (
@@ -25,6 +27,8 @@ from tfdist_ext.training.partitioned import (
     UpdatesVariables,
     take_rows,
 )
+from tfdist_ext.training.passed import StepRecord, check_lookups, requiring
+from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
 
 __all__ = ["WorkerScope", "updates_on_servers"]
 
@@ -140,6 +144,21 @@ class WorkerScope(keras.StatelessScope):
             return None
         return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
 
+    @property
+    def substitutes(self) -> dict[str, Callable[..., Any]]:
+        """What stands in for Keras's functions in this step, by key."""
+
+        def key(original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+            raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+            return original(optimizer, self.owner_of(raw))
+
+        return {"take": functools.partial(taken_by, self.rows), "variable_key": key}
+
+    def read_whole(self, model: keras.Model) -> set[int]:
+        """Ids of the model's variables that the step has read as one tensor."""
+        raws = {id(kp.raw_value(variable)): variable for variable in model.variables}
+        return {id(raws[key]) for key, read in self._reads.items() if read.read_whole}
+
     def owner_of(self, value: Any) -> Any:
         """The raw value that a piece, or a tensor read from the pieces, belongs to."""
         handle = getattr(value, "handle", None)
@@ -186,13 +205,17 @@ class WorkerScope(keras.StatelessScope):
 @contextlib.contextmanager
 def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
     """The scope of a step, in which the model's optimizers update variables where they are."""
+    called: set[str] = set()
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
-        stack.enter_context(kp.optimizer_keys(scope.owner_of))
+        stack.enter_context(functions_in_place(step_targets()))
+        stack.enter_context(substitutes(scope.substitutes, called))
+        stack.enter_context(requiring("variable_key", called))
         for optimizer in optimizers_of(model).values():
             updates = _UpdatesOnServers(scope, optimizer)
             stack.enter_context(kp.distribution_strategy_of(with_inner(optimizer), updates))
         yield
+    check_lookups(model, StepRecord(called, read_whole=scope.read_whole(model)))
 
 
 class _UpdatesOnServers(UpdatesVariables):

@@ -189,7 +189,7 @@ class CoordinatedSteps:
         if self._rate is not None:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter, self._metrics)
-        with kp.rows_taken_by(scope.rows), updates_on_servers(scope, self._model):
+        with updates_on_servers(scope, self._model):
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
         outputs = self._carried(logs, scope) if self._own_outputs else {}

@@ -1,0 +1,404 @@
+"""Keras and TensorFlow are as their authors made them, but in a step; a step goes our way.
+
+What a new release might do is planted here: Keras's code, that takes another way past one of the
+functions that are replaced while a step runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, classifier, mirrored, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.training._keras_private import REPLACED, Replaced, find
+from tfdist_ext.training.overrides import TRAINER_METHODS
+from tfdist_ext.training.part import Part
+from tfdist_ext.training.passed import StepRecord, check_lookups, not_called, requiring
+from tfdist_ext.training.replaced import (
+    Target,
+    functions_in_place,
+    own_targets,
+    step_targets,
+    substitutes,
+)
+
+FIT = {"batch_size": 16, "verbose": 0}
+
+
+def in_place() -> dict[str, Any]:
+    """What is found under the name of each replaced function, and of the trainer's methods."""
+    found = {
+        str(replaced): inspect.getattr_static(find(replaced.module, replaced.owner), replaced.name)
+        for replaced in REPLACED
+    }
+    return {**found, **{name: vars(keras.Model).get(name) for name in TRAINER_METHODS}}
+
+
+AT_FIRST = in_place()
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Each test of this file leaves everything as it was."""
+    yield
+    assert in_place() == AT_FIRST
+
+
+def test_an_import_replaces_nothing() -> None:
+    code = """
+import keras, tensorflow as tf, inspect
+public = [(keras.Model, n) for n in ("fit", "evaluate", "predict", "train_step")]
+public += [(keras.optimizers.Optimizer, n) for n in ("apply", "apply_gradients", "scale_loss")]
+public += [(keras.losses.Loss, "__call__"), (keras.Layer, "add_loss"), (keras.Layer, "__call__")]
+public += [(keras.metrics.Mean, "update_state"), (tf.GradientTape, "gradient"), (keras.ops, "take")]
+public += [(tf.distribute.Strategy, "num_replicas_in_sync"), (keras.layers.Layer, "losses")]
+before = [inspect.getattr_static(*each) for each in public]
+import tfdist_ext, tfdist_ext.training, tfdist_ext.testing, tfdist_ext.strategies
+tfdist_ext.DistributedModel, tfdist_ext.distribute, tfdist_ext.all_rows
+print([name for (o, name), f in zip(public, before) if inspect.getattr_static(o, name) is not f])
+"""
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120)
+    assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_fit_leaves_everything_as_it_was(eager: bool) -> None:
+    seen: list[bool] = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(in_place() == AT_FIRST)
+    )
+    model = tfd.distribute(classifier(run_eagerly=eager), mirrored())
+    model.fit(X, Y, callbacks=[look], validation_data=(X, Y), **FIT)
+    model.predict(X, verbose=0)
+    assert seen == [True] * 4
+
+
+class Stops(keras.Sequential):
+    """A step that raises; outside of it, everything is to be as before."""
+
+    error: BaseException = ValueError("in the step")
+
+    def train_step(self, data: Any) -> Any:
+        assert in_place() != AT_FIRST
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("in the step"), KeyboardInterrupt()])
+def test_an_exception_in_a_step(error: BaseException) -> None:
+    def build() -> keras.Model:
+        model = Stops([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.error = error
+        return model
+
+    model = tfd.distribute(build, strategy_of("mirrored", 2))
+    with pytest.raises(type(error)):
+        model.fit(X, Y, **FIT)
+
+
+def test_fits_in_two_threads_do_not_see_each_other() -> None:
+    """One trains while the other is in the middle of a step of its own, or of Keras's own fit."""
+    inside, done = threading.Event(), threading.Event()
+    met: list[bool] = []
+
+    class Waits(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            inside.set()
+            met.append(done.wait(60))
+            return super().train_step(data)
+
+    def build(kind: type = keras.Sequential) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = kind([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=kind is Waits)
+        return model
+
+    expected = build()
+    expected.fit(X, Y, shuffle=False, **FIT)
+    waiting = tfd.distribute(lambda: build(Waits), strategy_of("mirrored", 2))
+    thread = threading.Thread(target=lambda: waiting.fit(X, Y, shuffle=False, **FIT))
+    thread.start()
+    assert inside.wait(60)
+    assert in_place() != AT_FIRST
+    plain, ours = build(), tfd.distribute(build, strategy_of("mirrored", 3))
+    plain.fit(X, Y, shuffle=False, **FIT)
+    ours.fit(X, Y, shuffle=False, **FIT)
+    assert strategy_of("mirrored", 2).num_replicas_in_sync == 2
+    done.set()
+    thread.join(120)
+    assert met
+    for other in (plain, ours, waiting):
+        for one, two in zip(expected.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+
+
+def test_only_threads_in_a_step_and_only_there() -> None:
+    targets = [target for target in step_targets() if target.key == "replicas"]
+    strategy = mirrored(2)
+    of_thread: list[int] = []
+    with functions_in_place(targets), functions_in_place(targets):
+        with substitutes({"replicas": lambda original, self: 10 * original(self)}):
+            assert strategy.num_replicas_in_sync == 20
+            other = threading.Thread(target=lambda: of_thread.append(strategy.num_replicas_in_sync))
+            other.start()
+            other.join()
+            with substitutes(None):
+                assert strategy.num_replicas_in_sync == 2
+        assert strategy.num_replicas_in_sync == 2
+    assert of_thread == [2]
+
+
+def test_an_apply_of_the_users_is_replaced_once_in_each_class() -> None:
+    called: list[str] = []
+
+    class First(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            called.append("first")
+
+    class Second(First):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            called.append("second")
+            super().apply(grads, trainable_variables)
+
+    def note(original: Any, *arguments: Any) -> None:
+        called.append("replaced")
+        original(*arguments)
+
+    before = vars(First)["apply"], vars(Second)["apply"]
+    targets = own_targets([First, Second], [keras.optimizers.Optimizer], ["apply"])
+    with functions_in_place(targets), substitutes({"apply": note}):
+        Second().apply([])
+    assert called == ["replaced", "second", "replaced", "first"]
+    assert (vars(First)["apply"], vars(Second)["apply"]) == before
+
+
+def test_an_inherited_function_is_inherited_again() -> None:
+    class Inherits(keras.optimizers.SGD):
+        pass
+
+    with functions_in_place([Target("apply", Inherits, "apply")]):
+        assert "apply" in vars(Inherits)
+    assert "apply" not in vars(Inherits)
+
+
+# What a new release of Keras might do; each is past one function, and else as Keras does it.
+
+_apply = keras.optimizers.Optimizer.apply
+_gradient = tf.GradientTape.gradient
+_update_mean = keras.metrics.Mean.update_state
+_loss = keras.losses.Loss.__call__
+_reduce = keras.src.losses.loss.reduce_weighted_values
+_moments = keras.src.backend.tensorflow.nn._compute_moments_sync
+_replicas = tf.distribute.Strategy.num_replicas_in_sync.fget
+
+
+def keras_step(
+    self: keras.Model,
+    data: Any,
+    apply: Callable[..., Any] = keras.optimizers.Optimizer.apply,
+    gradient: Callable[..., Any] | None = None,
+    update: Callable[..., Any] | None = None,
+) -> Any:
+    x, y = data[:2]
+    with tf.GradientTape() as tape:
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(x, y, y_pred)
+        (update or keras.metrics.Mean.update_state)(self._loss_tracker, loss)
+    weights = self.trainable_weights
+    gradients = (gradient or tf.GradientTape.gradient)(tape, loss, weights)
+    if apply is _apply:
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    else:
+        apply(self.optimizer, gradients, weights)
+    return self.compute_metrics(x, y, y_pred)
+
+
+def moved_apply(self: Any, grads: Any, variables: Any) -> None:
+    _apply(self, grads, variables)
+
+
+def loss_with_another_reduction(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None):
+    return _reduce(self.call(y_true, y_pred), sample_weight=sample_weight, reduction=self.reduction)
+
+
+def compute_loss_past_the_call(self: Any, x: Any, y: Any, y_pred: Any, *more: Any, **_: Any) -> Any:
+    loss = _loss(keras.losses.BinaryCrossentropy(), y, y_pred)
+    return loss / tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def scaled_past_the_replicas(value: Any) -> Any:
+    return value / _replicas(tf.distribute.get_strategy())
+
+
+def unscaled_past_the_replicas(value: Any) -> Any:
+    return value * _replicas(tf.distribute.get_strategy())
+
+
+def normalize_by_other_moments(self: Any, inputs: Any, training: Any = None, mask: Any = None):
+    mean = tf.reduce_mean(inputs, 0)
+    self.moving_mean.assign(self.moving_mean * 0.9 + mean * 0.1)
+    return (inputs - mean) * self.gamma + self.beta
+
+
+PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
+    "apply": [
+        (keras.Model, "train_step", lambda self, data: keras_step(self, data, moved_apply)),
+    ],
+    "gradient": [
+        (keras.Model, "train_step", lambda self, data: keras_step(self, data, gradient=_gradient)),
+    ],
+    "update_mean": [
+        (keras.Model, "train_step", lambda self, data: keras_step(self, data, update=_update_mean)),
+    ],
+    "loss": [(keras.Model, "compute_loss", compute_loss_past_the_call)],
+    "reduce_loss": [(keras.losses.Loss, "__call__", loss_with_another_reduction)],
+    "replicas": [
+        (keras.src.losses.loss, "scale_loss_for_distribution", scaled_past_the_replicas),
+        (keras.src.losses.loss, "unscale_loss_for_distribution", unscaled_past_the_replicas),
+    ],
+    "added_loss": [
+        (
+            keras.Model,
+            "compute_loss",
+            lambda self, x, y, y_pred, *_, **__: (
+                keras.losses.BinaryCrossentropy()(y, y_pred)
+                / tf.distribute.get_strategy().num_replicas_in_sync
+                + sum(map(tf.reduce_sum, self.losses))
+            ),
+        ),
+    ],
+    "clear_losses": [
+        (keras.Layer, "_get_call_context", lambda self: without_clearing(self)),
+    ],
+    "moments": [
+        (
+            keras.layers.BatchNormalization,
+            "_moments",
+            lambda self, inputs, mask: _moments(inputs, self._reduction_axes, False),
+        ),
+    ],
+    "moments_of_layer": [
+        (keras.layers.BatchNormalization, "call", normalize_by_other_moments),
+    ],
+}
+
+
+def without_clearing(layer: Any) -> Any:
+    forget, keras.Layer._clear_losses = keras.Layer._clear_losses, lambda self: None
+    try:
+        return _call_context(layer)
+    finally:
+        keras.Layer._clear_losses = forget
+
+
+_call_context = keras.Layer._get_call_context
+
+
+def with_all() -> keras.Model:
+    """A model whose step must call each of the functions."""
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4, activity_regularizer="l2"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile("sgd", "binary_crossentropy")
+    return model
+
+
+@pytest.mark.parametrize("key", PLANTED)
+def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, way in PLANTED[key]:
+        monkeypatch.setattr(owner, name, way)
+    model = tfd.distribute(with_all, mirrored())
+    before = model.get_weights()
+    with pytest.raises(tfd.TfDistError) as caught:
+        model.fit(X, Y, **FIT)
+    for replaced in REPLACED:
+        assert (str(replaced) in str(caught.value)) == (replaced.key == key)
+    assert f"Keras {keras.__version__}" in str(caught.value)
+    assert "docs/compatibility.md" in str(caught.value)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    monkeypatch.undo()
+
+
+def test_what_is_planted_is_each_function_but_those_tested_below() -> None:
+    below = {"apply_gradients", "take", "variable_key", "collective_key"}
+    assert {replaced.key for replaced in REPLACED} == {*PLANTED, *below}
+
+
+def test_a_step_of_the_users_past_apply() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return keras_step(self, data, moved_apply)
+
+    def build() -> keras.Model:
+        model = Own([keras.Input((5,)), keras.layers.Dense(1, activation="sigmoid")])
+        model.compile("adam", "binary_crossentropy")
+        return model
+
+    with pytest.raises(tfd.TfDistError, match=r"must call keras.optimizers.Optimizer.apply"):
+        tfd.distribute(build, mirrored()).fit(X, Y, **FIT)
+
+
+def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model without a synchronized BatchNormalization trains without what that needs."""
+    moved = [
+        Replaced("moments", "keras.src.backend.tensorflow.moved", "", "moments_sync", "sums"),
+        Replaced("moments_of_layer", "keras", "layers.BatchNormalization", "_moved", "sums"),
+        *(replaced for replaced in REPLACED if not replaced.key.startswith("moments")),
+    ]
+    monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
+    monkeypatch.setattr("tfdist_ext.training.replaced.REPLACED", tuple(moved))
+    step_targets.cache_clear()
+    try:
+        tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)
+        with pytest.raises(tfd.TfDistError, match=r"must call \S+tion._moved,"):
+            tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
+    finally:
+        step_targets.cache_clear()
+
+
+def test_lookups_past_take() -> None:
+    model = keras.Sequential([keras.Input((), dtype="int32"), keras.layers.Embedding(9, 2)])
+    table = {id(model.layers[0].embeddings)}
+    check_lookups(model, StepRecord({"take"}, read_whole=table))
+    check_lookups(model, StepRecord(set()))
+    with pytest.raises(tfd.TfDistError, match=r"must call keras\S+\.take"):
+        check_lookups(model, StepRecord(set(), read_whole=table))
+
+
+def test_slots_past_the_key() -> None:
+    said = r"must call keras.optimizers.Optimizer._var_key"
+    with pytest.raises(tfd.TfDistError, match=said), requiring("variable_key", set()):
+        raise KeyError(1)
+    with pytest.raises(KeyError), requiring("variable_key", {"variable_key"}):
+        raise KeyError(1)
+
+
+def test_collectives_past_their_keys() -> None:
+    here = Part(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
+    said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
+    with tf.distribute.MultiWorkerMirroredStrategy().scope(), said, here._keys_of_turn():
+        pass
+    with mirrored().scope(), here._keys_of_turn():
+        pass  # where another strategy sums, it has keys of its own
+
+
+def test_the_message_says_what_to_do() -> None:
+    assert "install versions that docs/compatibility.md lists as tested" in str(not_called("loss"))
