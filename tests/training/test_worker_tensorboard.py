@@ -16,7 +16,7 @@ from training_cases import mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.coordinated.engine import CoordinatorEngine
-from tfdist_ext.training.step_watch import NO_ROWS, StepWatch
+from tfdist_ext.training.step_timer import NO_ROWS, NullStepTimer, StepTimer
 from tfdist_ext.training.worker_tensorboard import slow_workers
 
 ROWS, BATCH = 58, 12  # the last batch has 10
@@ -79,7 +79,7 @@ def test_one_process(name: str, replicas: int, tmp_path: Path) -> None:
     plain, _ = fit(strategy)
     for one, other in zip(model.keras_model.weights, plain.keras_model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    assert not plain._engine.program(plain.keras_model, "train").watch.watching
+    assert not plain._engine.program(plain.keras_model, "train", NullStepTimer())._timer.records
 
 
 def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
     expected = np.linalg.norm(2 * x[12:13].T @ (x[12:13] @ weights - y[12:13]))
     np.testing.assert_allclose(found, [norms(2, 1)[0], expected], rtol=1e-4)
 
-    watch, read = StepWatch(), []
+    watch, read = StepTimer(), []
     for shares in ((0.0, 0.5), (0.0, 0.0), (0.5, 0.5)):
         notes = []
         watch._begin()
@@ -203,17 +203,16 @@ def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
 
 def test_a_mean_leaves_steps_without_rows_out(tmp_path: Path) -> None:
     class Program:
-        watch = StepWatch()
-
         def logs_of_this_task(self) -> dict[str, float]:
             return {}
 
     class Notes(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             for norm in (NO_ROWS, 3.0, NO_ROWS, NO_ROWS, np.nan, 1.0):
-                Program.watch._note(1.0, 0.5, norm)
-            board._program = Program()
+                timer._note(1.0, 0.5, norm)
+            board._program, board._timer = Program(), timer
 
+    timer = StepTimer()
     board = tfd.WorkerTensorBoard(tmp_path, update_freq=2)
     fit(mirrored(2), callbacks=[Notes(), board])
     found = scalars(tmp_path / "worker-0")["gradient_norm"]
@@ -229,10 +228,10 @@ def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) ->
         model.fit(x, y, callbacks=[board], **options)
     assert len(told) == 1
     assert told[0].filename == __file__
-    programs = []
+    programs, timers = [], (NullStepTimer(), model._engine.step_timer())
     for callbacks in ([], [board], [], [board]):
         model.fit(x, y, callbacks=callbacks, **options)
-        programs.append(model._engine.program(model.keras_model, "train", watched=bool(callbacks)))
+        programs.append(model._engine.program(model.keras_model, "train", timers[bool(callbacks)]))
     assert programs[:2] == programs[2:]
     assert programs[0] is not programs[1]
     assert [program._counted.experimental_get_tracing_count() for program in programs[:2]] == [1, 1]

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.saving.checkpoint_state import state_of
 from tfdist_ext.training.saving.whole_values import BLOCK_BYTES, assign_rows, blocks, read_rows
 

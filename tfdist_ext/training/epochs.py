@@ -15,6 +15,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.dataset_passes import DatasetPasses
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.inputs import parts_of_dataset
+from tfdist_ext.training.protocols import BatchSource
 
 __all__ = ["Epoch", "Epochs", "steps_of_epoch", "validates"]
 
@@ -41,18 +42,16 @@ class Epoch:
         steps: global batches to do; None: until the data ends.
         known_length: whether there are that many for sure.
         agreed: whether the tasks have to agree in each step on what the global batch is.
-        going_on: it is the rest of an epoch, whose first batches are in the metrics already.
-        done: to be told of the batches that are done, and of the logs, after each execution.
-        room: how many may be done before it is to be told; None: any number.
+        resumed: it is the rest of an epoch, whose first batches are in the metrics already.
+        advance: to be told how many batches were used, after each execution.
     """
 
     iterator: Any
     steps: int | None
     known_length: bool
     agreed: bool
-    going_on: bool
-    done: Callable[[int, dict[str, Any]], None]
-    room: Callable[[], int | None]
+    resumed: bool
+    advance: Callable[[int], None]
 
 
 class Epochs:
@@ -60,8 +59,8 @@ class Epochs:
 
     def __init__(
         self,
-        batches: GlobalBatches,
-        feed: Callable[[GlobalBatches], Any],
+        batches: BatchSource,
+        feed: Callable[[Any], Any],
         asked: int | None,
         inspect: Callable[[Any], None] | None = None,
     ) -> None:
@@ -122,8 +121,7 @@ class Epochs:
                 known,
                 batches.agreed,
                 behind > 0,
-                batches.done,
-                batches.room,
+                batches.advance,
             )
         finally:
             self._batches.on_epoch_end()
@@ -147,6 +145,7 @@ class Epochs:
     def _fed(self, dataset: tf.data.Dataset) -> Any:
         if dataset is not self._fed_from:
             self._fed_from = dataset
+            assert isinstance(self._batches, GlobalBatches)
             parts_of = parts_of_dataset(dataset)
             batches = replace(self._batches, parts_of=lambda *which: untuned(parts_of(*which)))
             self._dataset = self._feed(batches)
@@ -155,17 +154,18 @@ class Epochs:
     def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
         """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
         batches, in_pass = self._batches, self._batches.steps
-        if batches.later is None or in_pass is None:
+        if not isinstance(batches, GlobalBatches) or not batches.from_step or in_pass is None:
             return False
         passed = 0
         for _ in range(epochs):
             steps, self._position = steps_of_epoch(self._position, in_pass, self._asked)
             passed += steps
-        self._dataset = feed(replace(batches, parts_of=batches.later(passed)))
+        self._dataset = feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
     def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, behind: int) -> None:
         """Begin where the data's own position is, `behind` steps of an epoch being done already."""
+        assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
         batches = self._batches.at_position()
         self._position = batches.begin

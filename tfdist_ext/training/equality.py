@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.explanation import computing_tasks
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 
 __all__ = ["Difference", "check_equal_across_workers", "difference_between_workers"]
 
@@ -82,7 +81,7 @@ def difference_between_workers(
             firsts = _from_worker(reduction, text, 0)
         others = _from_worker(reduction, text, worker)
         if found := _differing(firsts, others):
-            names = computing_tasks(reduction.strategy, reduction.workers)
+            names = reduction.task_names()
             return Difference((names[0], names[worker]), found)
     return None
 

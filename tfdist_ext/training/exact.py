@@ -41,7 +41,7 @@ from tfdist_ext.training.part import Part, reduced_for, set_part
 from tfdist_ext.training.passed import not_called, requiring
 from tfdist_ext.training.replaced import Target, own_targets, substitutes
 from tfdist_ext.training.sparse_gradients import ToReduce, finished, to_reduce
-from tfdist_ext.training.step_watch import when
+from tfdist_ext.training.step_timer import timestamp_after
 
 __all__ = ["of_part", "own_applies"]
 
@@ -122,12 +122,12 @@ def _with_sums(
     if not here.gradients_are_weighted:
         weighted = here.weighted(weighted)
 
-    if here.watch is not None:
+    if here.timer is not None:
         of_part = dict(zip(apart, weighted, strict=True))
         own = [of_part[i] if i in of_part else here.own_gradient(grads[i]) for i in places]
         with set_part(None):
             loss_scale = optimizer.scale_loss(tf.constant(1.0))
-        here.watch.gradients(own, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
+        here.timer.gradients(own, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
 
     def apply_to(summed: list[Any]) -> Any:
         sums = dict(zip(apart, summed, strict=True))
@@ -160,7 +160,7 @@ def _with_sums(
             ):
                 result = apply_to(summed)
             send_out([*touched, *copies.used], strategy)
-            return result, () if here.watch is None else when(summed)
+            return result, () if here.timer is None else timestamp_after(summed)
 
         here.check_graph()
         merge_call = tf.distribute.get_replica_context().merge_call

@@ -13,7 +13,7 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.inputs import parts_of_dataset
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.sharded_batches import check_says_nothing_else
 
 __all__ = ["FunctionBatches", "batches_of_function"]
@@ -43,31 +43,38 @@ class _Passes:
 def batches_of_function(
     data: FunctionDataset,
     reduction: Reduction,
-    *,
-    beside: tuple[Any, ...],
-    batch_size: int | None,
-    class_weight: Any,
-    going_on: bool,
+    *beside: Any,
+    batch_size: int | None = None,
+    class_weight: Any = None,
+    seed: Any = None,
+    **_: Any,
 ) -> GlobalBatches:
     """This task's batches, from the data's position on, or of epoch 0; every worker must call.
 
-    Arguments and errors are those of `batches_of_sharded`.
+    Args:
+        beside: targets and sample weights, which the data holds itself.
+        seed: of a training, which begins at the data's position; else None. The other options of
+            `fit` mean nothing here.
+
+    Raises:
+        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
+    from_position = seed is not None
     workers = reduction.replicas // reduction.local_replicas
     shard = Shard(reduction.first_replica // reduction.local_replicas, workers)
 
     def dataset() -> tf.data.Dataset:
-        return data.dataset(shard) if going_on else data.whole_epoch(shard)
+        return data.dataset(shard) if from_position else data.whole_epoch(shard)
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         if workers == 1:
             return parts_of_dataset(dataset())(first, local, replicas)
         return _then_nothing(dataset(), local)
 
-    epoch = data.place[0] if going_on else 0
+    epoch = data.place[0] if from_position else 0
     steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
-    if data.takes_epoch and going_on:  # other epochs may have more batches, or fewer
+    if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
 
     def batches() -> FunctionBatches:
@@ -78,9 +85,9 @@ def batches_of_function(
             endless,
             on_epoch_begin=lambda: None,
             on_epoch_end=lambda: None,
-            begin=data.steps_behind if going_on else 0,
-            done=lambda steps, logs: data.advance(steps) if going_on else None,
-            ended=data.end_epoch if going_on else lambda: None,
+            begin=data.steps_behind if from_position else 0,
+            advance=data.advance if from_position else lambda steps: None,
+            ended=data.end_epoch if from_position else lambda: None,
             agreed=workers > 1,
             at_position=batches,
         )

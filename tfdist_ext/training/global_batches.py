@@ -22,18 +22,17 @@ PartsOf = Callable[[int, int, int], tf.data.Dataset]
 class GlobalBatches:
     """One pass after another over a sequence of global batches.
 
-    `steps` is the number of global batches in a pass, `batch_size` the examples in each; None where
-    only reading tells. An `endless` source starts the next pass by itself, so that nobody has to
-    ask, step by step, whether the data has ended: under several workers each such question is a
-    collective. `later` gives the parts from a later global batch on; None where only reading leads
-    there. `begin` is the global batch of a pass that the first one begins with; `done` is told how
-    many have been trained on, and the logs after them, `ended` that a pass is over, and `room` says
-    how many may be done before that. `at_position` is the same from where the data's own position
-    is; None where it keeps none. `agreed`: how many rows the global batch has is known only when
-    those of all parts are counted. In the place of that number a part says 1 then, or 0 where it is
-    no batch of the data; the pass is over when all say so. `dataset` is one pass of whole global
-    batches where each task reads all of them as they are, in the order in which they come;
-    `arrays` is all of the data where each task holds it.
+    A `BatchSource`, whose attributes it has.
+
+    Attributes:
+        parts_of: makes the parts of some replicas.
+        from_step: gives the parts from a later global batch on; None where only reading leads
+            there.
+        at_position: the same from where the data's own position is; None where it keeps none.
+        agreed: how many rows the global batch has is known only when those of all parts are
+            counted. In the place of that number a part says 1 then, or 0 where it is no batch of
+            the data; the pass is over when all say so.
+        spec: of one global batch, where `parts_of` need not be asked.
     """
 
     parts_of: PartsOf
@@ -42,10 +41,9 @@ class GlobalBatches:
     endless: bool
     on_epoch_begin: Callable[[], None]
     on_epoch_end: Callable[[], None]
-    later: Callable[[int], PartsOf] | None = None
+    from_step: Callable[[int], PartsOf] | None = None
     begin: int = 0
-    done: Callable[[int, dict[str, Any]], None] = lambda steps, logs: None
-    room: Callable[[], int | None] = lambda: None
+    advance: Callable[[int], None] = lambda steps: None
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
     agreed: bool = False

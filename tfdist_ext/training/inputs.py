@@ -71,7 +71,7 @@ def read(
             beside=(y, sample_weight),
             batch_size=batch_size,
             class_weight=class_weight,
-            going_on=seed is not None,
+            from_position=seed is not None,
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")

@@ -15,10 +15,10 @@ from typing import Any
 import keras
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
-from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epoch
 from tfdist_ext.training.interrupting import keeping_ctrl_c
 from tfdist_ext.training.pace import Pace
+from tfdist_ext.training.protocols import Engine, StepListener, StepProgram
 from tfdist_ext.training.roles import looks_at_batches
 
 __all__ = ["Loop"]
@@ -30,10 +30,17 @@ class Loop:
     def __init__(
         self,
         model: keras.Model,
-        engine: SynchronousEngine,
+        engine: Engine,
         hooks: keras.callbacks.CallbackList,
         kind: str,
+        listener: StepListener | None = None,
     ):
+        """
+        Args:
+            kind: "train" or "test".
+            listener: is told of finished steps.
+        """
+        self._listener = listener
         self._model = model
         self._reduction = engine.reduction
         self._begin = getattr(hooks, f"on_{kind}_batch_begin")
@@ -51,13 +58,13 @@ class Loop:
     def _stopped(self) -> bool:
         return bool(getattr(self._model, self._stop_flag))
 
-    def run(self, program: Any, data: Epoch, where: str = "") -> tuple[dict[str, Any], int]:
+    def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[dict[str, Any], int]:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised():
             return self._run(program, data, check_ctrl_c, where)
 
     def _run(
-        self, program: Any, data: Epoch, check_ctrl_c: Callable[[], None], where: str
+        self, program: StepProgram, data: Epoch, check_ctrl_c: Callable[[], None], where: str
     ) -> tuple[dict[str, Any], int]:
         peers = self._reduction.peers
         logs: dict[str, Any] = {}
@@ -65,11 +72,11 @@ class Loop:
         with peers.meeting(f"{where}before its first step"):
             # Told to stop before the first batch, Keras still runs that one.
             one_only = self._reduction.any_worker(self._stopped)
-            program.reset(going_on=data.going_on)
+            program.reset(resume=data.resumed)
         while data.steps is None or done < data.steps:
             left = None if data.steps is None else data.steps - done
-            if (room := data.room()) is not None:
-                left = room if left is None else min(left, room)
+            if self._listener is not None and (most := self._listener.max_steps()) is not None:
+                left = most if left is None else min(left, most)
             n = self._pace.next(1 if one_only else left)
             self._begin(done)
             started = time.perf_counter()
@@ -85,12 +92,14 @@ class Loop:
             check_ctrl_c()
             self._pace.took(result.chief_seconds)
             if result.steps == 0:
-                logs = result.logs if data.going_on else logs
+                logs = result.logs if data.resumed else logs
                 break
             done += result.steps
             peers.reached(f"{where}step {done}")
             logs = result.logs
-            data.done(result.steps, logs)
+            data.advance(result.steps)
+            if self._listener is not None:
+                self._listener.steps_done(result.steps, logs, epoch_ends=done == data.steps)
             self._end(done - 1, logs)
             stop = self._stopped or one_only
             with peers.meeting(f"{where}stop after {done}?") if self._by_batch else nullcontext():

@@ -22,10 +22,11 @@ from tfdist_ext.training.coordinated.engine import CoordinatorEngine
 from tfdist_ext.training.engine import SynchronousEngine
 from tfdist_ext.training.epochs import Epochs, validates
 from tfdist_ext.training.evaluator import evaluate_checkpoints
-from tfdist_ext.training.global_batches import GlobalBatches
 from tfdist_ext.training.loop import Loop
 from tfdist_ext.training.overrides import overridable, overrides, redirected_method
 from tfdist_ext.training.partitioned import make_readable
+from tfdist_ext.training.predicting import predict
+from tfdist_ext.training.protocols import BatchSource, Engine
 from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
 from tfdist_ext.training.same_data import check_same_arrays, check_same_call, first_batch_check
 from tfdist_ext.training.same_model import (
@@ -36,6 +37,7 @@ from tfdist_ext.training.same_model import (
 from tfdist_ext.training.saving.checkpoints import Progress
 from tfdist_ext.training.saving.methods import Saving, on_every_worker
 from tfdist_ext.training.saving.resuming import Resumable
+from tfdist_ext.training.step_timer import NullStepTimer
 from tfdist_ext.training.worker_tensorboard import board_among
 
 __all__ = ["DistributedModel"]
@@ -67,7 +69,8 @@ class DistributedModel(Saving):
         self._progress = Progress()
         self._validation: Epochs | None = None  # of the running fit
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        self._engine = (CoordinatorEngine if asynchronous else SynchronousEngine)(strategy)
+        engine = CoordinatorEngine if asynchronous else SynchronousEngine
+        self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
         self._same_python = check_same_versions(self._reduction)
         check_same_model(self._reduction, model, same_python=self._same_python)
@@ -191,7 +194,7 @@ class DistributedModel(Saving):
             class_weight=class_weight,
             seed=saved.seed,
         )
-        train = self._epochs(saved.watch(batches, steps_per_epoch), steps_per_epoch, "fit")
+        train = self._epochs(batches, steps_per_epoch, "fit")
         self._prepare(batches, "train")
         validate = None
         if validation_data is not None:
@@ -235,11 +238,14 @@ class DistributedModel(Saving):
         saved: Resumable,
     ) -> keras.callbacks.History:
         model = self._model
-        loop = Loop(model, self._engine, hooks, "train")
+        loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
-        program = self._engine.program(model, "train", watched=board is not None)
-        if board is not None:
-            board.follow(program, self._strategy, self._reduction)
+        if board is None:
+            program = self._engine.program(model, "train", NullStepTimer())
+        else:
+            timer = self._engine.step_timer()
+            program = self._engine.program(model, "train", timer)
+            board.follow(program, timer, self._strategy, self._reduction)
         logs: dict[str, Any] = {}
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)
@@ -322,7 +328,7 @@ class DistributedModel(Saving):
             build(self._model, self._built_for, self._strategy, kind="predict")
         check_same_model(self._reduction, self._model, same_python=self._same_python)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
-        return self._engine.predictor(self._model).predict(epochs, hooks)
+        return predict(self._model, self._engine, epochs, hooks)
 
     @overridable
     @on_every_worker
@@ -395,7 +401,7 @@ class DistributedModel(Saving):
         loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
         setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
-            return loop.run(self._engine.program(self._model, kind), batch)[0]
+            return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
 
     def _validate(self, epochs: Epochs, given: dict[str, Any], hooks: Any) -> dict[str, Any]:
         """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
@@ -416,7 +422,7 @@ class DistributedModel(Saving):
         epochs.rewind()
         with epochs.next() as data:
             loop = Loop(self._model, self._engine, hooks, "test")
-            logs, steps = loop.run(self._engine.program(self._model, "test"), data)
+            logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         return logs
@@ -437,7 +443,7 @@ class DistributedModel(Saving):
     def _check_same_call(self, call: str, **arguments: Any) -> None:
         check_same_call(self._reduction, call, arguments)
 
-    def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
+    def _epochs(self, batches: BatchSource, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call, whose data is the same on all workers; `of` names it."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
         self._check_same_call(call, **sizes)
@@ -453,7 +459,7 @@ class DistributedModel(Saving):
             " copy on a strategy."
         )
 
-    def _prepare(self, batches: GlobalBatches, kind: str) -> None:
+    def _prepare(self, batches: BatchSource, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
         with self._reduction.peers.meeting("building the model"), variables_made_together():

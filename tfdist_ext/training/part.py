@@ -29,7 +29,7 @@ from tfdist_ext.training.row_tracing import (
     places_rows,
 )
 from tfdist_ext.training.sparse_gradients import finished, to_reduce
-from tfdist_ext.training.step_watch import ReplicaWatch
+from tfdist_ext.training.step_timer import ReplicaTimer
 
 __all__ = [
     "Part",
@@ -56,7 +56,7 @@ class Part:
         batch: what the replica's step gets, a structure of tensors.
         keras_step: it is Keras's own, which gives its gradients to an optimizer as they are.
         turn: the number of the step in a loop in the graph; None where there is no loop.
-        watch: of a step whose time is wanted.
+        timer: of a step whose time is wanted.
 
     Attributes:
         substitutes: what stands in for Keras's functions while this is the running part, by key.
@@ -76,7 +76,7 @@ class Part:
         batch: Any,
         keras_step: bool = False,
         turn: tf.Tensor | None = None,
-        watch: ReplicaWatch | None = None,
+        timer: ReplicaTimer | None = None,
     ):
         self.replicas = replicas
         self.local_replicas = local_replicas
@@ -97,7 +97,7 @@ class Part:
         self.reduced_losses = 0
         self.synchronized_moments = 0
         self._turn = turn
-        self.watch = watch
+        self.timer = timer
         self.dependence = BatchDependence(batch, self._size)
         self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
 
@@ -332,7 +332,7 @@ class Part:
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""
-        return meet(values) if self.watch is None else self.watch.meeting(meet, values)
+        return meet(values) if self.timer is None else self.timer.meeting(meet, values)
 
     def total(self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC) -> list[tf.Tensor]:
         """The sum of each tensor over all replicas, to be used inside a model.

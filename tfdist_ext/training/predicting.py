@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
@@ -16,12 +18,49 @@ from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.passed import check_lookups
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Engine, StepFunction
+from tfdist_ext.training.reduction import SynchronousReduction
 from tfdist_ext.training.replaced import functions_in_place, step_targets
 from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
-from tfdist_ext.training.seeds import Seeds
 
-__all__ = ["Predictor"]
+__all__ = ["Predictor", "predict"]
+
+
+def predict(
+    model: keras.Model, engine: Engine, epochs: Epochs, hooks: keras.callbacks.CallbackList
+) -> Any:
+    """The outputs for one pass over the data, as NumPy arrays of all rows, in input order."""
+    model.stop_predicting = False
+    hooks.on_predict_begin()
+    collected: list[Any] = []
+    done = 0  # global batches
+    with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised(), epochs.next() as data:
+        each = engine.predictor(model).outputs(data)
+        while data.steps is None or done < data.steps:
+            hooks.on_predict_batch_begin(done)
+            try:
+                with engine.reduction.peers.meeting(f"batch {done}"):
+                    outputs = next(each)
+            except StopIteration:
+                break
+            check_ctrl_c()
+            done += 1
+            if outputs is not None:
+                collected.append(outputs)
+            hooks.on_predict_batch_end(done - 1, {"outputs": outputs})
+            if model.stop_predicting:
+                break
+    if not collected:
+        epochs.ended_after(0)
+    epochs.is_done(data, done, stopped=bool(model.stop_predicting))
+    hooks.on_predict_end()
+
+    def rows(*parts: Any) -> Any:
+        if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+            return parts[0]  # which Keras would take for a tensor
+        return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+
+    return keras.tree.map_structure(rows, *collected)
 
 
 class Predictor:
@@ -29,14 +68,17 @@ class Predictor:
 
     A global batch is cut into contiguous parts in replica order, so the parts' outputs, put one
     after another, are in the order of the rows.
+
+    Args:
+        step: draws random numbers for the replica that runs it.
     """
 
     def __init__(
         self,
         model: keras.Model,
         strategy: tf.distribute.Strategy,
-        reduction: Reduction,
-        seeds: Seeds,
+        reduction: SynchronousReduction,
+        step: StepFunction,
     ) -> None:
         self._model = model
         self._strategy = strategy
@@ -46,43 +88,20 @@ class Predictor:
         self._metrics, self._watched = metrics_and_others(model)
         self._own = OwnCopies(strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._step = seeds.around(model.predict_step)
-        self.eager = model.run_eagerly
+        self._step = step
         self._of_batch: Any = self._outputs_of_batch
         self._of_next: Any = self._outputs_of_next
-        if not self.eager:
+        if not model.run_eagerly:
             self._of_batch = tf.function(self._of_batch, autograph=False, reduce_retracing=True)
             self._of_next = tf.function(self._of_next, autograph=False, reduce_retracing=True)
 
-    def predict(self, epochs: Epochs, hooks: Any) -> Any:
-        """The outputs for one pass over the data, as NumPy arrays of all rows."""
-        model = self._model
-        model.stop_predicting = False
-        hooks.on_predict_begin()
-        collected: list[Any] = []
-        with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised(), epochs.next() as data:
-            while data.steps is None or len(collected) < data.steps:
-                step = len(collected)
-                hooks.on_predict_batch_begin(step)
-                try:
-                    with self._reduction.peers.meeting(f"batch {step}"):
-                        outputs = self._next_outputs(data)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    break
-                check_ctrl_c()
-                collected.append(outputs)
-                hooks.on_predict_batch_end(step, {"outputs": outputs})
-                if model.stop_predicting:
-                    break
-        if not collected:
-            epochs.ended_after(0)
-        epochs.is_done(data, len(collected), stopped=bool(model.stop_predicting))
-        hooks.on_predict_end()
-
-        def rows(*parts: Any) -> Any:
-            return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
-
-        return keras.tree.map_structure(rows, *collected)
+    def outputs(self, data: Epoch) -> Iterator[Any]:
+        """The outputs for each global batch, in order."""
+        while True:
+            try:
+                yield self._next_outputs(data)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return
 
     def _next_outputs(self, data: Epoch) -> Any:
         if data.steps is not None or not self._reduction.multi_worker:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.strategies.explanation import computing_tasks
 from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
 from tfdist_ext.training.peers import Peers, peers_of
 
-__all__ = ["Reduction", "contribution"]
+__all__ = ["SynchronousReduction", "contribution"]
 
 
-class Reduction:
+class SynchronousReduction:
     """Reductions over the replicas of a strategy, a few tensors at a time."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -58,9 +59,9 @@ class Reduction:
                     raise self.peers.different_calls(name)
             yield
 
-    @property
-    def strategy(self) -> tf.distribute.Strategy:
-        return self._strategy
+    def task_names(self) -> list[str]:
+        """The tasks that compute, in the order of their replicas, as "worker 1"."""
+        return computing_tasks(self._strategy, self.workers)
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.

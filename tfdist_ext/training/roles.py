@@ -10,7 +10,7 @@ import keras
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.chiefs_part import follow_chief
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 
 __all__ = [
     "check_tensorboard",

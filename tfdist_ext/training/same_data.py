@@ -29,8 +29,7 @@ from tfdist_ext.training.equality import (
     check_equal_across_workers,
     difference_between_workers,
 )
-from tfdist_ext.training.global_batches import GlobalBatches
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import BatchSource, Reduction
 
 __all__ = ["check_same_arrays", "check_same_call", "check_same_position", "first_batch_check"]
 
@@ -84,7 +83,7 @@ def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
     )
 
 
-def check_same_arrays(reduction: Reduction, batches: GlobalBatches, names: str = "") -> None:
+def check_same_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
     """Compare arrays that each worker holds whole; every worker must call.
 
     Args:

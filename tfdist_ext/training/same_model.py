@@ -20,7 +20,7 @@ import tfdist_ext
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.equality import check_equal_across_workers, difference_between_workers
 from tfdist_ext.training.model_description import describe_model
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 
 __all__ = ["check_same_model", "check_same_versions", "variables_made_together"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import StepFunction
+from tfdist_ext.training.reduction import SynchronousReduction
 
 __all__ = ["Seeds"]
 
@@ -25,12 +25,12 @@ __all__ = ["Seeds"]
 class Seeds:
     """The generators of a model's replicas on this worker; none where Keras's own serves."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, reduction: Reduction):
+    def __init__(self, strategy: tf.distribute.Strategy, reduction: SynchronousReduction):
         self._strategy = strategy
         self._reduction = reduction
         self._generators: list[keras.random.SeedGenerator] | None = None
 
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, step: StepFunction) -> StepFunction:
         """The same step, drawing from the generator of the replica that runs it.
 
         Every worker must call, where it may be the first time.
@@ -39,14 +39,13 @@ class Seeds:
             self._generators = self._made()
         if not (generators := self._generators):
             return step
-        inner = getattr(step, "python_function", step)
 
-        @functools.wraps(inner)
+        @functools.wraps(step)
         def seeded(*args: Any) -> Any:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             number = int(tf.get_static_value(number)) % len(generators)
             with kp.global_seed_generator(generators[number]):
-                return inner(*args)
+                return step(*args)
 
         return seeded
 

@@ -20,20 +20,20 @@ def batches_of_sharded(
     beside: tuple[Any, ...],
     batch_size: int | None,
     class_weight: Any,
-    going_on: bool,
+    from_position: bool,
 ) -> GlobalBatches:
     """The global batches from the data's position on, or all of it in its own order.
 
     Args:
         beside: targets and sample weights, which the data holds itself.
-        going_on: from the position; else, as predictions are wanted, in the order of the data.
+        from_position: begin there; else, as predictions are wanted, in the order of the data.
 
     Raises:
         TrainingError: an argument of `fit` that says again, and otherwise, what the data says; or
             a position between two batches.
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
-    data = data if going_on else data.in_order()
+    data = data if from_position else data.in_order()
     epoch, examples = data.place
     if examples % data.global_batch:
         raise TrainingError(
@@ -54,14 +54,14 @@ def batches_of_sharded(
         on_epoch_begin=lambda: None,
         on_epoch_end=lambda: None,
         begin=begin % data.steps,
-        done=lambda steps, logs: data.advance(steps) if going_on else None,
+        advance=data.advance if from_position else lambda steps: None,
         agreed=data.loses_examples,
         at_position=lambda: batches_of_sharded(
             data,
             beside=beside,
             batch_size=batch_size,
             class_weight=class_weight,
-            going_on=going_on,
+            from_position=from_position,
         ),
     )
 

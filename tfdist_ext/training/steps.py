@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,73 +18,62 @@ import tensorflow as tf
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import exact
 from tfdist_ext.training._tf_private import recorded_operations
-from tfdist_ext.training.derived_logs import DerivedLogs, is_carried
+from tfdist_ext.training.derived_logs import is_carried
 from tfdist_ext.training.logs import (
     flat,
-    has_own_outputs,
     metrics_of,
-    mixed_warning,
     names_of_updated,
     own_outputs,
     results,
 )
 from tfdist_ext.training.lookups import rows_of_shared
 from tfdist_ext.training.metric_methods import contribution_of_part, metric_methods
-from tfdist_ext.training.optimizers import check_built
 from tfdist_ext.training.own_copies import OwnCopies
 from tfdist_ext.training.part import Part, set_part
 from tfdist_ext.training.passed import check_lookups, check_passed, has_own_apply, uses_keras_step
+from tfdist_ext.training.program import ProgramBase
 from tfdist_ext.training.progress import reporting_progress
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Execution, StepFunction
+from tfdist_ext.training.reduction import SynchronousReduction
 from tfdist_ext.training.replaced import functions_in_place, step_targets
-from tfdist_ext.training.replica_scope import ReplicaScope, assign_written, metrics_and_others
-from tfdist_ext.training.step_watch import StepWatch, Unwatched
+from tfdist_ext.training.replica_scope import ReplicaScope, assign_written
+from tfdist_ext.training.step_timer import NullStepTimer
 
-__all__ = ["Execution", "StepProgram"]
+__all__ = ["SynchronousProgram"]
 
 States = list[list[tf.Tensor]]  # for each local replica, the value of each metric variable
 
 
-class Execution(NamedTuple):
-    """What comes back: logs over the epoch so far, steps done, and the chief's last time."""
+class SynchronousProgram(ProgramBase):
+    """The compiled executions of one step of a model, on all replicas of a strategy.
 
-    logs: dict[str, Any]
-    steps: int
-    chief_seconds: float
-
-
-class StepProgram:
-    """The compiled executions of one step method of a model (its train_step or test_step)."""
+    Args:
+        step: draws random numbers for the replica that runs it.
+        timer: is told when steps begin, and when they are done.
+    """
 
     def __init__(
         self,
         model: keras.Model,
         strategy: tf.distribute.Strategy,
-        reduction: Reduction,
+        reduction: SynchronousReduction,
         kind: str,
-        *,
-        watched: bool = False,
+        step: StepFunction,
+        timer: NullStepTimer,
     ):
-        self._model = model
+        super().__init__(model, kind, step)
         self._strategy = strategy
-        step = getattr(model, f"{kind}_step")
-        # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
-        self._step = getattr(step, "python_function", step)
-        self._own_outputs = has_own_outputs(model, kind)
+        self._reduction = reduction
+        self._timer = timer
         # An apply of the object alone gets its gradients summed.
         self._keras_step = uses_keras_step(model, kind) and not has_own_apply(model.optimizer)
-        check_built(model)
         self._replaced = [*step_targets(), *exact.own_applies(model)]
-        self._reduction = reduction
-        self.watch = StepWatch() if watched else Unwatched()
-        self._metrics, self._watched = metrics_and_others(model)
-        self._kind = kind
         self._metric_objects = metrics_of(model)
         self._own = OwnCopies(strategy, reduction.local_replicas)
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
         # XLA knows no time of day.
-        if model.jit_compile and not model.run_eagerly and not watched:
+        if model.jit_compile and not model.run_eagerly and not timer.records:
             self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
         compiled: Callable[[Any], Any] = lambda function: function  # noqa: E731
         if not model.run_eagerly:
@@ -93,18 +81,15 @@ class StepProgram:
         self._counted = compiled(self._run_counted)
         self._open_ended = compiled(self._run_open_ended)
         self._agreed = compiled(self._run_agreed)
-        self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._derived: DerivedLogs | None = None  # of steps in a graph
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
-        self._mixed: set[str] = set()  # names of logs that were warned of
         self._states: States = []
         self._turn: Any = None
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
 
-    def reset(self, *, going_on: bool = False) -> None:
+    def reset(self, *, resume: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
-        if not going_on:
+        if not resume:
             self._model.reset_metrics()
         start = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
         self._states = self._reduction.split_states(self._metrics, start)
@@ -160,7 +145,7 @@ class StepProgram:
     def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
-        batches = self.watch.reading(iterator)
+        batches = self._timer.reading(iterator)
 
         def body(i: Any, states: States, outputs: Any) -> Any:
             states, outputs = self._one_step(next(batches), states, turn=i)
@@ -173,11 +158,11 @@ class StepProgram:
     def _run_open_ended(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
-        batches = self.watch.reading(iterator)
+        batches = self._timer.reading(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = batches.get_next_as_optional()
-            more = self.watch.agreeing(self._reduction.on_all_workers, batch.has_value())
+            more = self._timer.agreeing(self._reduction.on_all_workers, batch.has_value())
             states, outputs = tf.cond(
                 more,
                 lambda: self._one_step(batch.get_value(), states, turn=i),
@@ -195,11 +180,11 @@ class StepProgram:
     def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states, agreed=True)
-        batches = self.watch.reading(iterator)
+        batches = self._timer.reading(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = next(batches)
-            rows, real = self.watch.agreeing(self._reduction.rows_of_all, batch)
+            rows, real = self._timer.agreeing(self._reduction.rows_of_all, batch)
             more = real > 0
             states, outputs = tf.cond(
                 rows > 0,
@@ -219,8 +204,8 @@ class StepProgram:
     ) -> Any:
         done = 0
         outputs: dict[str, Any] = {}
-        batches = self.watch.reading(iterator)
-        count = functools.partial(self.watch.agreeing, self._reduction.rows_of_all)
+        batches = self._timer.reading(iterator)
+        count = functools.partial(self._timer.agreeing, self._reduction.rows_of_all)
         while done < int(n):
             try:
                 batch = next(batches)
@@ -247,9 +232,9 @@ class StepProgram:
         ):
             new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
-        assign_written(self._strategy, self._watched, written)
-        if self.watch.watching:
-            self.watch.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
+        assign_written(self._strategy, self._others, written)
+        if self._timer.records:
+            self._timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
         by_replica = zip(*(local(value) for value in new), strict=True)
         # An empty zip has lost how many replicas there were.
         states = [list(state) for state in by_replica] or states
@@ -265,13 +250,13 @@ class StepProgram:
         rows, of, batch = part
         of = of if rows_of_all is None else rows_of_all
         here = None
-        watch = self.watch.of_replica()
-        if tf.distribute.has_strategy() or watch is not None:
+        timer = self._timer.of_replica()
+        if tf.distribute.has_strategy() or timer is not None:
             on = self._reduction
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
             size = on.replicas, on.local_replicas
-            here = Part(rows, of, *size, batch, self._keras_step, turn, watch)
+            here = Part(rows, of, *size, batch, self._keras_step, turn, timer)
             here.substitutes = exact.of_part(here, self._rows)
         recording: Any = contextlib.nullcontext()
         if here and self._model.run_eagerly:
@@ -279,7 +264,7 @@ class StepProgram:
         with (
             set_part(here),
             recording,
-            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
+            ReplicaScope(zip(self._metrics, mine, strict=True), self._others, self._own) as scope,
         ):
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
@@ -287,7 +272,7 @@ class StepProgram:
         self._check_passed(here, scope)
         self._updated |= scope.updated
         new, written = scope.outcome(here)
-        notes = () if watch is None else watch.notes(new)
+        notes = () if timer is None else timer.notes(new)
         return new, written, outputs, notes
 
     def _check_passed(self, here: Part | None, scope: ReplicaScope) -> None:
@@ -310,9 +295,10 @@ class StepProgram:
         else:
             states = enumerate(self._metrics)
             final = {scope.get_current_value(variable).name: i for i, variable in states}
-            self._derived = DerivedLogs(logs, scope.versions, final, _has_mean(here))
-            self._warn_of_mixed(self._derived.mixed)
-            values = {str(i): value for i, value in enumerate(self._derived.returned)}
+            warns = self._reduction.replicas > 1
+            has_mean = _has_mean(here)
+            derived = self._derive_logs(logs, scope.versions, final, has_mean, warns=warns)
+            values = {str(i): value for i, value in enumerate(derived.returned)}
         carried = {}
         for name, (value, variable) in values.items():
             if here and variable is not None:
@@ -338,23 +324,17 @@ class StepProgram:
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             return results(self._model, logs, of_metrics, self._updated)
 
-    def _warn_of_mixed(self, names: list[str]) -> None:
-        new = [name for name in names if name not in self._mixed]
-        self._mixed.update(new)
-        if new and self._reduction.replicas > 1:
-            warnings.warn(mixed_warning(self._model, self._kind, new), stacklevel=2)
-
     def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
         if not self._own_outputs:
             return {}
         trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
         # This step is never run: nobody notes when it began.
-        watch, self.watch = self.watch, Unwatched()
+        timer, self._timer = self._timer, NullStepTimer()
         try:
             spec_of = trace.get_concrete_function(iterator).structured_outputs
         finally:
-            self.watch = watch
+            self._timer = timer
         return {
             name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
             for name, spec in spec_of.items()
@@ -364,7 +344,7 @@ class StepProgram:
         values, last, chief_seconds = self._reduction.over_all(
             self._metrics, states, outputs, seconds
         )
-        self.watch.execution_is_done(steps)
+        self._timer.execution_is_done(steps)
         return self._logs(values, last), values, states, steps, chief_seconds
 
 

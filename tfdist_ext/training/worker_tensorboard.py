@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction, StepProgram
 from tfdist_ext.training.roles import check_tensorboard
-from tfdist_ext.training.step_watch import NO_ROWS
+from tfdist_ext.training.step_timer import NO_ROWS, StepTimer
 
 __all__ = ["WorkerTensorBoard", "board_among", "slow_workers"]
 
@@ -63,15 +63,23 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._update_freq = update_freq
         self._slow = slow
         self._program: Any = None
+        self._timer: Any = None
         self._reduction: Any = None
         self._writer: Any = None
         self._step = 0
         self._first_epoch = True
         self.own_ms = np.empty(0)
 
-    def follow(self, program: Any, strategy: tf.distribute.Strategy, reduction: Reduction) -> None:
-        """Called by `fit`: whose steps are watched, and who the workers are."""
+    def follow(
+        self,
+        program: StepProgram,
+        timer: StepTimer,
+        strategy: tf.distribute.Strategy,
+        reduction: Reduction,
+    ) -> None:
+        """Called by `fit`: whose steps are timed, by what, and who the workers are."""
         self._program = program
+        self._timer = timer
         self._reduction = reduction
         self._first_epoch = True
         self._close()  # what a fit that broke off has left open
@@ -92,10 +100,10 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
             self._step = int(iterations)  # a training that goes on draws its curves further
-        self._program.watch.read()  # what is left of an epoch that was broken off
+        self._timer.read()  # what is left of an epoch that was broken off
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        notes = self._program.watch.read()
+        notes = self._timer.read()
         count = len(notes.own)
         if count == 0:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -22,24 +22,32 @@ from tfdist_ext.training.coordinated.records import SpareRecords
 from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.coordinated.steps import CoordinatedSteps
 from tfdist_ext.training.copies import outside_of_strategies
-from tfdist_ext.training.engine import SynchronousEngine
+from tfdist_ext.training.engine import EngineBase, step_of
+from tfdist_ext.training.function_batches import batches_of_function
+from tfdist_ext.training.inputs import read
 from tfdist_ext.training.peers import Alone
+from tfdist_ext.training.protocols import BatchSource
 from tfdist_ext.training.sharded_batches import check_says_nothing_else
+from tfdist_ext.training.step_timer import NullStepTimer
 
-__all__ = ["CoordinatorEngine", "SoleCoordinator"]
+__all__ = ["CoordinatorEngine", "CoordinatorReduction"]
 
 
-class SoleCoordinator:
+class CoordinatorReduction:
     """The one task that drives the training: it agrees with itself, and is the chief."""
 
     is_chief = True
     multi_worker = False
     replicas = local_replicas = 1  # of global batches, which are read here as they are
-    first_replica = 0
+    first_replica = worker = 0
+    workers = 1
     peers = Alone()
 
     def call(self, name: str) -> Any:
         return self.peers.call(name)
+
+    def task_names(self) -> list[str]:
+        return ["the chief"]
 
     def any_worker(self, flag: bool) -> bool:
         return bool(flag)
@@ -50,7 +58,7 @@ class SoleCoordinator:
     sum_over_workers = from_chief
 
 
-class CoordinatorEngine(SynchronousEngine):
+class CoordinatorEngine(EngineBase[CoordinatorReduction]):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step starts from whatever the weights are when
@@ -60,31 +68,30 @@ class CoordinatorEngine(SynchronousEngine):
     seconds_per_execution = 1.0  # at its end workers wait for the slowest one
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
-        self._strategy = strategy
-        self.reduction = SoleCoordinator()  # type: ignore[assignment]
-        self._programs = {}
+        super().__init__(strategy, CoordinatorReduction())
         self._calls = Calls(strategy)
         self._spare = SpareRecords()
         self._why_here: weakref.WeakKeyDictionary[FunctionDataset, str] = (
             weakref.WeakKeyDictionary()
         )
-        self._predictions: CoordinatedPredictor | None = None
 
     def saves_to(self, folder: Path | None) -> None:
         watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
         if watcher is not None:
             watcher.checkpoints_in("" if folder is None else str(folder.absolute()))
 
-    def read(self, *data: Any, **options: Any) -> Any:
+    def read(self, *data: Any, **options: Any) -> BatchSource:
         """Data for this process to read, or a function of the input context, for each worker."""
+        if isinstance(data[0], FunctionDataset):
+            return self._read_by_shard(*data, **options)
         if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
             workers = self._calls.workers
             dataset_of = datasets_of_function(data[0], workers, *data[1:], **options)
             if why := what_keeps_made_here(lambda: dataset_of(0)):
                 self._warn_reads_here(why)
-                return super().read(in_turn(dataset_of, workers), *data[1:], **options)
+                return read(in_turn(dataset_of, workers), *data[1:], **options)
             return WorkerBatches(self._calls, self._spare, dataset_of)
-        return super().read(*data, **options)
+        return read(*data, **options)
 
     @staticmethod
     def _warn_reads_here(why: str) -> None:
@@ -104,11 +111,11 @@ class CoordinatorEngine(SynchronousEngine):
             self._why_here[data] = what_keeps_here(data, Shard(0, self._calls.workers))
         return self._why_here[data]
 
-    def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> Any:
+    def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> BatchSource:
         if why := self._kept_here(data):
             if not data.takes_epoch:
                 self._warn_reads_here(why)
-            return super()._read_by_shard(data, *beside, **options)
+            return batches_of_function(data, self.reduction, *beside, **options)
         given = (options.get("batch_size"), options.get("class_weight"))
         check_says_nothing_else(data, beside, *given)
         shards = [Shard(worker, self._calls.workers) for worker in range(self._calls.workers)]
@@ -132,20 +139,22 @@ class CoordinatorEngine(SynchronousEngine):
                 )
                 setattr(model, name, False)
 
-    def predictor(self, model: keras.Model) -> CoordinatedPredictor:
-        if self._predictions is None:
-            self._predictions = CoordinatedPredictor(model, self._calls)
-        return self._predictions
+    def step_timer(self) -> NoReturn:
+        raise TrainingError(
+            "WorkerTensorBoard measures workers whose steps wait for each other; under"
+            f" {type(self._strategy).__name__} they do not, and the coordinator alone runs"
+            " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
+        )
 
     def finalize(self, model: keras.Model) -> None:
         with outside_of_strategies(), updates_on_servers(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str, watched: bool) -> CoordinatedSteps:
-        if watched:
-            raise TrainingError(
-                "WorkerTensorBoard measures workers whose steps wait for each other; under"
-                f" {type(self._strategy).__name__} they do not, and the coordinator alone runs"
-                " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
-            )
-        return CoordinatedSteps(model, self._calls, kind)
+    def _make_program(
+        self, model: keras.Model, kind: str, timer: NullStepTimer
+    ) -> CoordinatedSteps:
+        del timer  # of steps that wait for each other
+        return CoordinatedSteps(model, self._calls, kind, step_of(model, kind))
+
+    def _make_predictor(self, model: keras.Model) -> CoordinatedPredictor:
+        return CoordinatedPredictor(model, self._calls, step_of(model, "predict"))

@@ -65,18 +65,15 @@ class WorkerIterators:
 class WorkerBatches:
     """The data sets that a function makes, one for each worker; batches are those of a step.
 
-    It has what `Epochs` uses of `GlobalBatches`.
+    A `BatchSource`.
     """
 
-    steps = None
-    batch_size = None
-    later = None
+    steps: int | None = None
+    batch_size: int | None = None
     begin = 0
-    done = staticmethod(lambda steps, logs: None)
-    room = staticmethod(lambda: None)
-    ended = staticmethod(lambda: None)
     agreed = False
-    dataset = arrays = None
+    dataset: Any = None
+    arrays: Any = None
 
     def __init__(
         self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]
@@ -147,6 +144,12 @@ class WorkerBatches:
         pass
 
     def on_epoch_end(self) -> None:
+        pass
+
+    def advance(self, steps: int) -> None:
+        pass
+
+    def ended(self) -> None:
         pass
 
 

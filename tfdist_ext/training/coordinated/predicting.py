@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.coordinated.batches import Parcel, batch_of, parcels, specs_of
 from tfdist_ext.training.coordinated.calls import Calls, on_worker
 from tfdist_ext.training.coordinated.scope import WorkerScope
 from tfdist_ext.training.coordinated.steps import BATCHES_IN_A_CALL
-from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.interrupting import keeping_ctrl_c
+from tfdist_ext.training.epochs import Epoch
+from tfdist_ext.training.protocols import StepFunction
 from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.replica_scope import metrics_and_others
 
@@ -23,47 +23,27 @@ __all__ = ["CoordinatedPredictor"]
 class CoordinatedPredictor:
     """The remote calls of a model's predict_step."""
 
-    def __init__(self, model: keras.Model, calls: Calls):
+    def __init__(self, model: keras.Model, calls: Calls, step: StepFunction):
         self._model = model
         self._calls = calls
-        step = model.predict_step
-        self._step = getattr(step, "python_function", step)
+        self._step = step
         # Layers may write while they predict: masked kernels, counters.
         self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
         self._functions: dict[Any, Any] = {}
 
-    def predict(self, epochs: Epochs, hooks: Any) -> Any:
-        """The outputs for one pass over the data, as NumPy arrays of all rows."""
-        model = self._model
-        model.stop_predicting = False
-        hooks.on_predict_begin()
-        collected: list[Any] = []
-        done = 0  # batches, also those without a row that is whole
+    def outputs(self, data: Epoch) -> Iterator[Any]:
+        """The outputs for each global batch, in order; None for one without a row that is whole."""
+        done = 0
         turn = self._calls.workers  # a short one first: it shows early that all is well
-        with keeping_ctrl_c() as check_ctrl_c, epochs.next() as data:
-            while not model.stop_predicting:
-                n = turn if data.steps is None else min(turn, data.steps - done)
-                outputs, read = self._outputs(data.iterator, n)
-                done += read
-                check_ctrl_c()
-                for one in outputs:
-                    hooks.on_predict_batch_begin(len(collected))
-                    collected.append(one)
-                    hooks.on_predict_batch_end(len(collected) - 1, {"outputs": one})
-                if read < n or done == data.steps:
-                    break
-                turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
-        if not collected:
-            epochs.ended_after(0)
-        epochs.is_done(data, done, stopped=bool(model.stop_predicting))
-        hooks.on_predict_end()
-
-        def rows(*parts: Any) -> Any:
-            if len(parts) == 1:  # an array of NumPy's already, which Keras would take for a tensor
-                return parts[0]
-            return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
-
-        return keras.tree.map_structure(rows, *collected)
+        while data.steps is None or done < data.steps:
+            n = turn if data.steps is None else min(turn, data.steps - done)
+            outputs, read = self._outputs(data.iterator, n)
+            done += read
+            yield from outputs
+            yield from [None] * (read - len(outputs))
+            if read < n:
+                return
+            turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
 
     def _outputs(self, iterator: Any, n: int) -> tuple[list[Any], int]:
         """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""

@@ -7,7 +7,6 @@ workers return, not what they write on the way, becomes the metrics and the numb
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,38 +20,28 @@ from tfdist_ext.training.coordinated.calls import Calls, on_worker
 from tfdist_ext.training.coordinated.inputs import WorkerIterators
 from tfdist_ext.training.coordinated.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.coordinated.worker_loop import Steps, WorkerLoop
-from tfdist_ext.training.derived_logs import DerivedLogs, is_carried
+from tfdist_ext.training.derived_logs import is_carried
 from tfdist_ext.training.logs import (
-    has_own_outputs,
-    metric_variables,
-    metrics_of,
-    mixed_warning,
     own_outputs,
     results,
 )
-from tfdist_ext.training.optimizers import check_built, optimizers_of
-from tfdist_ext.training.steps import Execution
+from tfdist_ext.training.optimizers import optimizers_of
+from tfdist_ext.training.program import ProgramBase
+from tfdist_ext.training.protocols import Execution, StepFunction
 
 __all__ = ["BATCHES_IN_A_CALL", "CoordinatedSteps"]
 
 BATCHES_IN_A_CALL = 8
 
 
-class CoordinatedSteps:
-    """The remote calls of one step method of a model (its train_step or test_step)."""
+class CoordinatedSteps(ProgramBase):
+    """The remote calls of one step of a model."""
 
-    def __init__(self, model: keras.Model, calls: Calls, kind: str):
-        self._model = model
+    def __init__(self, model: keras.Model, calls: Calls, kind: str, step: StepFunction):
+        super().__init__(model, kind, step)
         self._calls = calls
         self._training = kind == "train"
-        step = getattr(model, f"{kind}_step")
-        self._step = getattr(step, "python_function", step)
-        self._own_outputs = has_own_outputs(model, kind)
-        check_built(model)
-        self._kind = kind
-        self._metrics = metric_variables(metrics_of(model))
-        known = {id(variable) for variable in self._metrics}
-        self._watched = [v for v in model.non_trainable_variables if id(v) not in known]
+        self._watched = [v for v in self._others if not v.trainable]
         self._counter: Any = None
         self._rate: Any = None
         if isinstance(model.optimizer, keras.optimizers.Optimizer):
@@ -64,12 +53,10 @@ class CoordinatedSteps:
             if other is not model.optimizer
         ]
         self._counted = 0  # how often a step counts itself
-        self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._derived: DerivedLogs | None = None
         self._logs_in_graph: Any = None
         self._functions: dict[Any, Any] = {}
         self._start = self._reset_values()
-        self.reset(going_on=True)
+        self.reset(resume=True)
         steps = Steps(
             tf.function(self._one_step, autograph=False),
             self._start,
@@ -79,9 +66,9 @@ class CoordinatedSteps:
         )
         self._on_own_data = WorkerLoop(calls, steps, BATCHES_IN_A_CALL)
 
-    def reset(self, *, going_on: bool = False) -> None:
+    def reset(self, *, resume: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
-        if not going_on:
+        if not resume:
             self._model.reset_metrics()
         # Float32 would lose counts above 16 million, and the ends of sums long before.
         self._totals = [_wide(kp.raw_value(variable).numpy()) for variable in self._metrics]
@@ -128,6 +115,14 @@ class CoordinatedSteps:
             self._add(_unpacked(packed, self._start))
             outputs = of_call
         return self._finish(first, done, outputs, seconds, passed_over)
+
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics of the epoch so far: the coordinator has those of all workers."""
+        values = [
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
+        return {name: v for name, v in self._logs(values, {}).items() if isinstance(v, float)}
 
     def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
         """The same with batches that the workers read for themselves."""
@@ -205,10 +200,7 @@ class CoordinatedSteps:
         final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
         # Before its step a worker has counted its own call alone.
         final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
-        derived = DerivedLogs(logs, scope.versions, final, is_carried)
-        if derived.mixed and self._derived is None:
-            warnings.warn(mixed_warning(self._model, self._kind, derived.mixed), stacklevel=2)
-        self._derived = derived
+        derived = self._derive_logs(logs, scope.versions, final, is_carried)
         self._logs_in_graph = tf.function(derived.compute, autograph=False)
         return {str(i): value for i, (value, _) in enumerate(derived.returned)}
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief, text_from_chief
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.saving.checkpoint_file import CheckpointFile, write_checkpoint
 from tfdist_ext.training.saving.checkpoint_index import (
     Progress,

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.training.adopt import creation_scope
 from tfdist_ext.training.chiefs_part import done_by_chief
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.saving.checkpoints import Progress, restore_checkpoint, save_checkpoint
 from tfdist_ext.training.saving.complete_files import local_path
 from tfdist_ext.training.saving.exporting import export

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.strategies.presence import say
 from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.global_batches import GlobalBatches
-from tfdist_ext.training.reduction import Reduction
+from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.saving.checkpoint_folder import CheckpointFolder
 from tfdist_ext.training.saving.checkpoint_index import Progress
 from tfdist_ext.training.saving.checkpoints import restore_checkpoint, save_checkpoint
@@ -137,31 +136,21 @@ class Resumable:
             _read_past(data, done)
         return self._progress.epoch
 
-    def watch(self, batches: GlobalBatches, asked: int | None) -> GlobalBatches:
-        """The same batches, with a checkpoint whenever `every` of them are done.
+    def max_steps(self) -> int | None:
+        """How many global batches there may be before the next checkpoint; None: any number."""
+        return None if self._every is None else self._every - self._since
 
-        Args:
-            asked: how many make an epoch, if not all of a pass.
-        """
-        of_data, every = self._data, self._every
-        if of_data is None:
-            return batches
-
-        def done(steps: int, logs: dict[str, Any]) -> None:
-            batches.done(steps, logs)
-            self._since += steps
-            self._in_epoch += steps
-            # At the end of an epoch there is one anyway, when callbacks have seen it.
-            behind = of_data.steps_behind
-            at_end = behind in (0, batches.steps) or self._in_epoch == asked
-            if every is not None and self._since >= every:
-                self._since = 0
-                if not at_end and _is_finite(logs):
-                    self._progress = replace(self._progress, batches=self._in_epoch)
-                    self._save_in_index()
-
-        room = (lambda: None) if every is None else (lambda: every - self._since)
-        return replace(batches, done=done, room=room)
+    def steps_done(self, steps: int, logs: Mapping[str, Any], *, epoch_ends: bool) -> None:
+        """Write a checkpoint whenever `every` global batches more are done."""
+        self._since += steps
+        self._in_epoch += steps
+        if self._every is None or self._since < self._every or self._data is None:
+            return
+        self._since = 0
+        # At the end of an epoch there is one anyway, when callbacks have seen it.
+        if not epoch_ends and self._data.steps_behind > 0 and _is_finite(logs):
+            self._progress = replace(self._progress, batches=self._in_epoch)
+            self._save_in_index()
 
     def epoch_is_done(self, epoch: int, logs: dict[str, Any], *, complete: bool) -> Progress:
         """Save what is there after an epoch, unless its loss says that the weights are lost.
@@ -294,7 +283,7 @@ def _completed(progress: Progress) -> str:
     return f"epoch {progress.epoch} (step {progress.step})"
 
 
-def _is_finite(logs: dict[str, Any]) -> bool:
+def _is_finite(logs: Mapping[str, Any]) -> bool:
     return math.isfinite(logs.get("loss", 0.0))
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["NO_ROWS", "Notes", "ReplicaWatch", "StepWatch", "Unwatched", "when"]
+__all__ = ["NO_ROWS", "Notes", "NullStepTimer", "ReplicaTimer", "StepTimer", "timestamp_after"]
 
 
-def when(values: Any) -> tf.Tensor:
+def timestamp_after(values: Any) -> tf.Tensor:
     """The time at which all of these tensors are there, in seconds."""
     parts = tf.nest.flatten(values, expand_composites=True)
     there = [part for part in parts if part is not None]
@@ -39,10 +39,10 @@ class Notes(NamedTuple):
     norm: np.ndarray
 
 
-class Unwatched:
-    """In the place of a StepWatch where nobody wants to know: adds nothing to the graph."""
+class NullStepTimer:
+    """In the place of a StepTimer where nobody wants to know: adds nothing to the graph."""
 
-    watching = False
+    records = False
 
     def reading(self, iterator: Any) -> Any:
         """The iterator; to take from it is the beginning of a step."""
@@ -52,7 +52,7 @@ class Unwatched:
         """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
         return ask(value)
 
-    def of_replica(self) -> ReplicaWatch | None:
+    def of_replica(self) -> ReplicaTimer | None:
         """What one replica's step is to note with."""
         return None
 
@@ -63,10 +63,10 @@ class Unwatched:
         """Take note of the end, at which this tensor is there."""
 
 
-class StepWatch(Unwatched):
+class StepTimer(NullStepTimer):
     """Notes of the steps of one task, in a queue until they are read."""
 
-    watching = True
+    records = True
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -78,13 +78,13 @@ class StepWatch(Unwatched):
         return _Reading(iterator, self._begin)
 
     def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
-        before = when(value)
+        before = timestamp_after(value)
         answer = ask(value)
-        self._waited = when(answer) - before
+        self._waited = timestamp_after(answer) - before
         return answer
 
-    def of_replica(self) -> ReplicaWatch:
-        return ReplicaWatch()
+    def of_replica(self) -> ReplicaTimer:
+        return ReplicaTimer()
 
     def step_is_done(self, notes: Sequence[Any]) -> None:
         # The task is ready when its last replica is.
@@ -95,7 +95,7 @@ class StepWatch(Unwatched):
         self._note(self._begun, ready - self._begun - self._waited, norm)
 
     def execution_is_done(self, last: Any) -> None:
-        self._note(when(last), -1.0, 0.0)
+        self._note(timestamp_after(last), -1.0, 0.0)
 
     def read(self) -> Notes:
         """Of all steps since it was last called."""
@@ -104,7 +104,7 @@ class StepWatch(Unwatched):
         return Notes(np.diff(begun, append=0.0)[steps], own[steps], norm[steps])
 
     def _begin(self) -> Any:
-        self._begun = when([])
+        self._begun = timestamp_after([])
         self._waited = 0.0
         return self._begun
 
@@ -114,7 +114,7 @@ class StepWatch(Unwatched):
             self._queue.enqueue(tf.stack(row))
 
 
-class ReplicaWatch:
+class ReplicaTimer:
     """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class ReplicaWatch:
 
     def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, which waits for all replicas."""
-        ready = when([values, self._squares])
+        ready = timestamp_after([values, self._squares])
         result = meet(values)
-        self._meetings.append((ready, when(result)))
+        self._meetings.append((ready, timestamp_after(result)))
         return result
 
     def gradients(self, weighted: Sequence[Any], weight: Any) -> None:
@@ -145,7 +145,7 @@ class ReplicaWatch:
             outcome: of a step that met nobody; it is ready when these tensors are there.
         """
         if not self._meetings:
-            return when(outcome), self._norm()
+            return timestamp_after(outcome), self._norm()
         *before, (ready, _) = self._meetings
         waited = [there - here for here, there in before]
         return ready - (tf.add_n(waited) if waited else 0.0), self._norm()

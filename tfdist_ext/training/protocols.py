@@ -1,0 +1,227 @@
+"""What a training is made of, and what each side of it brings.
+
+`DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them in
+`synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import keras
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.epochs import Epoch
+    from tfdist_ext.training.step_timer import NullStepTimer, StepTimer
+
+__all__ = [
+    "BatchSource",
+    "Engine",
+    "Execution",
+    "PredictProgram",
+    "Reduction",
+    "StepFunction",
+    "StepListener",
+    "StepProgram",
+    "TaskStatus",
+]
+
+# A step method of a model: a batch (the part of the replica that runs) -> what Keras's has
+# returned: logs of a train or test step, outputs of a predict step.
+StepFunction = Callable[[Any], Any]
+
+
+class Execution(NamedTuple):
+    """What comes back from an execution of several steps.
+
+    Attributes:
+        logs: over the epoch so far, the same on every worker.
+        steps: global batches that were used.
+        chief_seconds: how long the execution before this one took on the chief.
+    """
+
+    logs: dict[str, Any]
+    steps: int
+    chief_seconds: float
+
+
+class StepProgram(Protocol):
+    """The compiled steps of one model and one kind, "train" or "test"."""
+
+    def reset(self, *, resume: bool = False) -> None:
+        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+
+    def run(
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
+    ) -> Execution:
+        """Run `n` steps, or fewer where the data may end and does.
+
+        Args:
+            iterator: over this task's parts of global batches.
+            n: global batches to use.
+            seconds: how long this task's last execution took.
+            known_length: there are `n` more batches for sure.
+            agreed: the rows of each global batch are to be counted; see `BatchSource`.
+        """
+
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
+
+
+class PredictProgram(Protocol):
+    """The compiled predict step of one model."""
+
+    def outputs(self, data: Epoch) -> Iterator[Any]:
+        """The outputs for each global batch, in order; None for one without a row that is whole."""
+
+
+class StepListener(Protocol):
+    """Who is told of finished steps, between the executions of a `fit`."""
+
+    def max_steps(self) -> int | None:
+        """How many steps may be done before it is to be told; None: any number."""
+
+    def steps_done(self, steps: int, logs: Mapping[str, Any], *, epoch_ends: bool) -> None:
+        """So many global batches more were trained on; `logs` are over the epoch so far."""
+
+
+class BatchSource(Protocol):
+    """One pass after another over a sequence of global batches.
+
+    Attributes:
+        steps: global batches in a pass; None where only reading tells.
+        batch_size: examples in a global batch; None where only reading tells.
+        endless: it starts the next pass by itself, so that nobody has to ask, step by step,
+            whether the data has ended: under several workers each such question is a collective.
+        begin: the global batch of a pass that the first pass begins with.
+        agreed: how many rows a global batch has is known only when those of all parts are counted.
+        element_spec: the structure of one global batch of `tf.TypeSpec`s.
+        dataset: a `tf.data.Dataset` of one pass of whole global batches, where each task reads all
+            of them as they are, in the order in which they come; else None.
+        arrays: all of the data, where each task holds it; else None.
+    """
+
+    steps: int | None
+    batch_size: int | None
+    endless: bool
+    begin: int
+    agreed: bool
+    dataset: Any
+    arrays: Any
+
+    @property
+    def element_spec(self) -> Any: ...
+
+    def on_epoch_begin(self) -> None: ...
+
+    def on_epoch_end(self) -> None: ...
+
+    def advance(self, steps: int) -> None:
+        """So many global batches more were used; data with a position moves it."""
+
+    def ended(self) -> None:
+        """A pass is over."""
+
+
+class TaskStatus(Protocol):
+    """Whether other tasks are alive and in the same place; in a single task it does nothing."""
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Scope of a public call."""
+
+    def meeting(self, where: str = "") -> AbstractContextManager[None]:
+        """Scope in which this task waits for the others."""
+
+    def reached(self, where: str) -> None:
+        """This task has come so far."""
+
+
+class Reduction(Protocol):
+    """Values of single replicas and tasks, made one for all.
+
+    Attributes:
+        replicas: parts of a global batch, over all workers.
+        local_replicas: those of this worker.
+        first_replica: the number of its first one, in the order of all.
+        workers: how many there are.
+        worker: which of them this task is.
+        multi_worker: whether there are several.
+        is_chief: whether this task writes files and prints.
+        peers: the other tasks.
+    """
+
+    replicas: int
+    local_replicas: int
+    first_replica: int
+    workers: int
+    worker: int
+    multi_worker: bool
+    is_chief: bool
+
+    @property
+    def peers(self) -> TaskStatus: ...
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Scope of a public call; all workers wait until each has made it."""
+
+    def task_names(self) -> list[str]:
+        """The tasks that compute, in the order of their replicas, as "worker 1"."""
+
+    def sum_over_workers(self, value: npt.ArrayLike) -> npt.NDArray[Any]:
+        """The sum over workers of each worker's number or array; every worker must call."""
+
+    def from_chief(self, value: npt.ArrayLike) -> npt.NDArray[Any]:
+        """The chief's number or array, on every worker; every worker must call."""
+
+    def any_worker(self, flag: bool) -> bool:
+        """Whether the flag is set on any worker; every worker must call."""
+
+
+class Engine(Protocol):
+    """What runs the steps of a model: the replicas of this process, or workers elsewhere.
+
+    Attributes:
+        reduction: who agrees with whom.
+        seconds_per_execution: how long an execution should take, where nothing else decides.
+    """
+
+    seconds_per_execution: float
+
+    @property
+    def reduction(self) -> Reduction:
+        """Who agrees with whom."""
+
+    def read(self, *data: Any, **options: Any) -> BatchSource:
+        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+
+    def feed(self, batches: Any) -> Any:
+        """What programs iterate over, made of what `read` gave."""
+
+    def keeps_position(self, data: Any) -> bool:
+        """Whether `fit` knows at each step where it is in this data."""
+
+    def saves_to(self, folder: Path | None) -> None:
+        """Where the checkpoints of a `fit` are, for a message when another task is frozen."""
+
+    def prepare(self, model: keras.Model) -> None:
+        """Turn off compile options that the strategy does not support."""
+
+    def step_timer(self) -> StepTimer:
+        """The timer of this task's training steps, which is told when they begin and end.
+
+        Raises:
+            TrainingError: the steps of this strategy cannot be timed.
+        """
+
+    def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
+        """The compiled "train" or "test" steps, made anew when the model was compiled since."""
+
+    def predictor(self, model: keras.Model) -> PredictProgram:
+        """The compiled predict step."""
+
+    def finalize(self, model: keras.Model) -> None:
+        """At the end of a training: averaged weights take the place of the last ones."""
