@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tfdist_ext.cluster.wording import nearest
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
     from tfdist_ext.placement import PlacementPlan

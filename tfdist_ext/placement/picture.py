@@ -6,12 +6,14 @@ import colorsys
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import Held, PlacementPlan
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import Held, VariableSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.placement.placement_plan import PlacementPlan
 
 __all__ = ["save"]
 

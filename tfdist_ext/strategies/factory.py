@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import flags
-from tfdist_ext.cluster import ClusterConfig, survey
+from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster import tpu as tpu_environment
 from tfdist_ext.cluster.tpu import TpuSignal
 from tfdist_ext.errors import ClusterConfigError, StrategyError
@@ -229,7 +229,7 @@ def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
     """What the environments say, without the one that was used."""
     return [
         f"{name}: {text}"
-        for name, text in survey(os.environ)
+        for name, text in describe_environments(os.environ)
         if not (found is not None and text == f"{_in_words(found)}, from {found.source}")
         and not (tpu is not None and name == tpu_environment.NAME)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
+from tfdist_ext.messages import shown
 from tfdist_ext.placement import PlacementError, PlacementPlan, partitioned
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
