@@ -18,6 +18,7 @@ from tfdist_ext.cluster.environments.slurm import SLURM
 from tfdist_ext.cluster.environments.tf_config_variable import TF_CONFIG
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import ClusterConfigError
+from tfdist_ext.messages import counted
 
 __all__ = ["ENVIRONMENTS", "Environment", "describe_environments", "detect"]
 
@@ -51,6 +52,6 @@ def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
         except ClusterConfigError as error:
             found = f"cannot be used: {error}"
         if isinstance(found, ClusterDescription):
-            found = f"{found.task} of {found.num_tasks} tasks, from {found.source}"
+            found = f"{found.task} of {counted(found.num_tasks, 'task')}, from {found.source}"
         lines.append((environment.name, found))
     return [*lines, (tpu.NAME, tpu.describe(env))]
