@@ -183,7 +183,8 @@ class PlacementPlan:
         """Draw a bar for each task, with its largest variables as blocks, as .svg or .png.
 
         Raises:
-            PlacementError: another suffix, or the file cannot be written.
+            PlacementError: another suffix, the file cannot be written, or matplotlib is not
+                installed (the extra `plot`).
         """
         picture.save(self, path)
 
