@@ -33,6 +33,7 @@ FLOORS = [
     "launch",
     "cluster",
     "messages",
+    "private_names",
     "errors",
     "deprecation",
 ]
@@ -43,6 +44,7 @@ WITHOUT_TENSORFLOW = (
     "launch",
     "cluster",
     "messages",
+    "private_names",
     "errors",
     "deprecation",
 )
