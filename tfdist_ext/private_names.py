@@ -24,7 +24,7 @@ class PrivateNames:
     """The private names of one package that a module uses.
 
     Attributes:
-        package: what they are in, "tensorflow.python" or "keras.src".
+        package: the module that they are below, `python` of TensorFlow or `src` of Keras.
         error: what is raised where one is gone.
         uses: path below the package, as "distribute.values.Mirrored" -> what needs it.
     """
