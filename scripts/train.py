@@ -98,10 +98,10 @@ def train():
 
     if chief:
         speed = clock.epochs * len(x) / clock.seconds if clock.epochs else float("nan")
-        name, because = (line[12:].strip() for line in tfd.explain(strategy).splitlines()[:2])
+        why = tfd.explain(strategy)
         table = Table("strategy", "because", "replicas", "examples/s", "test accuracy")
-        replicas = str(strategy.num_replicas_in_sync)
-        table.add_row(name.split()[0], because, replicas, f"{speed:,.0f}", f"{accuracy:.4f}")
+        row = (why.strategy, why.reason, str(why.replicas), f"{speed:,.0f}", f"{accuracy:.4f}")
+        table.add_row(*row)
         Console(width=None if Console().is_terminal else 140).print(table)
         result = {"dataset": dataset, "test_loss": loss, "test_accuracy": accuracy}
         (output / "result.json").write_text(json.dumps(result))

@@ -65,7 +65,7 @@ COMMANDS_BY = {
     ],
     "tests/testing/test_sample_project.py::test_the_sample_project_passes_on_the_installed_wheel": [
         "pip install /path/to/tfdist_ext",
-        'pip install "/path/to/tfdist_ext[tensorboard,pytest]"',
+        'pip install "/path/to/tfdist_ext[tensorboard,pytest,plot]"',
     ],
     "tests/testing/test_new_strategy.py::test_without_the_repository": [
         "python -m tfdist_ext.testing.new_strategy my_strategy.py",
@@ -135,7 +135,7 @@ def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:
                 program.kill()
     for folder, index in (("A", 0), ("B", 1)):
         log = (tmp_path / folder / "log").read_text(encoding="utf-8")
-        assert re.search(f"^task .*worker:{index}.* in a cluster of 2 worker", log, re.M)
+        assert re.search(f"^task .*worker:{index}.* in a cluster of 2 workers", log, re.M)
     assert (tmp_path / "A" / "model.keras").exists()
     assert not (tmp_path / "B" / "model.keras").exists()
 

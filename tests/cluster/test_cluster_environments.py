@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.cluster import ClusterConfig, Task, environments, survey, tpu
-from tfdist_ext.cluster.environments import (
-    kubernetes,
-    open_mpi,
-    sagemaker,
-    slurm,
-    tf_config_variable,
-)
+from tfdist_ext.cluster import ClusterConfig, Task, describe_environments, environments, tpu
 from tfdist_ext.errors import ClusterConfigError
 
 Env = dict[str, str]
@@ -159,7 +152,8 @@ def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
     env = srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0]
 
     def port(job: int, step: int) -> int:
-        config = slurm.detect(env | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        ids = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        config = ClusterConfig.from_env(env | ids)
         assert config is not None
         return int(config.address.rpartition(":")[2])
 
@@ -227,7 +221,7 @@ PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
 @pytest.mark.parametrize(("name", "env", "reason"), PASSED_OVER)
 def test_passed_over(name: str, env: Env, reason: str) -> None:
     assert ClusterConfig.from_env(env) is None
-    assert dict(survey(env))[name] == reason
+    assert dict(describe_environments(env))[name] == reason
 
 
 _SRUN = srun({"a": [0, 1], "b": [2]}, "a,b", "2,1")[1]
@@ -300,8 +294,8 @@ def test_refused(env: Env, changes: dict[str, str | None], fragment: str) -> Non
     assert fragment in message
     assert " Received: " in message
     assert len(message) < 450
-    # The survey of the same variables says so too, and raises nothing.
-    assert f"cannot be used: {message}" in dict(survey(env)).values()
+    # The description of the same variables says so too, and raises nothing.
+    assert f"cannot be used: {message}" in dict(describe_environments(env)).values()
 
 
 ORDER = ["TF_CONFIG", "Open MPI", "Slurm", "SageMaker", "Kubernetes"]
@@ -339,8 +333,8 @@ def test_one_worker_in_tf_config_is_a_cluster() -> None:
     assert config.num_tasks == 1
 
 
-def test_the_survey_names_every_environment_in_order() -> None:
-    lines = survey({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
+def test_the_description_names_every_environment_in_order() -> None:
+    lines = describe_environments({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
     assert [name for name, _ in lines] == [*ORDER, "TPU"]
     assert dict(lines) == {
         "TF_CONFIG": "worker:1 of 2 tasks, from TF_CONFIG",
@@ -380,8 +374,11 @@ def test_any_values_give_a_cluster_or_none_or_our_error(data: st.DataObject) -> 
         assert message.startswith(owner.name)
         assert len(message.encode("utf-8")) < 700
     else:
-        assert config is None or ClusterConfig.from_tf_config(config.to_tf_config()) == config
-    for _, found in survey(env):
+        if config is not None:
+            made = ClusterConfig.from_env(env)
+            assert made == ClusterConfig(config.jobs, config.task)
+            assert ClusterConfig.from_tf_config(made.to_tf_config()) == made
+    for _, found in describe_environments(env):
         found.encode("utf-8")
 
 
@@ -424,8 +421,3 @@ def test_the_variables_listed_are_the_variables_read(environment: Any, envs: lis
         asked |= recording.asked
         assert recording == env, "reading changes nothing"
     assert asked == set(environment.variables)
-
-
-def test_each_module_has_a_detect_of_its_own() -> None:
-    for module in (tf_config_variable, slurm, open_mpi, sagemaker, kubernetes):
-        assert module.detect({}) is None

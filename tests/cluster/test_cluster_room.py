@@ -16,7 +16,12 @@ MODULES = sorted(ROOM.rglob("*.py"))
 
 
 def test_the_public_names() -> None:
-    assert tfdist_ext.cluster.__all__ == ["ClusterConfig", "Task", "survey"]
+    assert tfdist_ext.cluster.__all__ == [
+        "ClusterConfig",
+        "Task",
+        "describe_environments",
+        "survey",
+    ]
     assert all(hasattr(tfdist_ext.cluster, name) for name in tfdist_ext.cluster.__all__)
 
 
@@ -33,10 +38,18 @@ def test_imports_and_size(module: Path) -> None:
         else:
             continue
         for name in names:
-            allowed = name.split(".")[0] in sys.stdlib_module_names or name.startswith(
-                ("tfdist_ext.errors", "tfdist_ext.cluster")
+            allowed = (
+                name.split(".")[0] in sys.stdlib_module_names
+                or name.startswith(("tfdist_ext.errors", "tfdist_ext.cluster"))
+                or name in ("tfdist_ext.deprecation", "tfdist_ext.messages")
             )
             assert allowed, f"{module.name} imports {name}"
+
+
+def test_the_old_name_of_describe_environments_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="use tfdist_ext.cluster.describe_environments"):
+        old = tfdist_ext.cluster.survey({})
+    assert old == tfdist_ext.cluster.describe_environments({})
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -54,8 +67,8 @@ def _names(module: Path) -> set[str]:
 
 def test_tensorflow_is_not_loaded() -> None:
     code = (
-        "import sys; from tfdist_ext.cluster import ClusterConfig, survey;"
-        "ClusterConfig.from_env({}); survey({});"
+        "import sys; from tfdist_ext.cluster import ClusterConfig, describe_environments as found;"
+        "ClusterConfig.from_env({}); found({});"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'tensorflow', 'keras', 'numpy'}))"
     )
     done = subprocess.run(

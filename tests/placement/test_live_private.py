@@ -12,15 +12,27 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext.placement.live import _keras_private, _tf_private
 from tfdist_ext.placement.live._keras_private import (
     fresh_names,
     leaving_no_names,
     optimizer_behind,
     variable_behind,
 )
-from tfdist_ext.placement.live._tf_private import PartitionedVariable, ServerVariable, partitioned
+from tfdist_ext.placement.live._tf_private import (
+    partitioned,
+    partitioned_variable_class,
+    server_variable_class,
+)
+from tfdist_ext.private_names import PrivateNames
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
+
+
+@pytest.mark.parametrize("names", [_tf_private.NAMES, _keras_private.NAMES])
+def test_names_in_modules(names: PrivateNames) -> None:
+    for name in names.uses:
+        assert names(name) is not None
 
 
 def test_what_keras_gives_tensorflow_for_a_variable() -> None:
@@ -73,7 +85,7 @@ def test_a_variable_of_shared_pieces() -> None:
     """What Keras asks a tf.Variable for, and TensorFlow's class has not."""
     with tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:2").scope():
         pieces = [tf.Variable(tf.ones([2, 3])), tf.Variable(tf.zeros([1, 3]))]
-    variable = PartitionedVariable(pieces, "both", "layer/both")
+    variable = partitioned_variable_class()(pieces, "both", "layer/both")
     assert np.array(variable).sum() == 6
     assert variable.device == pieces[0].device
     assert [*variable.get().variables] == [piece.get() for piece in pieces]
@@ -111,7 +123,7 @@ def test_the_optimizer_behind_an_update() -> None:
 def test_a_tape_takes_pieces_for_one_variable() -> None:
     """In pieces of different sizes; dense, by rows, and both."""
     pieces = [tf.Variable(tf.ones([rows, 2])) for rows in (3, 1, 2)]
-    whole = ServerVariable(pieces, name="whole")
+    whole = server_variable_class()(pieces, name="whole")
 
     @tf.function
     def loss(ids: tf.Tensor) -> tf.Tensor:
@@ -131,7 +143,9 @@ def test_a_tape_takes_pieces_for_one_variable() -> None:
 
 
 def test_an_update_of_a_piece_changes_that_piece() -> None:
-    whole = ServerVariable([tf.Variable(tf.zeros([rows, 1])) for rows in (3, 1, 2)], name="whole")
+    whole = server_variable_class()(
+        [tf.Variable(tf.zeros([rows, 1])) for rows in (3, 1, 2)], name="whole"
+    )
     whole.scatter_add(tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([5, 3, 0])))
     assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 1]
     with whole.as_piece(2):

@@ -277,6 +277,15 @@ def test_the_picture(tmp_path: Path) -> None:
         made.save_picture(tmp_path / "no" / "plan.svg")
 
 
+def test_a_picture_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlacementError, match=r"matplotlib must be installed .*tfdist_ext\[plot\]"):
+        plan([VariableSpec("a", (4, 4))], 2).save_picture(tmp_path / "plan.svg")
+    assert not (tmp_path / "plan.svg").exists()
+
+
 def test_a_picture_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
     code = f"""
 import sys

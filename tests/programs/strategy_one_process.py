@@ -16,7 +16,7 @@ from tfdist_ext.launch import reserve_ports  # noqa: E402
 
 result: dict[str, object] = {}
 strategy = tfd.create_strategy()
-result["mirrored"] = tfd.explain(strategy).splitlines()
+result["mirrored"] = str(tfd.explain(strategy)).splitlines()
 per_replica = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group + 1)
 result["sum"] = int(strategy.reduce("SUM", per_replica, axis=None))
 
@@ -42,7 +42,7 @@ with reserve_ports(5) as ports:
     with strategy.scope():
         variable = tf.Variable(tf.reshape(tf.range(8.0), [4, 2]))
     result["shards"] = [[v.device, v.numpy().tolist()] for v in variable.variables]
-    result["parameter_server"] = tfd.explain(strategy).splitlines()
+    result["parameter_server"] = str(tfd.explain(strategy)).splitlines()
     result["classes"] = [cls.__name__ for cls in type(strategy).__mro__]
     # The devices of peers are listed now too; a strategy on this machine must not take them.
     result["here"] = len(tfd.create_strategy("mirrored").extended.worker_devices)

@@ -35,5 +35,5 @@ with reserve_ports(2) as (port, taken), socket.socket() as other:
     strategy = tfd.create_strategy(cluster=resolver)
     result["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(7.0)), axis=None))
     result["same_resolver"] = strategy.cluster_resolver is resolver
-    result["explanation"] = tfd.explain(strategy).splitlines()
+    result["explanation"] = str(tfd.explain(strategy)).splitlines()
 print("RESULT", json.dumps(result), flush=True)

@@ -20,7 +20,7 @@ import tensorflow as tf  # noqa: E402
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 shared = Path(sys.argv[1])
-result = {"replicas": strategy.num_replicas_in_sync, "explain": tfd.explain(strategy)}
+result = {"replicas": strategy.num_replicas_in_sync, "explain": str(tfd.explain(strategy))}
 x, y = mlp.data()
 
 # Workers that start from other seeds must still begin alike and shuffle alike.

@@ -153,7 +153,7 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
             ("worker", 0),
             ["also has 'evaluator' (h:2)", "run the evaluator by itself"],
         ),
-        ("parameter_server", TWO_WORKERS, ("worker", 0), ["needs ps and worker", "has 2 worker"]),
+        ("parameter_server", TWO_WORKERS, ("worker", 0), ["needs ps and worker", "has 2 workers"]),
         ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["gives no address for worker:0"]),
         (
             "auto",
@@ -200,7 +200,7 @@ def test_an_evaluator_gets_a_strategy_for_its_own_devices(
         assert isinstance(strategy, tf.distribute.MirroredStrategy)
         assert strategy.num_replicas_in_sync == 4
         assert evaluates(strategy) is not None
-        text = tfd.explain(strategy)
+        text = str(tfd.explain(strategy))
         assert "4 logical CPUs on this machine, evaluator:0 works by itself" in text
         assert "task         evaluator:0, beside a cluster of 1 chief, 1 worker, 1 ps" in text
     assert evaluates(tfd.create_strategy("mirrored", devices=2)) is None  # asked for by name
@@ -217,7 +217,7 @@ def test_one_machine_in_a_cluster_has_to_be_meant(
     assert "TF_CONFIG lists 2 tasks (worker:0, worker:1)" in message
     assert "create_strategy('multi_worker_mirrored')" in message
     assert "alone=True" in message
-    text = tfd.explain(tfd.create_strategy(name, alone=True, **options))
+    text = str(tfd.explain(tfd.create_strategy(name, alone=True, **options)))
     assert "alone = True from the call" in text
     # A cluster of one task is no other training; nor is an evaluator, whoever trains.
     for jobs, task in (({"worker": ["h:1"]}, ("worker", 0)), (PS, ("evaluator", 0))):
@@ -284,7 +284,7 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO_WORKERS, "task": task}))
     assert "TF_CONFIG" in _refused(name)
     # Asked for by name, a strategy of one machine does not mind; the explanation says it.
-    text = tfd.explain(tfd.create_strategy("one_device"))
+    text = str(tfd.explain(tfd.create_strategy("one_device")))
     assert "negative" in text
     assert "one_device does not use it" in text
 
@@ -325,7 +325,7 @@ def test_the_call_goes_over_the_file(tmp_path: Path) -> None:
     file.write_text("[strategy]\nname = 'mirrored'\ndevices = 3\n")
     strategy = tfd.create_strategy(config=file, devices=2)
     assert strategy.num_replicas_in_sync == 2
-    lines = tfd.explain(strategy).splitlines()
+    lines = str(tfd.explain(strategy)).splitlines()
     assert f"because      it was asked for by name in the file {file}" in lines
     assert f"settings     devices = 2 from the call, over the file {file} (3)" in lines
 

@@ -79,7 +79,7 @@ def test_flags_over_file_over_environment(
     given(["program", f"--strategy_config={file}", "--strategy=mirrored"])
     strategy = tfd.create_strategy()
     assert strategy.num_replicas_in_sync == 3
-    text = tfd.explain(strategy)
+    text = str(tfd.explain(strategy))
     assert "it was asked for by name in flags, over the environment" in text
     assert f"name = 'mirrored' from flags, over the file {file} ('one_device')" in text
     assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
@@ -89,7 +89,7 @@ def test_flags_over_file_over_environment(
     given.unparse_flags()
     given["strategy"].value = None
     given(["program", f"--strategy_config={file}"])
-    text = tfd.explain(tfd.create_strategy())
+    text = str(tfd.explain(tfd.create_strategy()))
     assert f"asked for by name in the file {file}, over the environment" in text
 
 
@@ -101,7 +101,9 @@ def test_a_flag_that_says_auto_goes_over_a_name_in_the_file(
     given(["program", "--strategy=auto"])
     strategy = tfd.create_strategy(config=file)
     assert strategy.num_replicas_in_sync == 4
-    assert f"name = 'auto' from flags, over the file {file} ('one_device')" in tfd.explain(strategy)
+    assert f"name = 'auto' from flags, over the file {file} ('one_device')" in str(
+        tfd.explain(strategy)
+    )
 
 
 def test_a_file_of_the_call_goes_over_one_of_the_flags(
@@ -113,14 +115,14 @@ def test_a_file_of_the_call_goes_over_one_of_the_flags(
     strategy = tfd.create_strategy(config=file)
     assert strategy.num_replicas_in_sync == 3
     line = f"config = '{file}' from the call, over flags ('no/such.toml')"
-    assert line in tfd.explain(strategy)
+    assert line in str(tfd.explain(strategy))
 
 
 def test_flags_that_were_not_parsed_are_mentioned(given: flags.FlagValues) -> None:
-    text = tfd.explain(tfd.create_strategy("mirrored"))
+    text = str(tfd.explain(tfd.create_strategy("mirrored")))
     assert "flags are defined, but not parsed" in text
     given(["program"])
-    assert "parsed" not in tfd.explain(tfd.create_strategy("mirrored"))
+    assert "parsed" not in str(tfd.explain(tfd.create_strategy("mirrored")))
 
 
 def test_defining_them_twice_is_no_error(given: flags.FlagValues) -> None:

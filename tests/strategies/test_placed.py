@@ -141,7 +141,7 @@ def test_by_name() -> None:
     strategy = tfd.create_strategy("placed", devices=2, placement={"table": "device CPU:0"})
     assert type(strategy) is PlacedStrategy
     assert strategy.devices == ("CPU:0", "CPU:1")
-    assert "strategy     placed (PlacedStrategy)" in tfd.explain(strategy)
+    assert "strategy     placed (PlacedStrategy)" in str(tfd.explain(strategy))
     same = tfd.create_strategy("placed", rules=[Rule("table", OnDevice("CPU:0"))], owned_from=1)
     assert len(same.devices) == 4
     with pytest.raises(tfd.StrategyError, match="two words for the same thing"):

@@ -42,16 +42,16 @@ def test_two_real_workers_sum_over_both(cluster: Any) -> None:
         return strategy.run(step)
 
     assert float(total()) == (0 + 1) + (1 + 1)
-    text = tfd.explain(strategy).splitlines()
+    text = str(tfd.explain(strategy)).splitlines()
     chief = ", the chief" if index == 0 else ""
     assert "because      TF_CONFIG describes a cluster (worker)" in text
-    assert f"task         worker:{index}{chief}, in a cluster of 2 worker" in text
+    assert f"task         worker:{index}{chief}, in a cluster of 2 workers" in text
     assert "replicas     2 in sync, 1 of them on this task" in text
     assert "settings     communication = 'ring' from the call" in text
     # The environment that was used is not among those passed over.
     assert not any("TF_CONFIG:" in line for line in text)
     # A strategy of one machine, made in a worker, stays on that worker.
-    here = tfd.explain(tfd.create_strategy("one_device", alone=True)).splitlines()
+    here = str(tfd.explain(tfd.create_strategy("one_device", alone=True))).splitlines()
     (device,) = [line for line in here if line.startswith("devices")]
     assert f"/job:worker/replica:0/task:{index}/device:CPU:0" in device
     tfd.create_strategy("multi_worker_mirrored")  # a second one, in the same process

@@ -47,7 +47,7 @@ def test_a_strategy_of_one_s_own_gets_its_options() -> None:
     assert type(strategy) is tf.distribute.OneDeviceStrategy
     assert strategy.extended.worker_devices[0].endswith("CPU:2")
     assert tfd.available_strategies()["mine"] == "my own"
-    assert "mine (OneDeviceStrategy)" in tfd.explain(strategy)
+    assert "mine (OneDeviceStrategy)" in str(tfd.explain(strategy))
     with pytest.raises(tfd.StrategyError, match=r"Did you mean 'twice'\? It takes: device, twice"):
         tfd.create_strategy("mine", twic=True)
 
@@ -70,12 +70,12 @@ def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyP
     assert got[0] is None
     assert got[1] is config
     assert got[2] is resolver
-    assert "this process alone" in tfd.explain(strategy)
+    assert "this process alone" in str(tfd.explain(strategy))
     monkeypatch.setenv("TF_CONFIG", config.to_tf_config())
-    text = tfd.explain(tfd.create_strategy("mine"))
+    text = str(tfd.explain(tfd.create_strategy("mine")))
     assert got[3] == config
     assert "cluster = worker:1 of 2 tasks from TF_CONFIG" in text
-    assert "worker:1, in a cluster of 2 worker" in text.replace(", the chief", "")
+    assert "worker:1, in a cluster of 2 workers" in text.replace(", the chief", "")
 
 
 def test_a_factory_with_any_keywords_gets_them_all() -> None:

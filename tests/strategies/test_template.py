@@ -35,7 +35,7 @@ def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
     assert isinstance(strategy.extended, tf.distribute.StrategyExtended)
     assert strategy.num_replicas_in_sync == 3
     assert strategy.devices == ("CPU:0", "CPU:1", "CPU:2")
-    text = tfd.explain(strategy)
+    text = str(tfd.explain(strategy))
     assert "replicas     3 in sync" in text
     assert "devices      CPU:0, CPU:1, CPU:2" in text
 

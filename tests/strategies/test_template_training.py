@@ -156,7 +156,7 @@ def test_registered_under_a_name(table_as_before: None) -> None:
     tfd.register_strategy("pairwise", Pairwise, "sums pairs first")
     strategy = tfd.create_strategy("pairwise", devices=["CPU:1", "CPU:3"])
     assert type(strategy) is Pairwise
-    text = tfd.explain(strategy)
+    text = str(tfd.explain(strategy))
     assert "strategy     pairwise (Pairwise)" in text
     assert "replicas     2 in sync" in text
     assert "devices      CPU:1, CPU:3" in text

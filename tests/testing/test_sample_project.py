@@ -23,13 +23,13 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     subprocess.run(build, check=True, timeout=120)
     (wheel,) = wheels.glob("*.whl")
     # Without what it needs, which is here; the extras are those of README.md.
-    extras = f"{wheel}[tensorboard,pytest]"
+    extras = f"{wheel}[tensorboard,pytest,plot]"
     install = [*pip, "install", "--no-deps", "--target", str(installed), extras]
     subprocess.run(install, check=True, timeout=60)
 
     (metadata,) = installed.glob("tfdist_ext-*.dist-info/METADATA")
     provided = re.findall(r"^Provides-Extra: (.*)$", metadata.read_text(encoding="utf-8"), re.M)
-    assert {"tensorboard", "pytest"} <= set(provided)
+    assert {"tensorboard", "pytest", "plot"} <= set(provided)
 
     project = tmp_path / "project"
     shutil.copytree(ROOT / "tests" / "sample_project", project)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist_ext.cluster import tf_config
-from tfdist_ext.cluster.jobs import Jobs, Task, check_task
+from tfdist_ext.cluster.environments import detect
+from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ class ClusterConfig:
         Raises:
             ClusterConfigError: an environment is present, but what it says cannot be right.
         """
-        # Environments make ClusterConfigs, so they are imported when one is asked for.
-        from tfdist_ext.cluster import environments
-
-        return environments.detect(os.environ if env is None else env)
+        found = detect(os.environ if env is None else env)
+        return None if found is None else cls._of(found)
 
     @classmethod
     def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:
@@ -67,13 +66,16 @@ class ClusterConfig:
         Raises:
             ClusterConfigError: the text is not JSON of that form, or breaks a rule of the class.
         """
-        parsed = tf_config.parse(text, source)
+        return cls._of(tf_config.parse(text, source))
+
+    @classmethod
+    def _of(cls, found: ClusterDescription) -> ClusterConfig:
         return cls(
-            parsed.jobs,
-            parsed.task,
-            rpc_layer=parsed.rpc_layer,
-            environment=parsed.environment,
-            source=source,
+            found.jobs,
+            found.task,
+            rpc_layer=found.rpc_layer,
+            environment=found.environment,
+            source=found.source,
         )
 
     def to_tf_config(self) -> str:

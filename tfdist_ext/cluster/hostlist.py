@@ -11,7 +11,7 @@ import math
 import re
 
 from tfdist_ext.cluster.jobs import MAX_INDEX
-from tfdist_ext.cluster.wording import refuse, shown
+from tfdist_ext.messages import refuse, shown
 
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")  # a comma inside brackets does not end it
 _PART = re.compile(r"\[([^\[\]]*)\]|[^\[\]]+")

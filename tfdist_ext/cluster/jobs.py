@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tfdist_ext.cluster.addresses import AddressError, identity
-from tfdist_ext.cluster.wording import nearest, refuse
+from tfdist_ext.messages import nearest, refuse
 
 JOB_NAMES = ("chief", "worker", "ps", "evaluator")
 MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and would cost memory
@@ -79,6 +79,33 @@ class Jobs(dict[str, tuple[str, ...]]):
 
     __setitem__ = __delitem__ = __ior__ = _read_only
     clear = pop = popitem = setdefault = update = _read_only
+
+
+@dataclass(frozen=True)
+class ClusterDescription:
+    """What an environment says of a cluster; `ClusterConfig` is made of it.
+
+    Attributes:
+        jobs: job name -> addresses in index order, valid.
+        task: the task this process is; one of the jobs'.
+        source: where this comes from, in a few words.
+        rpc_layer: the protocol between tasks; None leaves it to TensorFlow.
+        environment: TF_CONFIG's own word for where it was written.
+    """
+
+    jobs: Jobs
+    task: Task
+    source: str
+    rpc_layer: str | None = None
+    environment: str | None = None
+
+    def __post_init__(self) -> None:
+        check_task(self.task, self.jobs, self.source)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks with an address, over all jobs."""
+        return sum(1 for addresses in self.jobs.values() for address in addresses if address)
 
 
 _EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'

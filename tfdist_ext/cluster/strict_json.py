@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from tfdist_ext.cluster.wording import refuse, shown
+from tfdist_ext.messages import refuse, shown
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 18  # no number here needs more, and Python refuses to read very long ones

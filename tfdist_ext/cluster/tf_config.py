@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tfdist_ext.cluster import strict_json
-from tfdist_ext.cluster.jobs import MAX_INDEX, Jobs, Task, check_job_name, index_too_large
-from tfdist_ext.cluster.wording import nearest, refuse
+from tfdist_ext.cluster.jobs import (
+    MAX_INDEX,
+    ClusterDescription,
+    Jobs,
+    Task,
+    check_job_name,
+    index_too_large,
+)
+from tfdist_ext.messages import nearest, refuse
 
 _KEYS = ("cluster", "task", "rpc_layer", "environment")
 _TASK_KEYS = ("type", "index")
@@ -28,21 +34,12 @@ _CLUSTER_EXAMPLE = 'Add "cluster": {"worker": ["host:port"]}.'
 _TASK_EXAMPLE = 'Add "task": {"type": "worker", "index": 0}.'
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """What a TF_CONFIG says. The jobs are valid; the task is not yet checked against them."""
-
-    jobs: Jobs
-    task: Task
-    rpc_layer: str | None
-    environment: str | None
-
-
-def parse(text: object, where: str) -> Parsed:
+def parse(text: object, where: str) -> ClusterDescription:
     """Reads a TF_CONFIG; `where` opens every message.
 
     Raises:
-        ClusterConfigError: the text is no TF_CONFIG, or its jobs break a rule of `Jobs`.
+        ClusterConfigError: the text is no TF_CONFIG, its jobs break a rule of `Jobs`, or the task
+            is not one of them.
     """
     if not isinstance(text, str):
         raise refuse(where, "is not text", text, "Pass the JSON text; json.dumps makes it.")
@@ -54,9 +51,10 @@ def parse(text: object, where: str) -> Parsed:
         advice = 'Write {"cluster": {...}, "task": {...}}.'
         raise refuse(where, "is not a JSON object", value, advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
-    return Parsed(
+    return ClusterDescription(
         jobs=_jobs(value, where),
         task=_task(value, where),
+        source=where,
         rpc_layer=_optional_text(value, "rpc_layer", where),
         environment=_optional_text(value, "environment", where),
     )

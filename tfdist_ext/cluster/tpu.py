@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfdist_ext.cluster.wording import shown
+from tfdist_ext.messages import shown
 
 NAME = "TPU"
 VARIABLES = ("TPU_NAME", "TPU_ZONE", "TPU_PROJECT")
@@ -41,7 +41,7 @@ def detect(env: Mapping[str, str]) -> TpuSignal | None:
     )
 
 
-def look(env: Mapping[str, str]) -> str:
-    """One line for the survey."""
+def describe(env: Mapping[str, str]) -> str:
+    """One line for `describe_environments`."""
     signal = detect(env)
     return "TPU_NAME is not set" if signal is None else f"TPU {shown(signal.name)}"

@@ -8,13 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["FunctionDataset"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data import fingerprint
 from tfdist_ext.data.fingerprint import Fingerprint
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["Lookup"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["Order", "sorted_at_random"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data._tf_private import with_data_errors
 from tfdist_ext.data.order import Order
 from tfdist_ext.data.padding import check_padded, one_at_least, padded
 from tfdist_ext.data.position import Position
+from tfdist_ext.data.reading_errors import with_data_errors
 from tfdist_ext.data.rows import rows_in
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.fingerprint import Fingerprint, difference
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["Position"]
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.file_bytes import FileBytes, open_bytes
 from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["Records"]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.data.python_calls import python_calls
 from tfdist_ext.data.service_address import dispatcher_address, wait_for_dispatcher
 from tfdist_ext.errors import DataError
 from tfdist_ext.launch import DATA_SERVICE
+from tfdist_ext.messages import shown
 
 __all__ = ["next_job_name", "through_service"]
 

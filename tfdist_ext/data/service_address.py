@@ -9,8 +9,8 @@ import socket
 import time
 
 from tfdist_ext.cluster.addresses import AddressError, identity
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["dispatcher_address", "wait_for_dispatcher"]
 

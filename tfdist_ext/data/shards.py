@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfdist_ext.cluster.wording import shown
+from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
-__all__ = ["Remainder", "Shard", "ShardRange", "bounds", "shard_range"]
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+__all__ = ["Remainder", "Shard", "ShardRange", "bounds", "shard_for", "shard_range"]
 
 
 def bounds(n: Any, index: Any, count: Any) -> tuple[Any, Any]:
@@ -48,19 +52,17 @@ class Shard:
         object.__setattr__(self, "count", count)
 
     @classmethod
-    def of(cls, whose: Any) -> Shard:
+    def of(cls, context: object) -> Shard:
         """The shard that this process reads, in a cluster where each process reads its own.
 
         Args:
-            whose: a `tf.distribute.InputContext`, a `ClusterConfig` or a `tf.distribute.Strategy`;
-                a Shard stays as it is.
+            context: a `tf.distribute.InputContext`, a `ClusterConfig` or a
+                `tf.distribute.Strategy`; a Shard stays as it is.
 
         Raises:
             DataError: it is none of these, or a task that reads no data (a parameter server).
         """
-        from tfdist_ext.data.whose import shard_of  # it needs TensorFlow; this module does not
-
-        return shard_of(whose)
+        return shard_for(context)
 
     def __str__(self) -> str:
         return f"shard {self.index} of {self.count}"
@@ -120,3 +122,62 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     if remainder is Remainder.KEEP:
         return ShardRange(start, stop)
     return ShardRange(start, stop, -(-n // shard.count) - (stop - start))
+
+
+def shard_for(context: object) -> Shard:
+    """The shard that this process reads, in a cluster where each process reads its own.
+
+    Chief and workers share the data, the chief first; in a cluster with parameter servers the
+    workers alone do. A process that hands out everything (a single one, the coordinator of a
+    ParameterServerStrategy) and an evaluator read all of it: Shard(0, 1).
+
+    Raises:
+        DataError: it is none of these, or a task that reads no data (a parameter server).
+    """
+    if isinstance(context, Shard):
+        return context
+    import tensorflow as tf  # costly, and the arithmetic of shards does without
+
+    if isinstance(context, tf.distribute.InputContext):
+        return Shard(context.input_pipeline_id, context.num_input_pipelines)
+    if isinstance(context, ClusterConfig):
+        jobs = {
+            job: [index for index, address in enumerate(addresses) if address]
+            for job, addresses in context.jobs.items()
+        }
+        return _shard_of_task(context.task, jobs)
+    if isinstance(context, tf.distribute.Strategy):
+        return _shard_of_strategy(context)
+    raise DataError(
+        "a shard is that of a tf.distribute.InputContext, a ClusterConfig or a"
+        f" tf.distribute.Strategy. Received: {shown(context)}. Give Shard(index, count) by hand."
+    )
+
+
+def _shard_of_strategy(strategy: tf.distribute.Strategy) -> Shard:
+    import tensorflow as tf
+
+    resolver = strategy.cluster_resolver
+    # Only here does every process run the same program and read for itself.
+    if resolver is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return Shard(0, 1)
+    spec = resolver.cluster_spec()
+    jobs = {job: spec.task_indices(job) for job in spec.jobs}
+    if not jobs:
+        return Shard(0, 1)
+    return _shard_of_task(Task(resolver.task_type, resolver.task_id), jobs)
+
+
+def _shard_of_task(task: Task, jobs: dict[str, list[int]]) -> Shard:
+    """The task's place among those that read; `jobs` has the indices that have an address."""
+    reading = ["worker"] if "ps" in jobs else ["chief", "worker"]
+    readers = [Task(job, index) for job in reading for index in jobs.get(job, [])]
+    if task in readers:
+        return Shard(readers.index(task), len(readers))
+    if task.type in ("chief", "evaluator"):  # a coordinator; one that evaluates on everything
+        return Shard(0, 1)
+    raise DataError(
+        f"{task} reads no data: the examples are shared out over"
+        f" {' and '.join(sorted({reader.type for reader in readers}))}. Ask for a shard there, or"
+        " give Shard(index, count) by hand."
+    )

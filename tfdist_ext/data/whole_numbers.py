@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 
 __all__ = ["whole"]
 

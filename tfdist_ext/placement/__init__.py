@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement.comparison import Comparison, Footprint, compare
-from tfdist_ext.placement.plan import Held, Place, PlacementPlan
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.policies import Policy, Tasks, greedy, partitioned, round_robin
@@ -38,7 +38,7 @@ from tfdist_ext.placement.rules import (
     rules_from,
 )
 from tfdist_ext.placement.sizes import parse_size, size_text
-from tfdist_ext.placement.specs import Shard, VariableSpec
+from tfdist_ext.placement.specs import Held, Place, Shard, VariableSpec
 
 __all__ = [
     "Balanced",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import PlacementPlan
+from tfdist_ext.messages import shown
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
     Balanced,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import PlacementPlan
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.rules import OnTask, Sharded
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.targets import Targets

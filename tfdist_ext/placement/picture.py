@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import colorsys
+import importlib.util
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import Held, PlacementPlan
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import Held, VariableSpec
 
-__all__ = ["save"]
+if TYPE_CHECKING:
+    from tfdist_ext.placement.placement_plan import PlacementPlan
+
+__all__ = ["require_matplotlib", "save"]
 
 _NAMED = 20  # variables with a colour and a name of their own
 _MOST_BARS = 96  # of more tasks, the fullest and the emptiest are drawn
@@ -30,13 +33,15 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
     """Draw the plan to a file.
 
     Raises:
-        PlacementError: the suffix is neither .svg nor .png, or the file cannot be written.
+        PlacementError: the suffix is neither .svg nor .png, matplotlib is not installed, or the
+            file cannot be written.
     """
     file = Path(path)
     if file.suffix.lower() not in (".svg", ".png"):
         raise PlacementError(
             f"a picture is a .svg or a .png file. Received: {os.fspath(path)!r}. Change the suffix."
         )
+    require_matplotlib()
     # Imported here: it takes half a second, and few who plan draw. No pyplot: that would choose a
     # backend for the whole process.
     import matplotlib
@@ -62,6 +67,22 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
             raise PlacementError(
                 f"the picture {os.fspath(path)!r} cannot be written: {error}"
             ) from error
+
+
+def require_matplotlib() -> None:
+    """
+    Raises:
+        PlacementError: matplotlib is not installed: only the extra `plot` brings it.
+    """
+    try:
+        found = importlib.util.find_spec("matplotlib") is not None
+    except ValueError:  # sys.modules has something else under that name
+        found = False
+    if not found:
+        raise PlacementError(
+            "matplotlib must be installed to draw a placement plan, got no module of that name; run"
+            ' pip install "tfdist_ext[plot]" or pip install matplotlib.'
+        )
 
 
 def _figure(plan: PlacementPlan) -> Any:

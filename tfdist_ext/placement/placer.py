@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import PlacementPlan
+from tfdist_ext.messages import shown
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.planning import accepted, plan, policy_named
 from tfdist_ext.placement.policies import Policy, Tasks, greedy

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.plan import Held, Place, PlacementPlan
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.rules import Rule, placement_from
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import Held, Place, VariableSpec
 
-__all__ = ["dump", "load"]
+if TYPE_CHECKING:
+    from tfdist_ext.placement.placement_plan import PlacementPlan
+
+__all__ = ["check_unchanged", "dump", "load"]
 
 _FORMAT = "tfdist_ext placement plan"
 _VERSION = 1
@@ -56,12 +58,14 @@ def dump(plan: PlacementPlan) -> str:
     return f'{body},\n "sha256": "{_digest(json.loads(body + "}"))}"\n}}\n'
 
 
-def load(text: str) -> PlacementPlan:
-    """The plan of a text that `dump` wrote.
+def load(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of a text that `dump` wrote, and a PlacementPlan's fields made of it.
+
+    `check_unchanged` is to be called with the plan that these fields make.
 
     Raises:
-        PlacementError: no JSON, not a plan, of another version, or changed since it was written;
-            the part that is wrong is named.
+        PlacementError: no JSON, not a plan, of another version, or with a field that cannot be
+            right, which is named.
     """
     if not isinstance(text, str):
         raise PlacementError(f"{_WHERE} is a text. Received: {shown(text)}.")
@@ -84,16 +88,22 @@ def load(text: str) -> PlacementPlan:
             f"{_WHERE} is of version {shown(content.get('version'))}, this package reads version"
             f" {_VERSION}. Plan again with this package."
         )
-    plan = _plan(content)
-    if plan.fingerprint != content.get("fingerprint"):
+    return content, _fields(content)
+
+
+def check_unchanged(content: dict[str, Any], fingerprint: str) -> None:
+    """Compare a content with its checksums; `fingerprint` is that of the plan made of it.
+
+    Raises:
+        PlacementError: it was changed after it was written.
+    """
+    if fingerprint != content.get("fingerprint"):
         raise _changed("paths, shapes or dtypes are not those of its fingerprint")
-    sealed = content.pop("sha256", None)
-    if sealed != _digest(content):
+    if content.get("sha256") != _digest({k: v for k, v in content.items() if k != "sha256"}):
         raise _changed("its content is not what its sha256 says")
-    return plan
 
 
-def _plan(content: dict[str, Any]) -> PlacementPlan:
+def _fields(content: dict[str, Any]) -> dict[str, Any]:
     tasks = _number(content, "tasks", least=1)
     devices = _field(content, "devices", _list_or_none(str), "a list of names or null")
     budgets = _field(content, "budgets", _list_or_none(int), "a list of bytes or null")
@@ -112,7 +122,7 @@ def _plan(content: dict[str, Any]) -> PlacementPlan:
             fixed[spec.path] = rule
     if len({spec.path for spec in specs}) < len(specs):
         raise _changed("a path stands twice")
-    return PlacementPlan(
+    return dict(
         specs=tuple(specs),
         places=tuple(places),
         tasks=tasks,

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tfdist_ext.cluster.wording import nearest, shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import nearest, shown
 from tfdist_ext.placement.bounds import least_peak_of_bytes
 from tfdist_ext.placement.fitting import does_not_fit
-from tfdist_ext.placement.plan import Held, Place, PlacementPlan
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planner import balanced, least_peak
 from tfdist_ext.placement.policies import Policy, Tasks, greedy, round_robin
 from tfdist_ext.placement.rules import (
@@ -25,7 +25,7 @@ from tfdist_ext.placement.rules import (
     rules_from,
     rules_of,
 )
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import Held, Place, VariableSpec
 from tfdist_ext.placement.targets import Targets
 
 __all__ = ["accepted", "plan", "policy_named"]

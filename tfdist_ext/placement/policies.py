@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from typing import Any
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.specs import VariableSpec
 
 __all__ = ["Policy", "Tasks", "greedy", "partitioned", "round_robin"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tfdist_ext.placement.plan import Held, PlacementPlan
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.placement.specs import Held, VariableSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.placement.placement_plan import PlacementPlan
 
 __all__ = ["places_text", "table"]
 

@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import shown
 
 __all__ = [
     "Balanced",

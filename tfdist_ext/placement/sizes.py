@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from tfdist_ext.cluster.wording import nearest, shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import nearest, shown
 
 __all__ = ["itemsize", "parse_size", "size_text"]
 

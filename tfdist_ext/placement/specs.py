@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.sizes import itemsize
 
-__all__ = ["Shard", "VariableSpec", "piece_rows"]
+__all__ = ["Held", "Place", "Shard", "VariableSpec", "piece_rows"]
 
 MOST_BYTES = 2**60  # sums of such sizes stay within what numpy and floats count well
 
@@ -121,6 +122,26 @@ class Shard(NamedTuple):
     task: int
     start: int
     stop: int
+
+
+class Held(enum.Enum):
+    """How a variable is held."""
+
+    PIECES = "pieces"  # one or more pieces along axis 0, each on one task, its slots with it
+    COPIES = "copies"  # a whole copy with slots on every device
+    OWNED = "owned"  # a copy on every device; the slots on one of them
+
+
+class Place(NamedTuple):
+    """Where one variable is.
+
+    Attributes:
+        tasks: of its pieces, in the order of rows; of all its copies; or the one of its owner.
+        held: which of these.
+    """
+
+    tasks: tuple[int, ...]
+    held: Held = Held.PIECES
 
 
 def piece_rows(rows: int, pieces: int) -> list[int]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfdist_ext.cluster.wording import nearest, shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import nearest, shown
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,

@@ -1,6 +1,6 @@
 """Strategies by name: chosen from what is there, made by TensorFlow, explained in words."""
 
-from tfdist_ext.strategies.explanation import explain
+from tfdist_ext.strategies.explanation import Explanation, explain
 from tfdist_ext.strategies.factory import create_strategy
 from tfdist_ext.strategies.placed import PlacedStrategy
 from tfdist_ext.strategies.reductions import Reduced
@@ -9,6 +9,7 @@ from tfdist_ext.strategies.roles import run
 from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = [
+    "Explanation",
     "PlacedStrategy",
     "Reduced",
     "StrategyTemplate",

@@ -10,45 +10,34 @@ as MirroredStrategy uses them, so that nothing of it is written again.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    cross_device_ops,
-    cross_device_utils,
-    device_util,
-    distribute_lib,
-    distribute_utils,
-    input_lib,
-    input_util,
-    mirrored_run,
-    parameter_server_strategy_v2,
-    ps_values,
-    values,
-    values_util,
-)
-from tensorflow.python.eager import context, record
 
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live._keras_private import optimizer_behind
-from tfdist_ext.placement.live._tf_private import ServerVariable
+from tfdist_ext.placement.live._tf_private import server_variable_class
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
-    "CopiedVariable",
-    "ServersExtended",
+    "NAMES",
     "across",
     "all_reduce",
     "call_for_each_replica",
     "container_of",
     "copied_to",
     "copied_variable",
+    "copied_variable_class",
     "datasets_from_function",
     "devices_of",
     "distributed_dataset",
     "full_name",
     "gathered",
+    "is_copied",
     "is_mirrored",
     "is_synchronized_on_read",
     "of_replica",
@@ -58,43 +47,84 @@ __all__ = [
     "reduced_on",
     "reduced_plain",
     "results_of_update",
+    "servers_extended",
     "shared_variable",
     "updating",
     "validate_neighbour",
 ]
 
+NAMES = PrivateNames(
+    "tensorflow.python",
+    StrategyError,
+    {
+        "distribute.cross_device_ops.get_devices_from": "the destinations of reductions",
+        "distribute.cross_device_ops.reduce_non_distributed_value": "reductions of plain values",
+        "distribute.cross_device_ops.validate_destinations": "the destinations of reductions",
+        "distribute.distribute_lib.UpdateContext": "updates of variables",
+        "distribute.distribute_utils.VARIABLE_POLICY_MAPPING": "variables with copies",
+        "distribute.distribute_utils.create_mirrored_variable": "variables with copies",
+        "distribute.distribute_utils.regroup": "values per replica",
+        "distribute.distribute_utils.select_replica": "values per replica",
+        "distribute.distribute_utils.update_regroup": "the results of updates",
+        "distribute.distribute_utils.validate_colocate": "colocate_vars_with",
+        "distribute.distribute_utils.value_container": "the variable behind a copy",
+        "distribute.input_lib.InputWorkers": "distributed datasets",
+        "distribute.input_util.get_distributed_dataset": "distributed datasets",
+        "distribute.input_util.get_distributed_datasets_from_function": "distributed datasets",
+        "distribute.mirrored_run.call_for_each_replica": "the threads of replicas",
+        "distribute.ps_values.AggregatingVariable": "variables that replicas share",
+        "distribute.values.DistributedVariable": "float() and int() of variables",
+        "distribute.values.Mirrored": "values that are equal on all replicas",
+        "distribute.values.MirroredVariable": "variables with copies",
+        "distribute.values.PerReplica": "values per replica",
+        "distribute.values.SyncOnReadVariable": "metrics",
+        "distribute.values_util.get_current_replica_id_as_int": "reading variables with copies",
+        "distribute.values_util.is_saving_non_distributed": "saving variables with copies",
+        "eager.context.DEVICE_PLACEMENT_SILENT": "copies from device to device",
+        "eager.context.device_policy": "copies from device to device",
+        "eager.record.stop_recording": "initial values that tapes do not see",
+    },
+)
 
-class ServersExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
-    """What ParameterServerStrategy does, with updates of variables in pieces where the pieces are.
 
-    Private because TensorFlow's strategy cannot be given another one publicly. Its own update
-    asks a variable in pieces for the one device that it is on.
+@functools.cache
+def servers_extended(base: Any) -> Any:
+    """What ParameterServerStrategy does, with updates of variables in shards where the shards are.
+
+    Private because TensorFlow's own update asks a variable in shards for the one device that it is
+    on, and only `_update` can be replaced.
+
+    Args:
+        base: the class of a ParameterServerStrategy's `extended`.
     """
 
-    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        if not isinstance(var, ServerVariable):
-            return super()._update(var, fn, args, kwargs, group)
-        optimizer = optimizer_behind(fn)
-        if optimizer is None or not updates_by_row(optimizer):
-            with tf.device(var.device), distribute_lib.UpdateContext(var.device):
-                return fn(var, *args, **kwargs)
-        results = []
-        for number, piece, mine in with_each_piece(var, args):
-            with (
-                tf.device(piece.device),
-                distribute_lib.UpdateContext(piece.device),
-                var.as_piece(number),
-            ):
-                results.append(fn(var, *mine, **kwargs))
-        return results
+    class ServersExtended(base):
+        def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+            if not isinstance(var, server_variable_class()):
+                return super()._update(var, fn, args, kwargs, group)
+            optimizer = optimizer_behind(fn)
+            if optimizer is None or not updates_by_row(optimizer):
+                with tf.device(var.device), updating(var.device):
+                    return fn(var, *args, **kwargs)
+            results = []
+            for number, piece, mine in with_each_piece(var, args):
+                with tf.device(piece.device), updating(piece.device), var.as_piece(number):
+                    results.append(fn(var, *mine, **kwargs))
+            return results
+
+    return ServersExtended
 
 
-def _give_scalar_conversions(variables: type) -> None:
+def _give_scalar_conversions() -> None:
     """Let `float`, `int` and `complex` read distributed variables, as they read a tf.Variable.
 
     Private because it adds methods that a class of TensorFlow lacks: `float(variable)` is a
     TypeError there, and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable.
     """
+    try:
+        variables = NAMES("distribute.values.DistributedVariable")
+    except StrategyError:
+        return  # float(variable) is TensorFlow's TypeError then; all else works
     for scalar in (float, int, complex):
         name = f"__{scalar.__name__}__"
         if not hasattr(variables, name):
@@ -102,7 +132,7 @@ def _give_scalar_conversions(variables: type) -> None:
             setattr(variables, name, lambda variable, scalar=scalar: scalar(variable.numpy()))
 
 
-_give_scalar_conversions(values.DistributedVariable)
+_give_scalar_conversions()
 
 
 def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
@@ -113,9 +143,11 @@ def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
     deleted would keep some megabytes.
     """
     context = tf.distribute.get_replica_context()
-    if not context.strategy.extended._use_merge_call():
+    extended, use = context.strategy.extended, "reductions without a gradient"
+    if not NAMES.of(extended, "_use_merge_call", use)():
         options = tf.distribute.experimental.CommunicationOptions()
-        return list(context.strategy.extended._replica_ctx_all_reduce(op, list(values), options))
+        reduce = NAMES.of(extended, "_replica_ctx_all_reduce", use)
+        return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
         # With one replica a part is a tensor, and its destination is told by its device.
@@ -125,38 +157,56 @@ def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
     return list(context.merge_call(of_all, args=tuple(values)))
 
 
-class CopiedVariable(values.MirroredVariable):
+@functools.cache
+def copied_variable_class() -> Any:
     """A MirroredVariable that is read outside of replicas as its strategy's `read_var` says.
 
     Private because the public tf.Variable has no containers of copies. Every way of reading one
     ends in these methods, most of them those that TensorFlow's SyncOnReadVariable overrides.
     """
+    base: Any = NAMES("distribute.values.MirroredVariable")
 
-    def _get(self) -> Any:
-        if values_util.is_saving_non_distributed():
-            return self._primary
-        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            return super()._get()
+    class CopiedVariable(base):
+        def _get(self) -> Any:
+            if _saves_one_copy():
+                return self._primary
+            with _inside(self._distribute_strategy):
+                return super()._get()
 
-    def _get_cross_replica(self) -> Any:
-        return self._distribute_strategy.extended.read_var(self)
+        def _get_cross_replica(self) -> Any:
+            return self._distribute_strategy.extended.read_var(self)
 
-    def value(self) -> Any:
-        if values_util.is_saving_non_distributed():
-            return self._primary.value()
-        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            if values_util.get_current_replica_id_as_int() is None:
-                return self._get_cross_replica()
-            return super().value()
+        def value(self) -> Any:
+            if _saves_one_copy():
+                return self._primary.value()
+            with _inside(self._distribute_strategy):
+                if NAMES("distribute.values_util.get_current_replica_id_as_int")() is None:
+                    return self._get_cross_replica()
+                return super().value()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return np.asarray(self.numpy(), dtype)
+
+    return CopiedVariable
 
 
-_VARIABLE_CLASSES = {
-    tf.VariableSynchronization.ON_WRITE: CopiedVariable,
-    tf.VariableSynchronization.ON_READ: values.SyncOnReadVariable,
-}
+def _saves_one_copy() -> bool:
+    return bool(NAMES("distribute.values_util.is_saving_non_distributed")())
+
+
+def _inside(strategy: tf.distribute.Strategy) -> Any:
+    """The strategy's scope, or nothing where it is open; inside of another one a RuntimeError."""
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is strategy:
+        return contextlib.nullcontext()
+    return strategy.scope()
+
+
+def is_copied(variable: Any) -> bool:
+    """Whether `copied_variable` made it, with a copy on each replica that is equal to the others'.
+
+    Private: the type is.
+    """
+    return isinstance(variable, copied_variable_class())
 
 
 def copied_variable(
@@ -166,13 +216,13 @@ def copied_variable(
 
     Private because TensorFlow has no public way to put variables together as MirroredStrategy does.
     """
-    return distribute_utils.create_mirrored_variable(
-        strategy,
-        make_copies,
-        _VARIABLE_CLASSES,
-        distribute_utils.VARIABLE_POLICY_MAPPING,
-        **kwargs,
-    )
+    classes = {
+        tf.VariableSynchronization.ON_WRITE: copied_variable_class(),
+        tf.VariableSynchronization.ON_READ: NAMES("distribute.values.SyncOnReadVariable"),
+    }
+    policies = NAMES("distribute.distribute_utils.VARIABLE_POLICY_MAPPING")
+    create = NAMES("distribute.distribute_utils.create_mirrored_variable")
+    return create(strategy, make_copies, classes, policies, **kwargs)
 
 
 def shared_variable(strategy: tf.distribute.Strategy, variable: Any, aggregation: Any) -> Any:
@@ -180,7 +230,7 @@ def shared_variable(strategy: tf.distribute.Strategy, variable: Any, aggregation
 
     Private because CentralStorageStrategy alone can make one.
     """
-    return ps_values.AggregatingVariable(strategy, variable, aggregation)
+    return NAMES("distribute.ps_values.AggregatingVariable")(strategy, variable, aggregation)
 
 
 def outside_of_tapes() -> Any:
@@ -188,7 +238,7 @@ def outside_of_tapes() -> Any:
 
     Private because `tape.stop_recording` needs the tape.
     """
-    return record.stop_recording()
+    return NAMES("eager.record.stop_recording")()
 
 
 @contextlib.contextmanager
@@ -197,7 +247,8 @@ def across(device: str) -> Iterator[None]:
 
     Private because the policy of this thread cannot be set publicly.
     """
-    with tf.device(device), context.device_policy(context.DEVICE_PLACEMENT_SILENT):
+    silent = NAMES("eager.context.DEVICE_PLACEMENT_SILENT")
+    with tf.device(device), NAMES("eager.context.device_policy")(silent):
         yield
 
 
@@ -208,7 +259,7 @@ def call_for_each_replica(
 
     Private because it is the runtime of MirroredStrategy.
     """
-    return mirrored_run.call_for_each_replica(strategy, fn, args, kwargs)
+    return NAMES("distribute.mirrored_run.call_for_each_replica")(strategy, fn, args, kwargs)
 
 
 def per_replica(parts: Sequence[Any], *, mirrored: bool = False, always: bool = False) -> Any:
@@ -220,49 +271,51 @@ def per_replica(parts: Sequence[Any], *, mirrored: bool = False, always: bool = 
         mirrored: the values are known to be equal.
         always: also where all replicas have the very same object.
     """
-    wrap = values.Mirrored if mirrored else values.PerReplica
-    return distribute_utils.regroup(tuple(parts), wrap, always)
+    wrap = NAMES(f"distribute.values.{'Mirrored' if mirrored else 'PerReplica'}")
+    return NAMES("distribute.distribute_utils.regroup")(tuple(parts), wrap, always)
 
 
 def of_replica(number: int, structure: Any) -> Any:
     """What a replica sees of a structure of values per replica. Private as `per_replica` is."""
-    return distribute_utils.select_replica(number, structure)
+    return NAMES("distribute.distribute_utils.select_replica")(number, structure)
 
 
-def updating(number: int) -> Any:
-    """Scope in which other variables, too, stand for their copy of this number.
+def updating(number: int | str) -> Any:
+    """Scope in which other variables, too, stand for their copy of this number, or on this device.
 
     Private: it is what `extended.update` opens.
     """
-    return distribute_lib.UpdateContext(number)
+    return NAMES("distribute.distribute_lib.UpdateContext")(number)
 
 
 def results_of_update(extended: Any, results: Sequence[Any], group: bool) -> Any:
     """What `extended.update` returns for the results of each copy. Private as `updating` is."""
-    return distribute_utils.update_regroup(extended, tuple(results), group)
+    return NAMES("distribute.distribute_utils.update_regroup")(extended, tuple(results), group)
 
 
 def container_of(value: Any) -> Any:
     """The variable whose copy this is; anything else as it is. Private: copies do not tell."""
-    if isinstance(value, ps_values.AggregatingVariable):
+    if isinstance(value, NAMES("distribute.ps_values.AggregatingVariable")):
         return value
     shared = getattr(value, "_aggregating_container", lambda: None)()
-    return distribute_utils.value_container(value) if shared is None else shared
+    if shared is not None:
+        return shared
+    return NAMES("distribute.distribute_utils.value_container")(value)
 
 
 def is_mirrored(value: Any) -> bool:
     """Whether values are known to be equal on all replicas. Private: the type is."""
-    return bool(distribute_utils.is_mirrored(value))
+    return isinstance(value, NAMES("distribute.values.Mirrored"))
 
 
 def is_synchronized_on_read(variable: Any) -> bool:
     """Whether each replica has a value of its own, as in a metric. Private: the type is."""
-    return isinstance(variable, values.SyncOnReadVariable)
+    return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
 def read_from_all(variable: Any) -> Any:
     """The aggregate of a variable synchronized on read. Private: `value()` asks the context."""
-    return variable._get_cross_replica()
+    return NAMES.of(variable, "_get_cross_replica", "reading metrics")()
 
 
 def validate_neighbour(variable: Any, extended: Any) -> None:
@@ -270,15 +323,16 @@ def validate_neighbour(variable: Any, extended: Any) -> None:
 
     Private because a variable does not tell its strategy publicly.
     """
-    distribute_utils.validate_colocate(variable, extended)
+    NAMES("distribute.distribute_utils.validate_colocate")(variable, extended)
 
 
 def full_name(device: str) -> str:
-    """ "/job:localhost/replica:0/task:0/device:CPU:0" of "CPU:0".
-
-    Private: TensorFlow compares devices by such names, and only lists them publicly.
-    """
-    return str(device_util.canonicalize(device))
+    """ "/job:localhost/replica:0/task:0/device:CPU:0" of "CPU:0"; tensors have such names."""
+    # Of a process that is a task of a cluster, a list of its devices names job and task.
+    here = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
+    local = tf.DeviceSpec("localhost", 0, 0, "CPU", 0)
+    full = local.make_merged_spec(here).make_merged_spec(tf.DeviceSpec.from_string(device))
+    return str(full.to_string())
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
@@ -289,20 +343,23 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     Raises:
         ValueError: a tensor that is on no device.
     """
-    cross_device_ops.validate_destinations(destinations)
-    return tuple(cross_device_ops.get_devices_from(destinations))
+    NAMES("distribute.cross_device_ops.validate_destinations")(destinations)
+    return tuple(NAMES("distribute.cross_device_ops.get_devices_from")(destinations))
 
 
 def reduced_on(device: str, op: Any, parts: Sequence[Any]) -> Any:
-    """Sum or mean of tensors or slices, computed on a device.
-
-    Private: adding slices is concatenating them, which tf.add_n does not know.
-    """
+    """Sum or mean of tensors or slices, computed on a device; slices become one of all rows."""
+    mean = op == tf.distribute.ReduceOp.MEAN
     with across(device):
-        total = cross_device_utils.aggregate_tensors_or_indexed_slices(list(parts))
-        if op == tf.distribute.ReduceOp.MEAN:
-            total = cross_device_utils.divide_by_n_tensors_or_indexed_slices(total, len(parts))
-    return total
+        if not all(isinstance(part, tf.IndexedSlices) for part in parts):
+            total = tf.add_n([tf.convert_to_tensor(part) for part in parts])
+            return total / len(parts) if mean else total
+        rows = tf.concat([part.values for part in parts], axis=0)
+        # One replica's indices may be int32 where another's are int64.
+        kinds = {part.indices.dtype for part in parts}
+        kind = kinds.pop() if len(kinds) == 1 else tf.int64
+        indices = tf.concat([tf.cast(part.indices, kind) for part in parts], axis=0)
+        return tf.IndexedSlices(rows / len(parts) if mean else rows, indices, parts[0].dense_shape)
 
 
 def reduced_plain(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
@@ -310,17 +367,23 @@ def reduced_plain(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
 
     Private because they share it.
     """
-    return cross_device_ops.reduce_non_distributed_value(op, value, destinations, replicas)
+    reduce = NAMES("distribute.cross_device_ops.reduce_non_distributed_value")
+    return reduce(op, value, destinations, replicas)
 
 
 def copied_to(device: str, value: Any) -> Any:
-    """A tensor or slices on a device. Private: tf.identity does not take slices."""
-    return cross_device_utils.copy_tensor_or_indexed_slices_to_device(value, device)
+    """A tensor or slices on a device."""
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
 
 
 def gathered(value: Any, destinations: Any, axis: Any) -> Any:
     """Values of all replicas along an axis. Private: only `reduce` of these classes is public."""
-    return tf.distribute.ReductionToOneDevice()._gather(value, destinations=destinations, axis=axis)
+    gather = NAMES.of(tf.distribute.ReductionToOneDevice(), "_gather", "gathering values")
+    return gather(value, destinations=destinations, axis=axis)
 
 
 def distributed_dataset(
@@ -331,9 +394,9 @@ def distributed_dataset(
     Args:
         workers: (device of the pipeline, devices that it feeds), one for each pipeline.
     """
-    return input_util.get_distributed_dataset(
+    return NAMES("distribute.input_util.get_distributed_dataset")(
         dataset,
-        input_lib.InputWorkers(workers),
+        NAMES("distribute.input_lib.InputWorkers")(workers),
         strategy,
         num_replicas_in_sync=strategy.num_replicas_in_sync,
         options=options,
@@ -355,6 +418,6 @@ def datasets_from_function(
         )
         for number in range(len(workers))
     ]
-    return input_util.get_distributed_datasets_from_function(
-        function, input_lib.InputWorkers(workers), contexts, strategy, options
-    )
+    distributed = NAMES("distribute.input_util.get_distributed_datasets_from_function")
+    workers = NAMES("distribute.input_lib.InputWorkers")(workers)
+    return distributed(function, workers, contexts, strategy, options)

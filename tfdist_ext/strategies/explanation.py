@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import counted
 from tfdist_ext.strategies.resolvers import Described, describe
 
 __all__ = [
+    "Choices",
     "Explanation",
     "computing_tasks",
     "evaluates",
@@ -24,22 +25,63 @@ _LOCAL = "/job:localhost/replica:0/task:0/device:"
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What the factory knew when it made a strategy."""
+class Choices:
+    """What the factory knew when it made a strategy.
+
+    Attributes:
+        name: of the strategy, as `create_strategy` takes it.
+        reason: why this one.
+        settings: a line for each setting, with where it came from.
+        considered: a line for each alternative that was not taken, with the reason.
+        cluster: the one that the strategy is of; None where it is of one machine.
+        apart: asked for without the cluster that the environment describes.
+    """
 
     name: str
-    because: str
+    reason: str
     settings: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    considered: tuple[str, ...] = ()
     cluster: Described | None = None
-    apart: bool = False  # asked for without the cluster that the environment describes
+    apart: bool = False
 
 
-_MADE: weakref.WeakKeyDictionary[Any, Explanation] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class Explanation:
+    """Why this strategy, and what it runs on. `str(explanation)` is a text of several lines.
+
+    Attributes:
+        strategy: its name, as `create_strategy` takes it; "made elsewhere" where it did not.
+        type: the name of its class, for example "MirroredStrategy".
+        reason: the signal that led to this strategy.
+        settings: a line for each setting, with where it came from.
+        task: what this process is, for example "this process alone".
+        replicas: the replicas in sync, over all tasks; 1 under ParameterServerStrategy, whose
+            workers train asynchronously.
+        devices: names of the devices that compute on this task; empty where the strategy does not
+            say: the default one, and ParameterServerStrategy.
+        considered: a line for each alternative that was not taken, with the reason.
+        text: all of it, as `str` gives it.
+    """
+
+    strategy: str
+    type: str
+    reason: str
+    settings: tuple[str, ...]
+    task: str
+    replicas: int
+    devices: tuple[str, ...]
+    considered: tuple[str, ...]
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def remember(strategy: tf.distribute.Strategy, explanation: Explanation) -> None:
-    _MADE[strategy] = explanation
+_MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choices] = weakref.WeakKeyDictionary()
+
+
+def remember(strategy: tf.distribute.Strategy, choices: Choices) -> None:
+    _MADE[strategy] = choices
 
 
 def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
@@ -69,34 +111,47 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
     return names if len(names) == count else [f"worker {index}" for index in range(count)]
 
 
-def explain(strategy: tf.distribute.Strategy) -> str:
-    """Several lines: the choice, the signal behind it, task, replicas, devices, alternatives.
+def explain(strategy: tf.distribute.Strategy) -> Explanation:
+    """The choice, the signal behind it, task, replicas, devices and alternatives; prints as text.
 
     Raises:
-        StrategyError: what arrived is no strategy.
+        StrategyError: `strategy` is not a tf.distribute.Strategy.
     """
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
-            f"explain takes a strategy, as create_strategy returns it; {strategy!r} arrived."
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; give explain what"
+            " create_strategy returned."
         )
     made = _MADE.get(strategy)
     if made is None:
         unknown = "it was not made by create_strategy"
-        made = Explanation("made elsewhere", unknown, cluster=_cluster_of(strategy))
+        made = Choices("made elsewhere", unknown, cluster=_cluster_of(strategy))
+    task = _task(strategy, made.cluster)
     rows = [
         ("strategy", [f"{made.name} ({type(strategy).__name__})"]),
-        ("because", [made.because]),
+        ("because", [made.reason]),
         ("settings", list(made.settings)),
-        ("task", [_task(strategy, made.cluster)]),
+        ("task", [task]),
         ("replicas", [_replicas(strategy)]),
         ("devices", [", ".join(_devices(strategy, made.cluster))]),
-        ("passed over", list(made.passed_over)),
+        ("passed over", list(made.considered)),
     ]
     lines = []
     for title, values in rows:
         for number, value in enumerate(values):
             lines.append(f"{title if number == 0 else '':<12} {value}".rstrip())
-    return "\n".join(lines)
+    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    return Explanation(
+        strategy=made.name,
+        type=type(strategy).__name__,
+        reason=made.reason,
+        settings=made.settings,
+        task=task,
+        replicas=strategy.num_replicas_in_sync,
+        devices=() if asynchronous else tuple(_listed(strategy, "worker_devices")),
+        considered=made.considered,
+        text="\n".join(lines),
+    )
 
 
 def _cluster_of(strategy: tf.distribute.Strategy) -> Described | None:
@@ -135,9 +190,8 @@ def _devices(strategy: tf.distribute.Strategy, cluster: Described | None) -> lis
         if cluster is None:
             return ["variables on the ps tasks, computing on the workers"]
         tasks = {job: len(addresses) for job, addresses in cluster.jobs.items()}
-        return [
-            f"variables on {tasks.get('ps', 0)} ps, computing on {tasks.get('worker', 0)} worker"
-        ]
+        workers = counted(tasks.get("worker", 0), "worker")
+        return [f"variables on {tasks.get('ps', 0)} ps, computing on {workers}"]
     computing = _listed(strategy, "worker_devices")
     if not computing:
         return ["wherever TensorFlow places an operation"]

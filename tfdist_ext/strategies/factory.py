@@ -10,13 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import flags
-from tfdist_ext.cluster import ClusterConfig, survey
+from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster import tpu as tpu_environment
 from tfdist_ext.cluster.tpu import TpuSignal
 from tfdist_ext.errors import ClusterConfigError, StrategyError
+from tfdist_ext.messages import counted
 from tfdist_ext.strategies.choice import Choice, choose
 from tfdist_ext.strategies.devices import how_many, make_logical_cpus, seen_devices
-from tfdist_ext.strategies.explanation import Explanation, remember
+from tfdist_ext.strategies.explanation import Choices, remember
 from tfdist_ext.strategies.registry import Entry, lookup
 from tfdist_ext.strategies.resolvers import Described, describe
 from tfdist_ext.strategies.settings import Settings, merge, read_file
@@ -132,7 +133,7 @@ def create_strategy(
         raise
     if wanted == "auto" or found is not None:
         passed_over += _others(found, tpu if "tpu" in signals else None)
-    explanation = Explanation(
+    made_from = Choices(
         choice.name,
         choice.because,
         tuple(_settings_lines(settings, found, config)),
@@ -140,7 +141,7 @@ def create_strategy(
         evaluator or _described(given.get("cluster")),
         chosen,
     )
-    remember(strategy, explanation)
+    remember(strategy, made_from)
     return strategy
 
 
@@ -229,7 +230,7 @@ def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
     """What the environments say, without the one that was used."""
     return [
         f"{name}: {text}"
-        for name, text in survey(os.environ)
+        for name, text in describe_environments(os.environ)
         if not (found is not None and text == f"{_in_words(found)}, from {found.source}")
         and not (tpu is not None and name == tpu_environment.NAME)
     ]
@@ -250,7 +251,7 @@ def _settings_lines(
 
 
 def _in_words(cluster: ClusterConfig) -> str:
-    return f"{cluster.task} of {cluster.num_tasks} tasks"
+    return f"{cluster.task} of {counted(cluster.num_tasks, 'task')}"
 
 
 def _described(cluster: Any) -> Described | None:

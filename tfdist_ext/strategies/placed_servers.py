@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
+from tfdist_ext.messages import shown
 from tfdist_ext.placement import PlacementError, PlacementPlan, partitioned
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
-from tfdist_ext.strategies._tf_private import ServersExtended
+from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.heartbeat import Watcher
 
 __all__ = ["PlacedParameterServers", "placer_for"]
@@ -32,7 +32,8 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
     ):
         super().__init__(cluster_resolver)
         # Once more, with updates that know pieces; the first time has connected to the cluster.
-        tf.distribute.Strategy.__init__(self, ServersExtended(self, cluster_resolver, None))
+        extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
+        tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
         self.placer = placer
         self.watcher = watcher
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.jobs import Jobs
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import counted
 from tfdist_ext.strategies.bounded import within
 
 __all__ = ["Cluster", "Described", "describe", "resolver_of"]
@@ -60,7 +61,7 @@ class Described:
         }
 
     def __str__(self) -> str:
-        return ", ".join(f"{sum(map(bool, tasks))} {job}" for job, tasks in self.jobs.items())
+        return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
 
 
 def resolver_of(cluster: Any) -> tf.distribute.cluster_resolver.ClusterResolver:

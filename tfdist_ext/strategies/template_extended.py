@@ -127,7 +127,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         """The value of a variable outside of replicas, also for a checkpoint."""
         if tp.is_synchronized_on_read(v):
             return tp.read_from_all(v)
-        if not isinstance(v, tp.CopiedVariable):
+        if not tp.is_copied(v):
             return tf.identity(v)
         strategy = self._container_strategy()
         value = strategy.read_variable(v, strategy.copies(v))

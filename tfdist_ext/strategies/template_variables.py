@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
-from tfdist_ext.placement.live._tf_private import PartitionedVariable
+from tfdist_ext.placement.live._tf_private import partitioned_variable_class
 from tfdist_ext.placement.live.creating import Where, made_in_pieces
 from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.specs import piece_rows
@@ -107,7 +107,8 @@ class Creation:
             where.append((device, start, start + rows, {"device": device}))
             start += rows
         pieces = made_in_pieces(self._shared, kwargs, initial, where)
-        return PartitionedVariable(pieces, kwargs.get("name") or "Variable", self.spec.path)
+        name = kwargs.get("name") or "Variable"
+        return partitioned_variable_class()(pieces, name, self.spec.path)
 
 
 def made_on_each(

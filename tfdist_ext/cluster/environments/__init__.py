@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import tpu
-from tfdist_ext.cluster.config import ClusterConfig
 from tfdist_ext.cluster.environments.kubernetes import KUBERNETES
 from tfdist_ext.cluster.environments.open_mpi import OPEN_MPI
 from tfdist_ext.cluster.environments.reading import Environment
 from tfdist_ext.cluster.environments.sagemaker import SAGEMAKER
 from tfdist_ext.cluster.environments.slurm import SLURM
 from tfdist_ext.cluster.environments.tf_config_variable import TF_CONFIG
+from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.errors import ClusterConfigError
+from tfdist_ext.messages import counted
 
-__all__ = ["ENVIRONMENTS", "Environment", "detect", "survey"]
+__all__ = ["ENVIRONMENTS", "Environment", "describe_environments", "detect"]
 
 ENVIRONMENTS: tuple[Environment, ...] = (TF_CONFIG, OPEN_MPI, SLURM, SAGEMAKER, KUBERNETES)
 
 
-def detect(env: Mapping[str, str]) -> ClusterConfig | None:
+def detect(env: Mapping[str, str]) -> ClusterDescription | None:
     """The cluster of the first environment that describes one, or None.
 
     Raises:
@@ -37,7 +38,7 @@ def detect(env: Mapping[str, str]) -> ClusterConfig | None:
     return None
 
 
-def survey(env: Mapping[str, str]) -> list[tuple[str, str]]:
+def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
     """What each environment says, in order of precedence, the TPU last. Never raises.
 
     Returns:
@@ -47,10 +48,10 @@ def survey(env: Mapping[str, str]) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for environment in ENVIRONMENTS:
         try:
-            found = environment.look(env)
+            found = environment.parse(env)
         except ClusterConfigError as error:
             found = f"cannot be used: {error}"
-        if isinstance(found, ClusterConfig):
-            found = f"{found.task} of {found.num_tasks} tasks, from {found.source}"
+        if isinstance(found, ClusterDescription):
+            found = f"{found.task} of {counted(found.num_tasks, 'task')}, from {found.source}"
         lines.append((environment.name, found))
-    return [*lines, (tpu.NAME, tpu.look(env))]
+    return [*lines, (tpu.NAME, tpu.describe(env))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.config import ClusterConfig
 from tfdist_ext.cluster.environments.reading import (
     ALONE,
     DEFAULT_PORT_BASE,
@@ -18,7 +17,8 @@ from tfdist_ext.cluster.environments.reading import (
     size,
     worker_cluster,
 )
-from tfdist_ext.cluster.wording import refuse
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.messages import refuse
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _SET_SIZE = (
@@ -31,7 +31,7 @@ _SET_SERVICE = (
 _SET_JOB = "Set TFDIST_JOB_NAME in the container's env to metadata.name of the Job."
 
 
-def look(env: Mapping[str, str]) -> ClusterConfig | str:
+def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster of this Job: the pod with index n is worker n."""
     if not env.get(_INDEX):
         return f"{_INDEX} is not set"
@@ -72,6 +72,5 @@ KUBERNETES = Environment(
         "HOSTNAME",
         "TFDIST_PORT_BASE",
     ),
-    look,
+    parse,
 )
-detect = KUBERNETES.detect

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.config import ClusterConfig
 from tfdist_ext.cluster.environments.reading import (
     ALONE,
     DEFAULT_PORT_BASE,
@@ -19,7 +18,8 @@ from tfdist_ext.cluster.environments.reading import (
     size,
     worker_cluster,
 )
-from tfdist_ext.cluster.wording import refuse, shown
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.messages import refuse, shown
 
 _RANK = "OMPI_COMM_WORLD_RANK"
 _SIZE = "OMPI_COMM_WORLD_SIZE"
@@ -30,7 +30,7 @@ _SET_HOSTS = 'Pass the hosts on: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n
 _ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")
 
 
-def look(env: Mapping[str, str]) -> ClusterConfig | str:
+def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster of this mpirun: rank r is worker r."""
     if not env.get(_RANK):
         return f"{_RANK} is not set"
@@ -86,6 +86,5 @@ def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str
 OPEN_MPI = Environment(
     "Open MPI",
     (_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, "TFDIST_HOSTS", "TFDIST_PORT_BASE"),
-    look,
+    parse,
 )
-detect = OPEN_MPI.detect

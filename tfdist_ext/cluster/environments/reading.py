@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.config import ClusterConfig
-from tfdist_ext.cluster.jobs import MAX_INDEX, Task
-from tfdist_ext.cluster.wording import refuse
+from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Jobs, Task
+from tfdist_ext.messages import refuse
 
 # Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
 DEFAULT_PORT_BASE = 22222
@@ -22,22 +21,22 @@ class Environment:
     Attributes:
         name: as a person calls it.
         variables: every variable it reads.
-        look: the cluster it describes, or in a few words why it is passed over. A pure function of
+        parse: the cluster it describes, or in a few words why it is passed over. A pure function of
             the mapping; raises ClusterConfigError where it is present but cannot be right.
     """
 
     name: str
     variables: tuple[str, ...]
-    look: Callable[[Mapping[str, str]], ClusterConfig | str]
+    parse: Callable[[Mapping[str, str]], ClusterDescription | str]
 
-    def detect(self, env: Mapping[str, str]) -> ClusterConfig | None:
+    def detect(self, env: Mapping[str, str]) -> ClusterDescription | None:
         """The cluster this environment describes, or None where there is none.
 
         Raises:
             ClusterConfigError: the environment is present, but what it says cannot be right.
         """
-        found = self.look(env)
-        return found if isinstance(found, ClusterConfig) else None
+        found = self.parse(env)
+        return found if isinstance(found, ClusterDescription) else None
 
 
 def number(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
@@ -66,7 +65,7 @@ def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
 
 def worker_cluster(
     env: Mapping[str, str], hosts: Sequence[str], rank: int, source: str, port_base: int
-) -> ClusterConfig:
+) -> ClusterDescription:
     """Rank r is worker r, on hosts[r]; ports count up from TFDIST_PORT_BASE, or `port_base`."""
     last = max(layout.local_ids(hosts))
     if env.get("TFDIST_PORT_BASE", "").strip():
@@ -76,4 +75,5 @@ def worker_cluster(
             what = f"TFDIST_PORT_BASE leaves no room for {last + 1} ports"
             raise refuse(source, what, port_base, advice)
     workers = layout.addresses(hosts, port_base)
-    return ClusterConfig({"worker": workers}, Task("worker", rank), source=source)
+    jobs = Jobs({"worker": workers}, source)
+    return ClusterDescription(jobs, Task("worker", rank), source)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import strict_json
-from tfdist_ext.cluster.config import ClusterConfig
 from tfdist_ext.cluster.environments.reading import (
     ALONE,
     DEFAULT_PORT_BASE,
@@ -14,13 +13,14 @@ from tfdist_ext.cluster.environments.reading import (
     required,
     worker_cluster,
 )
-from tfdist_ext.cluster.wording import refuse
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.messages import refuse
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _AS_SET = 'SageMaker sets it: SM_HOSTS=["algo-1","algo-2"], SM_CURRENT_HOST=algo-1.'
 
 
-def look(env: Mapping[str, str]) -> ClusterConfig | str:
+def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster of this job: the n-th of SM_HOSTS is worker n (it is the same on every host)."""
     text = env.get("SM_HOSTS", "").strip()
     if not text:
@@ -42,5 +42,4 @@ def look(env: Mapping[str, str]) -> ClusterConfig | str:
     return worker_cluster(env, hosts, hosts.index(current), source, DEFAULT_PORT_BASE)
 
 
-SAGEMAKER = Environment("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST", "TFDIST_PORT_BASE"), look)
-detect = SAGEMAKER.detect
+SAGEMAKER = Environment("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST", "TFDIST_PORT_BASE"), parse)

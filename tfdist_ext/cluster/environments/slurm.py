@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.config import ClusterConfig
 from tfdist_ext.cluster.environments.reading import (
     ALONE,
     Environment,
@@ -21,7 +20,8 @@ from tfdist_ext.cluster.environments.reading import (
     worker_cluster,
 )
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
-from tfdist_ext.cluster.wording import refuse, shown
+from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.messages import refuse, shown
 
 _BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to train alone."
 _USE_BLOCK = "Start the step with srun --distribution=block."
@@ -30,7 +30,7 @@ _USE_BLOCK = "Start the step with srun --distribution=block."
 _FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 200, 50
 
 
-def look(env: Mapping[str, str]) -> ClusterConfig | str:
+def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster of this step: rank r is worker r."""
     if not env.get("SLURM_PROCID"):
         return "SLURM_PROCID is not set"
@@ -137,6 +137,5 @@ SLURM = Environment(
         "SLURM_STEP_ID",
         "TFDIST_PORT_BASE",
     ),
-    look,
+    parse,
 )
-detect = SLURM.detect

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.config import ClusterConfig
+from tfdist_ext.cluster import tf_config
 from tfdist_ext.cluster.environments.reading import Environment
+from tfdist_ext.cluster.jobs import ClusterDescription
 
 
-def look(env: Mapping[str, str]) -> ClusterConfig | str:
+def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     """The cluster TF_CONFIG describes; unset, empty and white space only mean none."""
     text = env.get("TF_CONFIG")
     if text is None:
         return "TF_CONFIG is not set"
     if not text.strip():
         return "TF_CONFIG is empty"
-    return ClusterConfig.from_tf_config(text)
+    return tf_config.parse(text, "TF_CONFIG")
 
 
-TF_CONFIG = Environment("TF_CONFIG", ("TF_CONFIG",), look)
-detect = TF_CONFIG.detect
+TF_CONFIG = Environment("TF_CONFIG", ("TF_CONFIG",), parse)

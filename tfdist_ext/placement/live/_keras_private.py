@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
 
-__all__ = ["fresh_names", "leaving_no_names", "optimizer_behind", "variable_behind"]
+from tfdist_ext.errors import PlacementError
+from tfdist_ext.private_names import PrivateNames
+
+__all__ = ["NAMES", "fresh_names", "leaving_no_names", "optimizer_behind", "variable_behind"]
+
+NAMES = PrivateNames(
+    "keras.src",
+    PlacementError,
+    {"backend.common.global_state.GLOBAL_STATE_TRACKER": "the names of layers in a plan"},
+)
 
 _COUNTERS = "object_name_uids"  # of automatic names
 _SEEDS = "global_seed_generator"  # behind what draws without a seed
@@ -22,7 +30,7 @@ def fresh_names() -> Iterator[None]:
 
     Private because Keras can only forget its counters for good (clear_session).
     """
-    tracker = global_state.GLOBAL_STATE_TRACKER
+    tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
     before = getattr(tracker, _COUNTERS, None) or {}
     setattr(tracker, _COUNTERS, None)
     try:
@@ -37,7 +45,7 @@ def fresh_names() -> Iterator[None]:
 @contextlib.contextmanager
 def leaving_no_names() -> Iterator[None]:
     """Scope with fresh names, after which Keras is as if nothing had been made in it."""
-    tracker = global_state.GLOBAL_STATE_TRACKER
+    tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
     before = {name: getattr(tracker, name, None) for name in (_COUNTERS, _SEEDS)}
     for name in before:
         setattr(tracker, name, None)

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.sharded_variable import ShardedVariable
-from tensorflow.python.eager import record, tape
-from tensorflow.python.ops import resource_variable_ops
 
-__all__ = ["PartitionedVariable", "ServerVariable", "partitioned"]
+from tfdist_ext.errors import PlacementError
+from tfdist_ext.private_names import PrivateNames
+
+__all__ = ["NAMES", "partitioned", "partitioned_variable_class", "server_variable_class"]
+
+NAMES = PrivateNames(
+    "tensorflow.python",
+    PlacementError,
+    {
+        "distribute.sharded_variable.ShardedVariable": "variables in shards",
+        "eager.record.record_operation": "gradients of variables in shards",
+        "eager.tape.variable_accessed": "gradients of variables in shards",
+        "ops.resource_variable_ops.variable_accessed": "gradients of variables in shards",
+    },
+)
 
 
 def partitioned(pieces: Sequence[tf.Variable], name: str) -> Any:
     """One variable of pieces along axis 0, as ParameterServerStrategy makes of a partitioner."""
-    return ServerVariable(list(pieces), name=name)
+    return server_variable_class()(list(pieces), name=name)
 
 
 # The number of the piece that is being updated.
 _piece: ContextVar[int | None] = ContextVar("piece", default=None)
 
 
-class ServerVariable(ShardedVariable):
+@functools.cache
+def server_variable_class() -> Any:
     """A variable in pieces on parameter servers, of which a loop of the user's own is not aware.
 
     Private because TensorFlow gives its class no public name, and because a tape only follows
@@ -36,82 +49,95 @@ class ServerVariable(ShardedVariable):
     that is a handle of the whole shape, which nothing reads. Each tape that sees a read is told
     that the pieces come from it, so that their gradients are put together as its gradient.
     """
+    # All of them now: a handle is asked for by C++, which would not pass an error of ours on.
+    sharded: Any = NAMES("distribute.sharded_variable.ShardedVariable")
+    variable_accessed = NAMES("ops.resource_variable_ops.variable_accessed")
+    watched_by_tapes = NAMES("eager.tape.variable_accessed")
+    record_operation = NAMES("eager.record.record_operation")
 
-    @property
-    def trainable(self) -> bool:
-        return bool(self._variables[0].trainable)
+    class ServerVariable(sharded):
+        @property
+        def trainable(self) -> bool:
+            return bool(self._variables[0].trainable)
 
-    @property
-    def variables(self) -> list[Any]:
-        """The pieces, for who is about to read them."""
-        pieces: list[Any] = super().variables
-        if self.trainable:
-            # Not a record for the open tapes alone: a tf.function remembers this, and repeats it
-            # when it is called again, under another tape.
-            resource_variable_ops.variable_accessed(self)
-        number = _piece.get()
-        return pieces if number is None else [pieces[number]]
+        @property
+        def variables(self) -> list[Any]:
+            """The pieces, for who is about to read them."""
+            pieces: list[Any] = super().variables
+            if self.trainable:
+                # Not a record for the open tapes alone: a tf.function remembers this, and repeats
+                # it when it is called again, under another tape.
+                variable_accessed(self)
+            number = _piece.get()
+            return pieces if number is None else [pieces[number]]
 
-    @property
-    def handle(self) -> Any:
-        whole = self._saving_variable
-        if self.trainable:
-            tape.variable_accessed(whole)  # first: a tape takes records of what it watches
-            record.record_operation(
-                "PiecesOfVariable",
-                [piece.handle for piece in self._variables],
-                [whole.handle],
-                self._joined_gradient,
-            )
-        return whole.handle
+        @property
+        def handle(self) -> Any:
+            whole = self._saving_variable
+            if self.trainable:
+                # First: a tape takes records of what it watches.
+                watched_by_tapes(whole)
+                record_operation(
+                    "PiecesOfVariable",
+                    [piece.handle for piece in self._variables],
+                    [whole.handle],
+                    self._joined_gradient,
+                )
+            return whole.handle
 
-    @property
-    def device(self) -> str:
-        """That of the first piece."""
-        return str(self._variables[0].device)
+        @property
+        def device(self) -> str:
+            """That of the first piece."""
+            return str(self._variables[0].device)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return np.asarray(self.numpy(), dtype)
 
-    @contextlib.contextmanager
-    def as_piece(self, number: int) -> Iterator[None]:
-        """Scope in which variables in pieces are their pieces of this number."""
-        token = _piece.set(number)
-        try:
-            yield
-        finally:
-            _piece.reset(token)
+        @contextlib.contextmanager
+        def as_piece(self, number: int) -> Iterator[None]:
+            """Scope in which variables in pieces are their pieces of this number."""
+            token = _piece.set(number)
+            try:
+                yield
+            finally:
+                _piece.reset(token)
 
-    def _joined_gradient(self, *gradients: Any) -> list[Any]:
-        """The pieces' gradients as one: of rows, where one of them is, else of the whole shape."""
-        if not any(isinstance(each, tf.IndexedSlices) for each in gradients):
-            return [tf.concat(gradients, axis=0)]
-        slices = [_slices(each) for each in gradients]
-        indices = [
-            tf.cast(each.indices, tf.int64) + offset[0]
-            for each, offset in zip(slices, self._var_offsets, strict=True)
-        ]
-        return [
-            tf.IndexedSlices(
-                tf.concat([each.values for each in slices], axis=0),
-                tf.concat(indices, axis=0),
-                tf.constant(self.shape.as_list(), tf.int64),
-            )
-        ]
+        def _joined_gradient(self, *gradients: Any) -> list[Any]:
+            """The pieces' gradients as one: slices if one of them is, else of the whole shape."""
+            if not any(isinstance(each, tf.IndexedSlices) for each in gradients):
+                return [tf.concat(gradients, axis=0)]
+            slices = [_slices(each) for each in gradients]
+            indices = [
+                tf.cast(each.indices, tf.int64) + offset[0]
+                for each, offset in zip(slices, self._var_offsets, strict=True)
+            ]
+            return [
+                tf.IndexedSlices(
+                    tf.concat([each.values for each in slices], axis=0),
+                    tf.concat(indices, axis=0),
+                    tf.constant(self.shape.as_list(), tf.int64),
+                )
+            ]
 
-    def _decompose_indices(self, indices: Any) -> tuple[list[Any], Any]:
-        # TensorFlow's own knows pieces of equal sizes only.
-        firsts = tf.constant([offset[0] for offset in self._var_offsets], indices.dtype)
-        owner = tf.searchsorted(firsts, indices, side="right") - 1
-        local = indices - tf.gather(firsts, owner)
-        return tf.dynamic_partition(local, owner, len(self._variables)), owner
+        def _decompose_indices(self, indices: Any) -> tuple[list[Any], Any]:
+            # TensorFlow's own knows pieces of equal sizes only.
+            firsts = tf.constant([offset[0] for offset in self._var_offsets], indices.dtype)
+            owner = tf.searchsorted(firsts, indices, side="right") - 1
+            local = indices - tf.gather(firsts, owner)
+            return tf.dynamic_partition(local, owner, len(self._variables)), owner
+
+    for name in ("assign", "assign_add", "assign_sub"):
+        setattr(ServerVariable, name, _of_piece(sharded, name))
+    for name in ("add", "div", "max", "min", "mul", "sub", "update"):
+        setattr(ServerVariable, f"scatter_{name}", _of_piece(sharded, f"scatter_{name}"))
+    return ServerVariable
 
 
-def _of_piece(name: str) -> Any:
+def _of_piece(sharded: type, name: str) -> Any:
     """A method that changes the variable, or the piece that is being updated."""
-    of_whole = getattr(ShardedVariable, name)
+    of_whole = getattr(sharded, name)
 
-    def method(self: ServerVariable, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         number = _piece.get()
         if number is None:
             return of_whole(self, *args, **kwargs)
@@ -120,19 +146,14 @@ def _of_piece(name: str) -> Any:
     return method
 
 
-for _name in ("assign", "assign_add", "assign_sub"):
-    setattr(ServerVariable, _name, _of_piece(_name))
-for _name in ("add", "div", "max", "min", "mul", "sub", "update"):
-    setattr(ServerVariable, f"scatter_{_name}", _of_piece(f"scatter_{_name}"))
-
-
 def _slices(gradient: Any) -> tf.IndexedSlices:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient, tf.range(tf.shape(gradient)[0]))
 
 
-class PartitionedVariable(ShardedVariable):
+@functools.cache
+def partitioned_variable_class() -> Any:
     """A variable in pieces along axis 0, each of which all replicas of a strategy share.
 
     Private as above. TensorFlow's class is no tf.Variable: what Keras asks one for and it has not,
@@ -142,31 +163,35 @@ class PartitionedVariable(ShardedVariable):
         path: what messages call it.
         why: in words, what has cut it.
     """
+    sharded: Any = NAMES("distribute.sharded_variable.ShardedVariable")
 
-    def __init__(self, pieces: Sequence[Any], name: str, path: str):
-        super().__init__(list(pieces), name=name)
-        self.path, self.why = path, "create(in_pieces=True)"
-        plain = [piece.get() for piece in pieces]
-        self._plain = ShardedVariable(plain, name=name)
+    class PartitionedVariable(sharded):
+        def __init__(self, pieces: Sequence[Any], name: str, path: str):
+            super().__init__(list(pieces), name=name)
+            self.path, self.why = path, "create(in_pieces=True)"
+            plain = [piece.get() for piece in pieces]
+            self._plain = sharded(plain, name=name)
 
-    def get(self) -> ShardedVariable:
-        """The same of plain pieces, which no strategy looks after."""
-        return self._plain
+        def get(self) -> Any:
+            """The same of plain pieces, which no strategy looks after."""
+            return self._plain
 
-    @property
-    def handle(self) -> Any:
-        # An AttributeError, as there is none: TensorFlow asks with hasattr.
-        raise AttributeError(
-            f"{self.path!r} has no gradient of its own: {self.why} has cut it into"
-            f" {len(self._variables)} pieces. Train with tfdist_ext.distribute(build, strategy)"
-            " instead of Keras's own fit; in a loop of your own, differentiate by its pieces,"
-            " variable.variables."
-        )
+        @property
+        def handle(self) -> Any:
+            # An AttributeError, as there is none: TensorFlow asks with hasattr.
+            raise AttributeError(
+                f"{self.path!r} has no gradient of its own: {self.why} has cut it into"
+                f" {len(self._variables)} pieces. Train with tfdist_ext.distribute(build, strategy)"
+                " instead of Keras's own fit; in a loop of your own, differentiate by its pieces,"
+                " variable.variables."
+            )
 
-    @property
-    def device(self) -> str:
-        """That of the first piece; a checkpoint of a Keras model is written from there."""
-        return str(self._variables[0].device)
+        @property
+        def device(self) -> str:
+            """That of the first piece; a checkpoint of a Keras model is written from there."""
+            return str(self._variables[0].device)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return np.asarray(self.numpy(), dtype)
+
+    return PartitionedVariable

@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.cluster.wording import shown
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.live._keras_private import fresh_names, leaving_no_names, variable_behind
-from tfdist_ext.placement.plan import PlacementPlan
+from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.policies import Policy
 from tfdist_ext.placement.rules import Placement, Rule, nearest_paths

@@ -39,6 +39,11 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return "Use one of: " + ", ".join(choices) + "."
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 worker", "2 workers"; "ps" is its own plural."""
+    return f"{number} {noun}" if number == 1 or noun == "ps" else f"{number} {noun}s"
+
+
 def refuse(where: str, what: str, received: object, advice: str) -> ClusterConfigError:
     """The error to raise; `where` is the source ("TF_CONFIG"), `what` starts with the key."""
     return ClusterConfigError(f"{where}: {what}. Received: {shown(received)}. {advice}")

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.placement import picture, plan_json, report
 from tfdist_ext.placement.rules import Rule, nearest_paths
-from tfdist_ext.placement.specs import Shard, VariableSpec
+from tfdist_ext.placement.specs import Held, Place, Shard, VariableSpec
 
-__all__ = ["Held", "Place", "PlacementPlan", "fingerprint_of"]
+__all__ = ["PlacementPlan", "fingerprint_of"]
 
 _NAMED = 5  # differences of each kind that an error names
-
-
-class Held(enum.Enum):
-    """How a variable is held."""
-
-    PIECES = "pieces"  # one or more pieces along axis 0, each on one task, its slots with it
-    COPIES = "copies"  # a whole copy with slots on every device
-    OWNED = "owned"  # a copy on every device; the slots on one of them
-
-
-class Place(NamedTuple):
-    """Where one variable is.
-
-    Attributes:
-        tasks: of its pieces, in the order of rows; of all its copies; or the one of its owner.
-        held: which of these.
-    """
-
-    tasks: tuple[int, ...]
-    held: Held = Held.PIECES
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,25 +177,20 @@ class PlacementPlan:
         return f"<PlacementPlan: {len(self.specs)} variables on {', '.join(self.names()[:4])}, ...>"
 
     def __str__(self) -> str:
-        from tfdist_ext.placement.report import table
-
-        return table(self)
+        return report.table(self)
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
         """Draw a bar for each task, with its largest variables as blocks, as .svg or .png.
 
         Raises:
-            PlacementError: another suffix, or the file cannot be written.
+            PlacementError: another suffix, the file cannot be written, or matplotlib is not
+                installed (the extra `plot`).
         """
-        from tfdist_ext.placement.picture import save
-
-        save(self, path)
+        picture.save(self, path)
 
     def to_json(self) -> str:
         """A text that `from_json` reads back to an equal plan; one line for each variable."""
-        from tfdist_ext.placement.plan_json import dump
-
-        return dump(self)
+        return plan_json.dump(self)
 
     @staticmethod
     def from_json(text: str) -> PlacementPlan:
@@ -225,9 +199,10 @@ class PlacementPlan:
         Raises:
             PlacementError: no JSON, not a plan, of another version, or changed since.
         """
-        from tfdist_ext.placement.plan_json import load
-
-        return load(text)
+        content, fields = plan_json.load(text)
+        plan = PlacementPlan(**fields)
+        plan_json.check_unchanged(content, plan.fingerprint)
+        return plan
 
     def index_of(self, path: str) -> int:
         """The variable's index in `specs` and `places`.

@@ -1,0 +1,195 @@
+"""A private name that is gone breaks what needs it, with a sentence, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist_ext as tfd
+from tfdist_ext import private_names
+from tfdist_ext.placement.live import _keras_private as kp
+from tfdist_ext.placement.live import _tf_private as servers
+from tfdist_ext.private_names import PrivateNames
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies import _tf_private as tp
+
+ROOT = Path(__file__).parents[2]
+# Nothing fails without it: `float(variable)` is then TensorFlow's own TypeError.
+OPTIONAL = "distribute.values.DistributedVariable"
+
+
+class Shared(StrategyTemplate):
+    """One copy of each variable, on the first device."""
+
+    def create_variable(self, spec: Any, create: Callable[..., Any], beside: Any = None) -> Any:
+        return create([self.devices[0]])
+
+
+def use_template() -> None:
+    """Variables, steps, reductions and data of a StrategyTemplate."""
+    for strategy in (StrategyTemplate(2), Shared(2)):
+        with strategy.scope():
+            weight = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+            total = tf.Variable(
+                0.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+            with strategy.extended.colocate_vars_with(weight):
+                tf.Variable(2.0)
+
+        def step(weight: Any = weight, total: Any = total) -> tf.Tensor:
+            total.assign_add(tf.constant(1.0))
+            weight.assign_add(tf.constant(1.0))
+            context = tf.distribute.get_replica_context()
+            return tf.reshape(context.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(1.0)), [1])
+
+        results = strategy.run(step)
+        assert (weight.read_value(), total.read_value()) == (3.0, 2.0)
+        assert weight.value() == 3.0
+        assert strategy.extended.value_container(strategy.copies(weight)[0]) is weight
+        strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+        assert strategy.gather(results, axis=0).shape == [2]
+        assert strategy.reduce(tf.distribute.ReduceOp.MEAN, 3.0, axis=None) == 3.0
+        dataset = tf.data.Dataset.range(4).batch(4)
+        assert len(list(strategy.experimental_distribute_dataset(dataset))) == 1
+        whole = strategy.distribute_datasets_from_function(lambda context, data=dataset: data)
+        assert len(list(whole)) == 1
+
+
+def use_shards() -> None:
+    """The gradient of a variable in shards."""
+    whole = servers.partitioned([tf.Variable([1.0]), tf.Variable([2.0, 3.0])], "whole")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.convert_to_tensor(whole))
+    assert tf.convert_to_tensor(tape.gradient(loss, whole.handle)).shape == [3]
+
+
+def use_plan() -> None:
+    """A plan of a model that is built without values."""
+
+    def build() -> Any:
+        import keras
+
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    tfd.plan_placement(build, ps=2)
+
+
+USES: list[tuple[PrivateNames, str, Callable[[], None]]] = [
+    *((tp.NAMES, name, use_template) for name in tp.NAMES.uses if name != OPTIONAL),
+    *((servers.NAMES, name, use_shards) for name in servers.NAMES.uses),
+    *((kp.NAMES, name, use_plan) for name in kp.NAMES.uses),
+]
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes our look-ups miss one name; TensorFlow itself keeps it."""
+    classes = (
+        tp.copied_variable_class,
+        servers.server_variable_class,
+        servers.partitioned_variable_class,
+    )
+
+    def clear() -> None:
+        for made in classes:
+            made.cache_clear()
+
+    def hide(names: PrivateNames, path: str) -> None:
+        found = PrivateNames._module
+        place, _, name = path.rpartition(".")
+
+        class Without:
+            def __init__(self, module: Any):
+                self._module = module
+
+            def __getattr__(self, asked: str) -> Any:
+                if asked == name:
+                    raise AttributeError(asked)
+                return getattr(self._module, asked)
+
+        def module(self: PrivateNames, where: str) -> Any:
+            hidden = self is names and where == place
+            return Without(found(self, where)) if hidden else found(self, where)
+
+        monkeypatch.setattr(PrivateNames, "_module", module)
+        clear()
+
+    yield hide
+    clear()
+
+
+@pytest.mark.parametrize("use", [use_template, use_shards, use_plan])
+def test_nothing_is_missing(use: Callable[[], None]) -> None:
+    use()
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "use"), USES, ids=[f"{n.package}.{name}" for n, name, _ in USES]
+)
+def test_a_missing_name_is_named(
+    names: PrivateNames, name: str, use: Callable[[], None], hide: Any
+) -> None:
+    hide(names, name)
+    with pytest.raises(names.error) as caught:
+        use()
+    title, oldest, newest = private_names.TESTED[names.package.partition(".")[0]]
+    message = str(caught.value)
+    assert f"{title} must have the private name {names.package}.{name} for" in message
+    assert f"install a release from {oldest} to {newest}" in message
+
+
+def test_mirrored_needs_none() -> None:
+    """In a process of its own, where every look-up of ours fails from the start."""
+    code = """
+from tfdist_ext import private_names
+
+def missing(self, path):
+    raise self._gone(path, self.uses[path])
+
+private_names.PrivateNames.__call__ = missing
+import tensorflow as tf
+import tfdist_ext as tfd
+
+for name in ("mirrored", "one_device", "central_storage", "default"):
+    options = {"logical_cpus": 2} if name == "mirrored" else {}
+    strategy = tfd.create_strategy(name, **options)
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+    print(name, strategy.run(lambda: 1) is not None, variable.numpy(), end="; ")
+print([*tfd.data.from_arrays(tf.range(4).numpy(), global_batch=4).dataset()][0].numpy())
+try:
+    tfd.strategies.StrategyTemplate(2).run(lambda: 1)
+except tfd.StrategyError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, second = run.stdout.strip().splitlines()
+    of_each = "; ".join(
+        f"{name} True 1.0" for name in ("mirrored", "one_device", "central_storage", "default")
+    )
+    assert first == f"{of_each}; [0 1 2 3]"
+    assert second.startswith("TensorFlow must have the private name ")
+
+
+def test_tested_releases_begin_where_setup_does() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for package, (_, oldest, _) in private_names.TESTED.items():
+        assert f'"{package}>={oldest}"' in setup
+
+
+@pytest.mark.parametrize("module", [tp, servers, kp])
+def test_no_name_is_imported(module: Any) -> None:
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) (tensorflow\.python|keras\.src)", text, re.M)

@@ -1,0 +1,54 @@
+"""Old spellings of public names: they work for one release, with a warning of the new name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["renamed_arguments", "renamed_function", "warn_renamed"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
+    """One DeprecationWarning, at the caller's line for a `stacklevel` of 2."""
+    message = f"{old} is deprecated and will be removed in the next release; use {new}"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def renamed_function(old: str, new: str, function: _Function) -> _Function:
+    """`function` under its old name: the same, with a warning."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        warn_renamed(old, new)
+        return function(*args, **kwargs)
+
+    called.__name__ = called.__qualname__ = old.rpartition(".")[2]
+    called.__doc__ = f"Deprecated: `{new}`."
+    return called  # type: ignore[return-value]  # it takes what the function takes
+
+
+def renamed_arguments(renamed: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """A function that also takes keyword arguments by their old names (old name -> new name).
+
+    Raises:
+        TypeError: an argument is given by both names.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for old in renamed.keys() & kwargs.keys():
+                new, name = renamed[old], function.__qualname__
+                if new in kwargs:
+                    raise TypeError(f"{name}() must get {new} alone, got {old} as well: leave it")
+                warn_renamed(f"{name}({old}=...)", f"{new}=...")
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return called  # type: ignore[return-value]  # it takes what the function takes
+
+    return decorate
