@@ -92,10 +92,10 @@ def test_what_is_read_at_import_is_read_anew() -> None:
     ("fn", "cluster", "message"),
     [
         (lambda: None, TWO, "Define the function at the top level of a module"),
-        (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator; 'wrker' arrived"),
-        (task_bodies.setting, {"worker": -1}, "worker is a number of tasks; -1 arrived"),
-        (task_bodies.setting, {"worker": True}, "worker is a number of tasks; True arrived"),
-        (task_bodies.setting, {"worker": 1, "chief": 2}, "there is one chief at most; 2 arrived"),
+        (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator, got 'wrker'"),
+        (task_bodies.setting, {"worker": -1}, "worker must be a number of tasks, got -1"),
+        (task_bodies.setting, {"worker": True}, "worker must be a number of tasks, got True"),
+        (task_bodies.setting, {"worker": 1, "chief": 2}, "at most one chief, got 2"),
         (task_bodies.setting, {"ps": 1}, "--ps 1 without workers"),
         (task_bodies.setting, 0, "no task would train"),
     ],
@@ -126,7 +126,7 @@ import sys
 import pytest
 sys.path.insert(0, {here!r})
 import task_bodies
-@pytest.mark.cluster(worker=2, timeout=100)
+@pytest.mark.tfdist_cluster(worker=2, timeout=100)
 def test_it():
     task_bodies.with_a_child({folder!r})
 """

@@ -15,7 +15,7 @@ from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local
 from tfdist_ext.testing.tasks.failure import TaskError
 from tfdist_ext.testing.tasks.supervision import Results, Supervision
 
-__all__ = ["Results", "TaskError", "run_tasks", "supervise"]
+__all__ = ["Results", "TaskError", "check_timeout", "run_tasks", "supervise", "task_counts"]
 
 _TYPES = ("chief", "worker", "ps", "evaluator")
 
@@ -58,16 +58,15 @@ def supervise(
     *,
     args: tuple[Any, ...] = (),
     env: Mapping[str, str] | None = None,
-    told: Callable[[str, str, Any], None] = lambda task, kind, value: None,
+    on_message: Callable[[str, str, Any], None] = lambda task, kind, value: None,
     logical_cpus: int = 1,
 ) -> Results:
-    """`run_tasks` for who also wants to hear what tasks tell (`told(task, kind, value)`).
+    """`run_tasks` with messages from tasks, which call `on_message(task, kind, value)`.
 
     Without a cluster (None) it is one process.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise LaunchError(f"timeout is a number of seconds above 0; {timeout!r} arrived.")
-    counts = {} if cluster is None else _counts(cluster)
+    check_timeout(timeout)
+    counts = {} if cluster is None else task_counts(cluster)
     needed = addresses_needed(**counts) if counts else 0
     env = dict(os.environ if env is None else env)
     with reserve_ports(needed) as ports, tempfile.TemporaryDirectory() as folder:
@@ -76,7 +75,7 @@ def supervise(
         else:
             plan = LaunchPlan((TaskPlan("process", (sys.executable,)),))
         call = functools.partial(_call, logical_cpus, fn)
-        return Supervision(plan, call, args, env, Path(folder), timeout, told).run()
+        return Supervision(plan, call, args, env, Path(folder), timeout, on_message).run()
 
 
 def _call(logical_cpus: int, fn: Callable[..., Any], *args: Any) -> Any:
@@ -87,21 +86,36 @@ def _call(logical_cpus: int, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def _counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
+def check_timeout(timeout: Any) -> None:
+    """Raise LaunchError unless it is a number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise LaunchError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
+
+
+def task_counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
+    """The arguments of `plan_local` for a cluster.
+
+    Raises:
+        LaunchError: no cluster can be of these tasks.
+    """
     given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
     if unknown := [name for name in given if name not in _TYPES]:
         raise LaunchError(
-            f"a cluster has tasks of the types {', '.join(_TYPES)}; {unknown[0]!r} arrived."
+            f"a cluster has tasks of the types {', '.join(_TYPES)}, got {unknown[0]!r}."
         )
     for name, count in given.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise LaunchError(f"{name} is a number of tasks; {count!r} arrived.")
+            raise LaunchError(f"{name} must be a number of tasks, got {count!r}.")
     for name in ("chief", "evaluator"):
         if given.get(name, 0) > 1:
-            raise LaunchError(f"there is one {name} at most; {given[name]} arrived.")
-    return {
+            raise LaunchError(f"a cluster has at most one {name}, got {given[name]}.")
+    counts: dict[str, Any] = {
         "workers": given.get("worker", 0),
         "chief": bool(given["chief"]) if "chief" in given else None,
         "ps": given.get("ps", 0),
         "evaluator": bool(given.get("evaluator", 0)),
     }
+    # The planner refuses what cannot train, before any port is reserved.
+    ports = range(1, addresses_needed(**counts) + 1)
+    plan_local([sys.executable], **counts, ports=ports, env={})
+    return counts

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-__all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "enter", "leave", "run", "supervisor"]
+__all__ = ["SHOW_STACKS", "Supervisor", "TaskFailure", "enter", "leave", "run", "supervisor"]
 
 SHOW_STACKS = signal.SIGUSR1
 
 _supervisor: Supervisor | None = None
 
 
-class SaidError(Exception):
-    """A failure that its text says all about: without a traceback."""
+class TaskFailure(Exception):  # noqa: N818
+    """A task failed; the message is complete, and is shown without a traceback."""
 
 
 class Supervisor:
@@ -86,7 +86,7 @@ def run(
             _supervisor.tell("error", f"SystemExit: {error.code}")
         else:
             _supervisor.tell("result", None)
-    except SaidError as error:
+    except TaskFailure as error:
         status, sys.last_value = 1, error
         _supervisor.tell("error", str(error))
     except BaseException as error:

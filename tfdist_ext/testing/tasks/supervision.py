@@ -61,12 +61,12 @@ class Supervision:
         env: dict[str, str],
         folder: Path,
         timeout: float,
-        told: Callable[[str, str, Any], None],
+        on_message: Callable[[str, str, Any], None],
     ):
         self._plan = {task.name: task for task in plan.tasks}
         self._coordinator = plan.coordinator
         self._call, self._args, self._folder = call, args, folder
-        self._timeout, self._told = timeout, told
+        self._timeout, self._on_message = timeout, on_message
         self._tasks: dict[str, _Task] = {}
         self._began = time.monotonic()
         self._failed: list[str] = []
@@ -157,7 +157,7 @@ class Supervision:
             with contextlib.suppress(OSError):  # killed meanwhile by a third one
                 task.connection.send(answer)
         else:
-            self._told(task.name, kind, value)
+            self._on_message(task.name, kind, value)
         return True
 
     def _hear_all(self, task: _Task) -> None:
