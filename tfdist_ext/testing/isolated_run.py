@@ -18,7 +18,7 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError, StrategyError, TfDistError
-from tfdist_ext.testing.matrix import Case, case_of
+from tfdist_ext.testing.matrix import Case, case_of, logical_cpus
 from tfdist_ext.testing.tasks import check_timeout, supervise, task_counts
 from tfdist_ext.testing.tasks.in_task import Supervisor, TaskFailure, supervisor
 
@@ -73,7 +73,7 @@ class Cluster:
         Raises:
             LaunchError: there is no such task.
         """
-        self._supervisor.ask("kill", f"{type}:{index}")
+        self._supervisor.request("kill", f"{type}:{index}")
 
     def restart(self, type: str, index: int) -> None:
         """Start a task again, at its address: it runs the test from the beginning.
@@ -83,7 +83,7 @@ class Cluster:
         Raises:
             LaunchError: there is no such task.
         """
-        self._supervisor.ask("restart", f"{type}:{index}")
+        self._supervisor.request("restart", f"{type}:{index}")
 
 
 def running_cluster() -> Cluster | None:
@@ -166,8 +166,6 @@ def _needed_cpus(marked: int | None, case: Case | None) -> int | None:
 
 def _can_have_cpus(count: int) -> bool:
     """Make this many logical CPUs here; False where TensorFlow has started with others."""
-    from tfdist_ext.testing.devices import logical_cpus
-
     try:
         logical_cpus(count)
     except StrategyError:
@@ -344,7 +342,7 @@ class _Reporter:
         to_data = self._config.hook.pytest_report_to_serializable
         there = supervisor()
         assert there is not None
-        there.tell("report", to_data(config=self._config, report=report))
+        there.send("report", to_data(config=self._config, report=report))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

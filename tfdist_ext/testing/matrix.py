@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdist_ext.errors import StrategyError
 
-__all__ = ["DEFAULT", "Case", "case_of", "strategy_matrix"]
+__all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
 
 DEFAULT = ("one_device", "mirrored_2", "central_storage_3", "multi_worker_2")
 
@@ -95,3 +95,14 @@ def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
         StrategyError: there is no strategy of that name.
     """
     return {name: case_of(name).make for name in names or DEFAULT}
+
+
+def logical_cpus(count: int) -> None:
+    """Make TensorFlow see this many CPUs in this process; before its first operation.
+
+    Raises:
+        StrategyError: TensorFlow has started with another number.
+    """
+    from tfdist_ext.strategies.devices import make_logical_cpus
+
+    make_logical_cpus(count)
