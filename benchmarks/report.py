@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["closing_line", "put_into", "table"]
+__all__ = ["closing_line", "put_into", "python_line", "table"]
 
 
 def table(title: str, medians: dict[str, float], ours: str) -> list[str]:
@@ -22,9 +22,13 @@ def table(title: str, medians: dict[str, float], ours: str) -> list[str]:
 def closing_line(rounds: int) -> list[str]:
     """What the figures are, and what they were measured with."""
     versions = ", ".join(f"{p} {metadata.version(p)}" for p in ("tensorflow", "keras"))
-    python = f"Python {platform.python_version()}"
     figures = "One run" if rounds == 1 else f"Medians of {rounds} rounds"
-    return ["", f"{figures}; {versions}, {python}, {os.cpu_count()} cores."]
+    return ["", f"{figures}; {versions}, {python_line()}."]
+
+
+def python_line() -> str:
+    """The interpreter and the machine that figures were measured with."""
+    return f"Python {platform.python_version()}, {os.cpu_count()} cores"
 
 
 def put_into(page: Path, markers: tuple[str, str], text: str) -> None:

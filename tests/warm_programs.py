@@ -124,7 +124,7 @@ def run_together(
 
 def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:
     """What the process does: as Python does with these words on its command line."""
-    in_task.enter(*files, env)
+    in_task.begin_process(*files, env)
     os.chdir(cwd)
     status: Any = 0
     try:
@@ -150,4 +150,4 @@ def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd:
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
-    in_task.leave(status or 0)
+    in_task.exit_process(status or 0)

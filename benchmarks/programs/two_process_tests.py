@@ -27,7 +27,7 @@ def body() -> None:
 
 
 @pytest.mark.parametrize("number", range(TESTS))
-@pytest.mark.cluster(worker=2)
+@pytest.mark.tfdist_cluster(worker=2)
 def test_with_the_plugin(number: int) -> None:
     body()
 

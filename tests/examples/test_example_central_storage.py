@@ -31,7 +31,7 @@ def one_device() -> tuple[Any, dict[str, list[float]]]:
     return model, history
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize("train", [example.plain, example.with_tfdist_ext])
 def test_numbers_of_one_device(train: Any, one_device: Any) -> None:
     """44 rows in batches of 16 on three replicas: no batch divides evenly."""
@@ -44,7 +44,7 @@ def test_numbers_of_one_device(train: Any, one_device: Any) -> None:
     assert history["loss"][-1] < history["loss"][0] / 2
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_variables_are_there_once_while_all_devices_compute() -> None:
     strategy = central()
     with strategy.scope():
@@ -62,7 +62,7 @@ def test_variables_are_there_once_while_all_devices_compute() -> None:
     assert sorted(where) == ["CPU:0", "CPU:1", "CPU:2"]
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_a_metric_of_keras_is_wrong_here() -> None:
     """What the page says to leave out. If this fails, the page may be shorter."""
     strategy = central()
@@ -80,7 +80,7 @@ def test_a_metric_of_keras_is_wrong_here() -> None:
     assert found == [3.0, 12.0, 39.0, 120.0]  # and not 3, 6, 9, 12: the sum of each one's old + 1
 
 
-@pytest.mark.logical_cpus(3)
+@pytest.mark.tfdist_logical_cpus(3)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     first, plain, ours = capsys.readouterr().out.splitlines()

@@ -37,7 +37,7 @@ def assert_same(weights: Any, losses: list[float], wanted: tuple[Any, list[float
     np.testing.assert_allclose(losses, wanted[1], rtol=1e-6)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_two_replicas_then_three(tmp_path: Path) -> None:
     folder = str(tmp_path)
     _, first = example.plain(mirrored(2), folder, epochs=2)
@@ -51,7 +51,7 @@ def test_two_replicas_then_three(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_broken_off_in_the_middle_of_a_shuffled_epoch(tmp_path: Path) -> None:
     """4 steps on two replicas, the first of the second epoch among them; 2 more on three."""
     folder = str(tmp_path)
@@ -63,12 +63,12 @@ def test_broken_off_in_the_middle_of_a_shuffled_epoch(tmp_path: Path) -> None:
     assert_same(weights, first + then, by_keras(epochs))
 
 
-@pytest.mark.cluster(worker=2)
-def test_two_workers_then_one_process(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.tfdist_cluster(worker=2)
+def test_two_workers_then_one_process(tfdist_cluster: Any, tmp_path: Path) -> None:
     strategy = tfd.create_strategy()
     folder = str(tmp_path)  # each task has its own: what is in it, that task has written
     _, first = example.plain(strategy, folder, epochs=1)
-    is_chief = cluster.task.index == 0
+    is_chief = tfdist_cluster.task.index == 0
     assert len(list(tmp_path.glob("*.index"))) == int(is_chief)
     if is_chief:
         weights, then = example.plain(tfd.create_strategy("default", alone=True), folder, epochs=2)
@@ -83,7 +83,7 @@ def test_tensorflow_takes_no_metric_of_keras() -> None:
         tf.train.Checkpoint(loss=keras.metrics.Mean())
 
 
-@pytest.mark.logical_cpus(2)
+@pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     lines = [line.partition(":") for line in capsys.readouterr().out.splitlines()]

@@ -44,7 +44,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_numbers_of_one_device(loop: Callable[..., Any], one_device: Any) -> None:
     """44 rows in batches of 16: in the last one a replica has 6 of 12 rows, or 4."""
@@ -52,7 +52,7 @@ def test_numbers_of_one_device(loop: Callable[..., Any], one_device: Any) -> Non
     assert_same(loop(strategy), one_device)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_a_shuffled_order_is_the_same_on_any_number_of_replicas() -> None:
     three = tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1", "CPU:2"])
     weights, history = example.with_tfdist_ext(three, seed=5)
@@ -62,7 +62,7 @@ def test_a_shuffled_order_is_the_same_on_any_number_of_replicas() -> None:
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(weights, unshuffled, strict=True))
 
 
-@pytest.mark.cluster(worker=2)
+@pytest.mark.tfdist_cluster(worker=2)
 def test_on_two_workers() -> None:
     strategy = tfd.create_strategy()
     assert strategy.num_replicas_in_sync == 2
@@ -71,7 +71,7 @@ def test_on_two_workers() -> None:
         assert_same(LOOPS[name](strategy), wanted)
 
 
-@pytest.mark.logical_cpus(2)
+@pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     lines = capsys.readouterr().out.splitlines()

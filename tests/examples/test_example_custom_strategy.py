@@ -26,7 +26,7 @@ def one_device() -> Any:
     return weight
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize(
     "train", [example.plain, example.with_tfdist_ext, example.fit_with_tfdist_ext]
 )
@@ -34,7 +34,7 @@ def test_weights_of_one_device(train: Callable[..., Any], one_device: Any) -> No
     np.testing.assert_allclose(train(DEVICES), one_device, atol=1e-6)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 @STRATEGIES
 def test_data_run_and_reduce(strategy_class: Any) -> None:
     strategy = strategy_class(DEVICES)
@@ -68,7 +68,7 @@ def test_data_run_and_reduce(strategy_class: Any) -> None:
     assert (float(total), float(mean), int(of_rows)) == (58.0, pytest.approx(58 / 3), 28)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_only_replicas_that_compute_together_may_all_reduce() -> None:
     def of_all() -> Any:
         return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
@@ -80,7 +80,7 @@ def test_only_replicas_that_compute_together_may_all_reduce() -> None:
     assert [float(value) for value in found] == [3.0] * 3
 
 
-@pytest.mark.logical_cpus(3)
+@pytest.mark.tfdist_logical_cpus(3)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -33,19 +33,21 @@ class KillsAllWorkers(keras.callbacks.Callback):
 
 # Keras's `save` reads variables of several workers by TensorFlow's `__array__` of before NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.cluster(worker=2, timeout=120)
-def test_two_workers_that_are_killed_train_like_one_device(cluster: Any, tmp_path: Path) -> None:
-    if (cluster.task.index, cluster.attempt) == (1, 1):
-        cluster.restart("worker", 0)
+@pytest.mark.tfdist_cluster(worker=2, timeout=120)
+def test_two_workers_that_are_killed_train_like_one_device(
+    tfdist_cluster: Any, tmp_path: Path
+) -> None:
+    if (tfdist_cluster.task.index, tfdist_cluster.attempt) == (1, 1):
+        tfdist_cluster.restart("worker", 0)
     folder = tmp_path.parents[1]  # of all attempts of all tasks
     strategy = tfd.create_strategy()
     (images, labels), validation, test = example.load(1000)
     train = example.Moved(images, labels, copies=2)
-    killer = KillsAllWorkers(cluster)
+    killer = KillsAllWorkers(tfdist_cluster)
     ours = example.with_tfdist_ext(
         strategy, train, validation, folder, EPOCHS, callbacks=[killer], verbose=0
     )
-    assert (cluster.attempt, killer.first) == (1, 21)  # there was a checkpoint of step 20
+    assert (tfdist_cluster.attempt, killer.first) == (1, 21)  # there was a checkpoint of step 20
     assert len(ours[0]) == 2  # epochs that were ended after the kill
 
     numbers = tfd.data.from_arrays(np.arange(len(train)), global_batch=example.BATCH, seed=7)
@@ -72,13 +74,13 @@ def test_two_workers_that_are_killed_train_like_one_device(cluster: Any, tmp_pat
         for weight, expected in zip(weights, one_device.get_weights(), strict=True):
             np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5)
 
-    if cluster.task.index == 0:
+    if tfdist_cluster.task.index == 0:
         for file in ("model.keras", "plain.keras"):
             loaded = keras.models.load_model(folder / file)
             assert loaded.evaluate(*test, verbose=0)[1] > 0.8
 
 
-@pytest.mark.logical_cpus(1)
+@pytest.mark.tfdist_logical_cpus(1)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_on_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(tmp_path, rows=500, copies=1, epochs=1)

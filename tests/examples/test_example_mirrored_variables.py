@@ -26,7 +26,7 @@ def on_one_device(batch_size: int) -> dict[str, Any]:
     return {"weight": weight, "mean": mean, "rows": len(x)}
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize(("replicas", "batch_size"), [(2, 8), (3, 5)])
 def test_copies_are_equal_and_those_of_one_device(replicas: int, batch_size: int) -> None:
     """17 rows: parts of unequal size, and replicas without a row in the last batch."""
@@ -44,7 +44,7 @@ def test_copies_are_equal_and_those_of_one_device(replicas: int, batch_size: int
             np.testing.assert_allclose(first, expected[name], atol=1e-6)
 
 
-@pytest.mark.logical_cpus(4)
+@pytest.mark.tfdist_logical_cpus(4)
 def test_what_the_page_says_is_wrong() -> None:
     strategy = mirrored(2)
     outside = tf.Variable(0.0)
@@ -65,7 +65,7 @@ def test_what_the_page_says_is_wrong() -> None:
     assert list(example.copies(strategy, apart).values()) == [0.0, 1.0]
 
 
-@pytest.mark.logical_cpus(2)
+@pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     lines = capsys.readouterr().out.splitlines()

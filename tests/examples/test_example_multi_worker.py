@@ -32,8 +32,10 @@ def train_on_one_device(example: Any, weights: Any) -> dict[str, Any]:
     return {"weights": model.get_weights(), "losses": history["loss"]}
 
 
-@pytest.mark.cluster(worker=2)
-def test_both_loops_do_as_one_device(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.tfdist_cluster(worker=2)
+def test_both_loops_do_as_one_device(
+    tfdist_cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     import keras
     import multi_worker as example
 
@@ -50,7 +52,7 @@ def test_both_loops_do_as_one_device(cluster: Any, capsys: pytest.CaptureFixture
     chiefs = example.build().get_weights()
     one_device = train_on_one_device(example, chiefs)
     for train in (example.plain, example.with_tfdist_ext):
-        keras.utils.set_random_seed(cluster.task.index)  # so each worker would begin elsewhere
+        keras.utils.set_random_seed(tfdist_cluster.task.index)  # each worker has another seed
         check(train(strategy), chiefs, one_device, strategy)
 
     with strategy.scope():

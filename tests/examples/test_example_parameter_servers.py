@@ -20,8 +20,8 @@ def check(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"300 steps; variables on {ON_SERVER_0}")
 
 
-@pytest.mark.cluster(worker=2, ps=2)
-def test_plain(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.tfdist_cluster(worker=2, ps=2)
+def test_plain(tfdist_cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     import parameter_servers as example
 
     found = example.plain()  # workers and servers stay in here
@@ -31,11 +31,11 @@ def test_plain(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert servers == ["0", "1"]
     for job in ("worker", "ps"):
         for index in range(2):
-            cluster.kill(job, index)
+            tfdist_cluster.kill(job, index)
 
 
-@pytest.mark.cluster(worker=2, ps=2)
-def test_with_tfdist_ext(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.tfdist_cluster(worker=2, ps=2)
+def test_with_tfdist_ext(tfdist_cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     import parameter_servers as example
 
     import tfdist_ext as tfd

@@ -15,7 +15,7 @@ import tfdist_ext as tfd
 EPOCHS = 3
 
 
-@pytest.mark.cluster(worker=2, ps=2, timeout=120)
+@pytest.mark.tfdist_cluster(worker=2, ps=2, timeout=120)
 def test_two_workers_learn_from_tables_on_two_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

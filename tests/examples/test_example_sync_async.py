@@ -84,8 +84,8 @@ def test_plain_synchronous() -> None:
         check_synchronous(curve)
 
 
-@pytest.mark.cluster(worker=2, ps=1)
-def test_plain_asynchronous(cluster: Any) -> None:
+@pytest.mark.tfdist_cluster(worker=2, ps=1)
+def test_plain_asynchronous(tfdist_cluster: Any) -> None:
     check_asynchronous(example.plain_asynchronous())  # workers and the server stay in here
     for job, index in (("worker", 0), ("worker", 1), ("ps", 0)):
-        cluster.kill(job, index)
+        tfdist_cluster.kill(job, index)

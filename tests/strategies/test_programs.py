@@ -27,9 +27,9 @@ def _run(program: str, folder: Path) -> Any:
     return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
 
 
-@pytest.mark.cluster(worker=2)
-def test_two_real_workers_sum_over_both(cluster: Any) -> None:
-    index = cluster.task.index
+@pytest.mark.tfdist_cluster(worker=2)
+def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
+    index = tfdist_cluster.task.index
     strategy = tfd.create_strategy(communication="ring")
     assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing.asking import numbers, replica, run
+from tfdist_ext.testing.conformance.strategy_probes import local_values, replica_number, run
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
@@ -41,7 +41,7 @@ def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
 
 
 def test_run_on_each_device(strategy: StrategyTemplate) -> None:
-    parts = strategy.experimental_local_results(strategy.run(replica))
+    parts = strategy.experimental_local_results(strategy.run(replica_number))
     assert [part.device[-5:] for part in parts] == ["CPU:0", "CPU:1", "CPU:2"]
 
 
@@ -69,7 +69,7 @@ def test_metrics_have_a_value_for_each_replica(strategy: StrategyTemplate) -> No
     counter = variable(
         strategy, 0.0, "SUM", synchronization=tf.VariableSynchronization.ON_READ, trainable=False
     )
-    run(strategy, lambda: counter.assign_add(replica()), "tf.function around")
+    run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
     assert of_copies(strategy, counter) == [1, 2, 3]
     assert counter.numpy() == 6
     counter.assign(3.0)
@@ -86,12 +86,12 @@ def test_extended_update_goes_to_each_copy(strategy: StrategyTemplate) -> None:
     made, other = variable(strategy, 1.0), variable(strategy, 10.0)
     with strategy.scope():
         done = strategy.extended.update(made, lambda v, x: v.assign_add(x + other), args=(2.0,))
-        assert numbers(strategy, done) == [13, 13, 13]
+        assert local_values(strategy, done) == [13, 13, 13]
         listed = strategy.extended.update(made, lambda v: v.assign(0), group=False)
         assert len(listed) == 3
 
     def step() -> None:
-        strategy.extended.update(made, lambda v, x: v.assign(x), args=(replica(),))
+        strategy.extended.update(made, lambda v, x: v.assign(x), args=(replica_number(),))
 
     strategy.run(step)  # each replica's own value: "dangerously out of synchronization"
     assert of_copies(strategy, made) == [1, 2, 3]
@@ -100,11 +100,11 @@ def test_extended_update_goes_to_each_copy(strategy: StrategyTemplate) -> None:
 def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
     made = variable(strategy, 0.0)
     with strategy.scope():
-        here = strategy.extended.reduce_to(MEAN, strategy.run(replica), destinations="CPU:3")
+        here = strategy.extended.reduce_to(MEAN, strategy.run(replica_number), destinations="CPU:3")
         assert float(here) == 2
         assert here.device.endswith("CPU:3")
-        summed = strategy.extended.reduce_to(SUM, strategy.run(replica), made)
-        assert numbers(strategy, strategy.extended.reduce_to(MEAN, summed, made)) == [6, 6, 6]
+        summed = strategy.extended.reduce_to(SUM, strategy.run(replica_number), made)
+        assert local_values(strategy, strategy.extended.reduce_to(MEAN, summed, made)) == [6, 6, 6]
         with pytest.raises(tfd.StrategyError, match="a sum over replicas of what is the same"):
             strategy.extended.reduce_to(SUM, summed, made)
         assert int(strategy.reduce("SUM", strategy.run(lambda: tf.constant([1, 2])), 0)) == 9
@@ -137,7 +137,7 @@ def test_a_pipeline_for_each_replica(strategy: StrategyTemplate) -> None:
             experimental_place_dataset_on_device=on_device,
         )
         each = strategy.distribute_datasets_from_function(pipeline, options)
-        batches = [numbers(strategy, batch) for batch in each]
+        batches = [local_values(strategy, batch) for batch in each]
         assert batches == [[[0, 3], [1, 4], [2, 5]], [[6, 9], [7, 10], [8, 11]]]
 
 
@@ -146,7 +146,7 @@ def test_one_replica() -> None:
     made = variable(alone, 1.0, "SUM")
 
     def step() -> Any:
-        made.assign_add(replica())
+        made.assign_add(replica_number())
         own = tf.distribute.get_replica_context()
         return own.all_reduce("SUM", made), own.all_gather(tf.ones([2]), 0)
 
@@ -160,7 +160,7 @@ def test_one_replica() -> None:
 
 def test_replicas_that_reduce_different_things(strategy: StrategyTemplate) -> None:
     def unequal() -> None:
-        if int(tf.get_static_value(replica())) > 1:
+        if int(tf.get_static_value(replica_number())) > 1:
             tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
 
     with pytest.raises(RuntimeError, match="a different number of"):

@@ -14,7 +14,7 @@ from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import Reduced, StrategyTemplate
-from tfdist_ext.testing.asking import numbers, replica, run
+from tfdist_ext.testing.conformance.strategy_probes import local_values, replica_number, run
 
 FULL = "/job:localhost/replica:0/task:0/device:CPU:"
 
@@ -62,11 +62,11 @@ def test_a_shared_variable_is_written_once(how: str) -> None:
         mean = tf.Variable(10.0, aggregation=tf.VariableAggregation.MEAN)
 
     def step() -> Any:
-        total.assign_add(replica())
-        mean.assign_sub(replica())
-        return total * replica()
+        total.assign_add(replica_number())
+        mean.assign_sub(replica_number())
+        return total * replica_number()
 
-    assert numbers(strategy, run(strategy, step, how)) == [16, 32, 48]
+    assert local_values(strategy, run(strategy, step, how)) == [16, 32, 48]
     assert values_of(strategy, total) == [16]
     assert values_of(strategy, mean) == [8]
     total.assign(1.0)
@@ -107,7 +107,7 @@ def test_what_is_read_and_saved(tmp_path: Path) -> None:
         reads += [variable * 1, strategy.extended.read_var(variable)]
     for value in reads:
         assert np.asarray(value).tolist() == [2, 4]
-    assert numbers(strategy, strategy.run(lambda: variable * 1)) == [[1, 2], [3, 6]]
+    assert local_values(strategy, strategy.run(lambda: variable * 1)) == [[1, 2], [3, 6]]
 
     path = tf.train.Checkpoint(v=variable).save(str(tmp_path / "checkpoint"))
     saved = tf.train.load_checkpoint(path).get_tensor("v/.ATTRIBUTES/VARIABLE_VALUE")
@@ -164,8 +164,8 @@ def test_how_an_update_is_applied(how: str) -> None:
         return copy.assign(2 * copy + value)
 
     def step() -> None:
-        variable.assign_add(replica())
-        strategy.extended.update(variable, double, args=(10 * replica(),))
+        variable.assign_add(replica_number())
+        strategy.extended.update(variable, double, args=(10 * replica_number(),))
 
     run(strategy, step, how)
     assert values_of(strategy, variable) == [34, 34, 34]  # 2 * (1 + 6) + 20, as the second has it
@@ -181,13 +181,15 @@ def test_how_values_are_reduced() -> None:
         variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
 
     def step() -> Any:
-        variable.assign(replica())
-        return tf.distribute.get_replica_context().all_reduce("SUM", [replica(), 2 * replica()])
+        variable.assign(replica_number())
+        return tf.distribute.get_replica_context().all_reduce(
+            "SUM", [replica_number(), 2 * replica_number()]
+        )
 
     one, two = run(strategy, step, "tf.function around")
-    assert numbers(strategy, one) == [10, 10, 10, 10]
-    assert numbers(strategy, two) == [20, 20, 20, 20]
-    assert float(strategy.reduce("MEAN", strategy.run(replica), axis=None)) == 2.5
+    assert local_values(strategy, one) == [10, 10, 10, 10]
+    assert local_values(strategy, two) == [20, 20, 20, 20]
+    assert float(strategy.reduce("MEAN", strategy.run(replica_number), axis=None)) == 2.5
     assert values_of(strategy, variable) == [2.5] * 4
     everywhere = tuple(f"{FULL}{number}" for number in range(4))
     total, mean = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
@@ -270,9 +272,9 @@ def test_what_a_loop_of_ones_own_reduces() -> None:
         metric = keras.metrics.Sum(name="m")
 
     def step() -> Any:
-        variable.assign(replica())
-        metric.update_state(replica())
-        return tf.distribute.get_replica_context().all_reduce("SUM", replica())
+        variable.assign(replica_number())
+        metric.update_state(replica_number())
+        return tf.distribute.get_replica_context().all_reduce("SUM", replica_number())
 
     strategy.run(step)
     assert float(metric.result()) == 3
@@ -299,13 +301,13 @@ def test_hooks_without_what_are_called_as_before() -> None:
 
     for cls in (Old, New, Pairwise):
         strategy = cls(2)
-        assert float(strategy.reduce("SUM", strategy.run(replica), axis=None)) == 3
+        assert float(strategy.reduce("SUM", strategy.run(replica_number), axis=None)) == 3
     assert asked == [2, "other"]
 
 
 def test_results_of_a_reduction_are_moved_to_where_they_are_wanted() -> None:
     strategy = Pairwise(3)
-    step = lambda: tf.distribute.get_replica_context().all_reduce("SUM", replica())  # noqa: E731
+    step = lambda: tf.distribute.get_replica_context().all_reduce("SUM", replica_number())  # noqa: E731
     parts = strategy.experimental_local_results(strategy.run(step))
     assert [part.device.removeprefix(FULL) for part in parts] == ["0", "1", "2"]
 
@@ -317,7 +319,7 @@ def test_how_a_dataset_is_given_out() -> None:
 
     strategy = Backwards(2)
     given = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4))
-    assert [numbers(strategy, batch) for batch in given] == [[[0, -1], [-2, -3]]]
+    assert [local_values(strategy, batch) for batch in given] == [[[0, -1], [-2, -3]]]
 
 
 def hook(name: str, answer: Any) -> Any:
@@ -416,7 +418,7 @@ def test_a_wrong_update(answer: Any, message: str) -> None:
     with strategy.scope():
         variable = tf.Variable(1.0, name="v", aggregation=tf.VariableAggregation.SUM)
     with pytest.raises(tfd.StrategyError, match=message):
-        tf.function(lambda: strategy.run(lambda: variable.assign(replica())))()
+        tf.function(lambda: strategy.run(lambda: variable.assign(replica_number())))()
 
 
 @pytest.mark.parametrize(
@@ -445,7 +447,7 @@ def test_a_wrong_reduction(answer: Any, message: str) -> None:
     strategy = hook("reduce_values", answer)
 
     def step() -> Any:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.fill([3], replica()))
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.fill([3], replica_number()))
 
     with pytest.raises(tfd.StrategyError, match=message):
         tf.function(lambda: strategy.run(step), autograph=False)()

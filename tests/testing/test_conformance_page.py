@@ -8,7 +8,7 @@ import sys
 
 from conformance_matrix import MATRIX, PAGE
 
-from tfdist_ext.testing.conformance import names_of_checks
+from tfdist_ext.testing.conformance.suite import check_names
 
 
 def test_the_table_is_of_these_checks_and_faults() -> None:
@@ -18,7 +18,7 @@ def test_the_table_is_of_these_checks_and_faults() -> None:
         re.split(r" ?\| ?", line)[1:-1] for line in between.splitlines() if line.startswith("|")
     ]
     assert header == ["check", *MATRIX]
-    checks = names_of_checks(next(iter(MATRIX.values())))
+    checks = check_names(next(iter(MATRIX.values())))
     assert [row[0] for row in rows] == [c.removeprefix("test_").replace("_", " ") for c in checks]
     for row, check in zip(rows, checks, strict=True):
         for verdict, tests in zip(row[1:], MATRIX.values(), strict=True):
@@ -34,13 +34,13 @@ def test_pytest_is_not_needed() -> None:
         import sys
         sys.modules["pytest"] = None
         from tfdist_ext.testing import StrategyConformance, logical_cpus
-        from tfdist_ext.testing.outcomes import outcomes
+        from tfdist_ext.testing.conformance.suite import run_checks
         import tfdist_ext as tfd
         logical_cpus(2)
         class Mine(StrategyConformance):
             def strategy(self):
                 return tfd.strategies.StrategyTemplate(2)
-        print([o.verdict for o in outcomes(Mine, ["test_scope", "test_reduce"])])
+        print([o.verdict for o in run_checks(Mine, ["test_scope", "test_reduce"])])
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout == "['passed', 'passed']\n", run.stderr[-2000:]

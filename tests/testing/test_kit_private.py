@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import strategy_test_lib as lib
 
-from tfdist_ext.testing import _tf_private, contract_checks
+from tfdist_ext.testing.conformance import _tf_private, tensorflow_checks
 
-USED = re.findall(r'contract_test\(\s*"(\w+)"', Path(contract_checks.__file__).read_text())
+USED = re.findall(r'contract_test\(\s*"(\w+)"', Path(tensorflow_checks.__file__).read_text())
 
 
 @pytest.mark.parametrize("name", [*(f"_test_{name}" for name in USED), "_test_input_fn_iterable"])

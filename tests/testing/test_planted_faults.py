@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.testing import StrategyConformance
-from tfdist_ext.testing.outcomes import markdown, outcomes
+from tfdist_ext.testing.conformance.suite import markdown_table, run_checks
 
 
 class FirstValue(StrategyTemplate):
@@ -156,7 +156,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         def strategy(self) -> tf.distribute.Strategy:
             return strategy(3)
 
-    return {o.check: o.reason for o in outcomes(Planted, checks) if o.failed}
+    return {o.check: o.reason for o in run_checks(Planted, checks) if o.failed}
 
 
 @pytest.mark.parametrize(
@@ -165,63 +165,76 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (
             FirstValue,
             ["all_reduce", "reduce", "reduce_to", "batch_reduce_to", "assignments_in_replicas"],
-            "the sum, eager: [6.0, 6.0, 6.0] is right; [1.0, 1.0, 1.0] arrived.",
+            "the sum, eager: must be [6.0, 6.0, 6.0], got [1.0, 1.0, 1.0].",
         ),
         (
             OneUpdated,
             ["assignments_in_replicas", "update", "update_in_replicas"],
-            "update, read in replicas: [23.0, 23.0, 23.0] is right; [23.0, 1.0, 1.0] arrived.",
+            "update, read in replicas: must be [23.0, 23.0, 23.0], got [23.0, 1.0, 1.0].",
         ),
         (
             FirstOfManyAxes,
             ["all_reduce", "reduce", "reduce_to"],
-            "reduce SUM of rank_3: [[[6.0, 6.0, 6.0]], [[6.0, 6.0, 6.0]]] is right; [[[1.0, 1.0,",
+            "reduce SUM of rank_3: must be [[[6.0, 6.0, 6.0]], [[6.0, 6.0, 6.0]]], got [[[1.0",
         ),
         (
             FirstOfFloat64,
             ["all_reduce", "reduce", "reduce_to"],
-            "reduce SUM of float64: 6.0000000000027285 is right; 1.0000000000009095 arrived.",
+            "reduce SUM of float64: must be 6.0000000000027285, got 1.0000000000009095.",
         ),
         (
             Int64ThroughFloat32,
             ["all_reduce", "reduce", "reduce_to"],
-            "reduce SUM of int64: 50331654 is right; 50331652 arrived.",
+            "reduce SUM of int64: must be 50331654, got 50331652.",
         ),
         (
             Float64ThroughFloat32,
             ["all_reduce", "reduce", "reduce_to"],
-            "reduce SUM of float64: 6.0000000000027285 is right; 6.0 arrived.",
+            "reduce SUM of float64: must be 6.0000000000027285, got 6.0.",
         ),
         (
             CountedTwice,
             ["assignments_in_replicas", "assignments_outside_of_replicas", "update"],
-            "an int64 counter, 1 added in replicas, eager, read in replicas: [6, 6, 6] is right;"
-            " [7, 7, 7] arrived.",
+            "an int64 counter, 1 added in replicas, eager, read in replicas: must be [6, 6, 6],"
+            " got [7, 7, 7].",
         ),
         (
             CountedOnTheFirst,
             ["assignments_in_replicas", "assignments_outside_of_replicas", "update"],
-            "update of an int64 counter, read in replicas: [8, 8, 8] is right; [8, 5, 5] arrived.",
+            "update of an int64 counter, read in replicas: must be [8, 8, 8], got [8, 5, 5].",
         ),
         (
             LargeOnesMissed,
             ["variables_begin_equal", "update"],
-            "update, 1 MiB, read in replicas: how far off: [0.0, 0.0, 0.0] is right; [0.0, 6.0, 7.",
+            "update, 1 MiB, read in replicas: largest difference: must be [0.0, 0.0, 0.0], got"
+            " [0.0, 6.0, 7.",
         ),
-        (LargeSumsMissed, ["update"], "update, 1 MiB, read in replicas: how far off: [0.0, 0.0, 0"),
+        (
+            LargeSumsMissed,
+            ["update"],
+            "update, 1 MiB, read in replicas: largest difference: must be [0.0, 0.0, 0",
+        ),
         (
             WholeDataset,
             ["distribute_dataset", "distributed_dataset_in_a_function", "keras_metrics"],
-            "the sum of all rows: 66.0 is right; 198.0 arrived.",
+            "the sum of all rows: must be 66.0, got 198.0.",
         ),
-        (ScopeOfNone, ["scope"], "what scope() gives: <"),
+        (ScopeOfNone, ["scope"], "what scope() gives: must be <"),
         (
             NotSaved,
             ["checkpoint", "checkpoint_before_the_variables", "checkpoint_elsewhere"],
-            "what the checkpoint holds: {'matrix': [[1.0, 2.0], [3.0, 4.0]], 'total': 6.0",
+            "what the checkpoint holds: must be {'matrix': [[1.0, 2.0], [3.0, 4.0]], 'total': 6.0",
         ),
-        (DrawnAnew, ["variables_begin_equal"], "a random initial value, read in replicas: [["),
-        (FirstValue, ["trains_dense_with_sgd"], "even batches, accuracy of fit: off by"),
+        (
+            DrawnAnew,
+            ["variables_begin_equal"],
+            "a random initial value, read in replicas: must be [[",
+        ),
+        (
+            FirstValue,
+            ["trains_dense_with_sgd"],
+            "even batches, accuracy of fit: difference must be at most 1e-06, got",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -243,14 +256,16 @@ def test_known_faults_are_expected_to_fail() -> None:
     (mark,) = PassesAndFails.test_reduce.pytestmark
     assert (mark.name, mark.kwargs) == ("xfail", {"strict": True, "reason": "a row of a page"})
     assert not hasattr(StrategyConformance.test_reduce, "pytestmark")
-    found = list(outcomes(PassesAndFails, ["test_scope", "test_reduce", "test_run", "test_gather"]))
+    found = list(
+        run_checks(PassesAndFails, ["test_scope", "test_reduce", "test_run", "test_gather"])
+    )
     assert [(o.verdict, o.reason) for o in found] == [
         ("**failed**", "passes, though known_faults says: it is none"),
         ("known fault", "a row of a page"),
         ("passed", ""),
         ("passed", ""),
     ]
-    assert markdown({"first": found}) == (
+    assert markdown_table({"first": found}) == (
         "| check | first |\n|---|---|\n| scope | **failed** |\n| reduce | known fault |\n"
         "| run | passed |\n| gather | passed |\n\n- first: reduce: a row of a page\n"
     )
@@ -271,7 +286,7 @@ def test_a_fault_of_a_check_that_there_is_not() -> None:
 
 @pytest.mark.parametrize("faults", ["test_gather", ["test_gather"], None])
 def test_known_faults_that_are_no_dict(faults: Any) -> None:
-    message = r"Wrong\.known_faults must be a dict of checks and reasons; it is .*Write \{\"test_s"
+    message = r"Wrong\.known_faults must be a dict of checks and reasons, got .*write \{\"test_s"
     with pytest.raises(tfd.StrategyError, match=message):
         type("Wrong", (StrategyConformance,), {"known_faults": faults})
 
@@ -281,7 +296,9 @@ def test_a_check_that_is_left_out_and_is_not_there() -> None:
     with pytest.raises(tfd.StrategyError, match=message):
         type("Wrong", (StrategyConformance,), {"test_gahter": None})
     less = type("Less", (), {"test_of_all": None, "test_scope": None})
-    with pytest.raises(tfd.StrategyError, match=r"no check test_of_all; .*test_run, test_errors"):
+    with pytest.raises(
+        tfd.StrategyError, match=r"no check test_of_all; .*test_run, test_step_errors"
+    ):
         type("Wrong", (less, StrategyConformance), {})
     own = type("Own", (StrategyConformance,), {"test_gahter": lambda self: None})
     type("Right", (own,), {"test_gahter": None})

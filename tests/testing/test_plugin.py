@@ -8,14 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from task_bodies import is_alive
-
-from tfdist_ext.errors import StrategyError
-from tfdist_ext.testing import plugin
-from tfdist_ext.testing.matrix import case_of
 
 PROJECT = '''
 import os
@@ -38,133 +33,128 @@ def slow_end():
     time.sleep(3)
 
 
-@pytest.mark.cluster(worker=2)
+@pytest.mark.tfdist_cluster(worker=2)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_sum(cluster, offset, prepared):
+def test_sum(tfdist_cluster, offset, prepared):
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    mine = tf.constant(float(cluster.task.index) + offset)
+    mine = tf.constant(float(tfdist_cluster.task.index) + offset)
     add = lambda: tf.distribute.get_replica_context().all_reduce("SUM", mine)
     assert float(strategy.run(add)) == 1.0 + 2 * offset
 
 
-@pytest.mark.cluster(worker=2)
-def test_one_fails(cluster):
-    print("hello from", cluster.task.index)
+@pytest.mark.tfdist_cluster(worker=2)
+def test_one_fails(tfdist_cluster):
+    print("hello from", tfdist_cluster.task.index)
     wanted = [1, 2]
-    assert cluster.task.index == 0 or wanted == [1, 3]
+    assert tfdist_cluster.task.index == 0 or wanted == [1, 3]
     time.sleep(100)
 
 
-@pytest.mark.cluster(worker=2, timeout=12)
-def test_hangs(cluster):
+@pytest.mark.tfdist_cluster(worker=2, timeout=12)
+def test_hangs(tfdist_cluster):
     time.sleep(100)
 
 
-@pytest.mark.cluster(worker=2)
-def test_skipped(cluster):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_skipped(tfdist_cluster):
     pytest.skip("not here")
 
 
 @pytest.mark.xfail(strict=True)
-@pytest.mark.cluster(worker=2)
-def test_fails_as_expected(cluster):
-    assert cluster.task.index == 5
+@pytest.mark.tfdist_cluster(worker=2)
+def test_fails_as_expected(tfdist_cluster):
+    assert tfdist_cluster.task.index == 5
 
 
-@pytest.mark.cluster(worker=2)
-def test_a_fixture_is_missing(cluster, absent):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_a_fixture_is_missing(tfdist_cluster, absent):
     pass
 
 
-@pytest.mark.cluster(worker=3)
-def test_killed_and_started_again(cluster):
+@pytest.mark.tfdist_cluster(worker=3)
+def test_killed_and_started_again(tfdist_cluster):
     """The first task ends the others, and starts one again, which then has its second attempt."""
     folder = os.environ["SHARED_FOLDER"]
-    here = os.path.join(folder, f"{cluster.task.index}-{cluster.attempt}")
+    here = os.path.join(folder, f"{tfdist_cluster.task.index}-{tfdist_cluster.attempt}")
     open(here, "w").close()
-    if cluster.task.index == 0:
+    if tfdist_cluster.task.index == 0:
         while not os.path.exists(os.path.join(folder, "2-0")):
             time.sleep(0.01)
-        cluster.kill("worker", 1)
-        cluster.restart("worker", 2)
+        tfdist_cluster.kill("worker", 1)
+        tfdist_cluster.restart("worker", 2)
         while not os.path.exists(os.path.join(folder, "2-1")):
             time.sleep(0.01)
         assert {"2-0", "2-1"} <= {*os.listdir(folder)}
         with pytest.raises(Exception, match="there is no task worker:7"):
-            cluster.kill("worker", 7)
-    elif not cluster.attempt:
+            tfdist_cluster.kill("worker", 7)
+    elif not tfdist_cluster.attempt:
         time.sleep(100)
 
 
-@pytest.mark.cluster(worker=1, ps=1)
-def test_with_servers(cluster):
+@pytest.mark.tfdist_cluster(worker=1, ps=1)
+def test_with_servers(tfdist_cluster):
     import tfdist_ext as tfd
 
-    assert set(cluster.config.jobs) == {"chief", "worker", "ps"}
+    assert set(tfdist_cluster.config.jobs) == {"chief", "worker", "ps"}
     tfd.run(lambda: tfd.create_strategy())
 
 
 @pytest.mark.slow
-@pytest.mark.cluster(worker=2)
-def test_options_of_the_command_line(cluster, request):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_options_of_the_command_line(tfdist_cluster, request):
     assert request.config.getoption("--width") == 5
-    print("seen by", cluster.task)
+    print("seen by", tfdist_cluster.task)
 
 
-@pytest.mark.cluster(worker=2)
-def test_failed_before_it_was_killed(cluster, slow_end):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_failed_before_it_was_killed(tfdist_cluster, slow_end):
     sign = os.path.join(os.environ["SHARED_FOLDER"], "failing")
-    if cluster.task.index == 1:
+    if tfdist_cluster.task.index == 1:
         open(sign, "w").close()
         assert slow_end == "never"
     while not os.path.exists(sign):
         time.sleep(0.01)
     time.sleep(1)
-    cluster.kill("worker", 1)
+    tfdist_cluster.kill("worker", 1)
 
 
-@pytest.mark.cluster(worker=2)
-def test_of_its_own_end(cluster):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_of_its_own_end(tfdist_cluster):
     with pytest.raises(Exception, match="cannot kill itself"):
-        cluster.kill(cluster.task.type, cluster.task.index)
+        tfdist_cluster.kill(tfdist_cluster.task.type, tfdist_cluster.task.index)
 
 
-@pytest.mark.cluster(worker=2)
-def test_leaves_processes(cluster):
+@pytest.mark.tfdist_cluster(worker=2)
+def test_leaves_processes(tfdist_cluster):
     for apart in (False, True):
         CHILDREN.append(subprocess.Popen(["sleep", "600"], start_new_session=apart))
         file = f"{CHILDREN[-1].pid}.child"
         open(os.path.join(os.environ["SHARED_FOLDER"], file), "w").close()
 
 
-@pytest.mark.cluster(worker=2)
-def test_one_leaves(cluster):
-    if cluster.task.index == 1:
+@pytest.mark.tfdist_cluster(worker=2)
+def test_one_leaves(tfdist_cluster):
+    if tfdist_cluster.task.index == 1:
         pytest.exit("enough", returncode=0)
 
 
-@pytest.mark.cluster(worker=2, timeout=None)
-def test_a_wrong_limit():
-    pass
-
-
-@pytest.mark.logical_cpus(3)
+@pytest.mark.tfdist_logical_cpus(3)
 def test_three():
     import tensorflow as tf
 
     assert len(tf.config.list_logical_devices("CPU")) == 3
 
 
-@pytest.mark.logical_cpus(2)
+@pytest.mark.tfdist_logical_cpus(2)
 def test_two_in_a_process_of_its_own(prepared):
     import tensorflow as tf
 
     assert len(tf.config.list_logical_devices("CPU")) == 2
 
 
-def test_strategy(strategy):
+def check_sum(strategy):
     import tensorflow as tf
 
     with strategy.scope():
@@ -173,13 +163,20 @@ def test_strategy(strategy):
     assert float(total) == 2.0 * strategy.num_replicas_in_sync
 
 
-@pytest.mark.cluster(2)
-def test_a_wrong_mark():
-    pass
+def test_strategy(tfdist_strategy):
+    check_sum(tfdist_strategy)
 
 
-def test_cluster_without_a_mark(cluster):
-    pass
+@pytest.mark.parametrize("tfdist_strategy", ["mirrored_4"], indirect=True)
+def test_a_strategy_of_its_own(tfdist_strategy):
+    assert tfdist_strategy.num_replicas_in_sync == 4
+    check_sum(tfdist_strategy)
+
+
+@pytest.mark.tfdist_cluster(worker=3)
+@pytest.mark.parametrize("tfdist_strategy", ["multi_worker_2"], indirect=True)
+def test_a_strategy_of_another_cluster(tfdist_strategy):
+    check_sum(tfdist_strategy)
 '''
 
 CONFTEST = """
@@ -201,14 +198,13 @@ OUTCOMES = {
     "test_of_its_own_end": "PASSED",
     "test_leaves_processes": "PASSED",
     "test_one_leaves": "FAILED",
-    "test_a_wrong_limit": "FAILED",
     "test_three": "PASSED",
     "test_two_in_a_process_of_its_own": "PASSED",
     "test_strategy[mirrored_2]": "PASSED",
     "test_strategy[placed_3]": "PASSED",
-    "test_strategy[mwms_2]": "PASSED",
-    "test_a_wrong_mark": "FAILED",
-    "test_cluster_without_a_mark": "ERROR",
+    "test_strategy[multi_worker_2]": "PASSED",
+    "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
+    "test_a_strategy_of_another_cluster[multi_worker_2]": "ERROR",
 }
 
 
@@ -227,7 +223,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
     (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
     command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5"]
-    command += ["--tfdist-strategies=mirrored_2,placed_3,mwms_2", "-n", "2"]
+    command += ["--tfdist-strategies=mirrored_2,placed_3,multi_worker_2", "-n", "2"]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -256,7 +252,7 @@ def test_outcomes(run: str) -> None:
 
 def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     text = section(run, "test_one_fails")
-    assert re.search(r"^worker:1: cluster = ", text, re.M)
+    assert re.search(r"^worker:1: tfdist_cluster = ", text, re.M)
     assert "At index 1 diff: 2 != 3" in text
     assert "---- output of worker:0\nhello from 0\n" in text
 
@@ -283,19 +279,13 @@ def test_no_process_is_left_of_what_passes(run: str, shared: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_mark_and_a_strategy_that_disagree_are_an_error() -> None:
-    class Item:
-        callspec = SimpleNamespace(params={"strategy": case_of("mwms_2")})
-        get_closest_marker = {"cluster": pytest.mark.cluster(worker=3).mark}.get
-
-    with pytest.raises(StrategyError, match="its strategy is mwms_2, which has 2 workers"):
-        plugin._own_processes(Item())
-
-
 def test_mistakes_are_named(run: str) -> None:
-    assert "worker:1: cluster = " in section(run, "test_failed_before_it_was_killed")
+    assert "worker:1: tfdist_cluster = " in section(run, "test_failed_before_it_was_killed")
     assert "worker:1 ended before the test did" in section(run, "test_one_leaves")
-    assert "seconds above 0; None arrived" in section(run, "test_a_wrong_limit")
     assert "fixture 'absent' not found" in section(run, "test_a_fixture_is_missing")
-    assert "@pytest.mark.cluster(worker=2, ps=1)" in section(run, "test_a_wrong_mark")
-    assert "is for tests marked with @pytest.mark.cluster" in run
+    text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")
+    assert "Traceback" not in text
+    assert text.endswith(
+        "the mark and the strategy of a test must agree on the number of workers, got {'worker': 3}"
+        " and multi_worker_2, which has 2 workers: remove one of them.\n"
+    )

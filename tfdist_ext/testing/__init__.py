@@ -1,12 +1,12 @@
-"""Testing code that runs on strategies and clusters, with pytest or without.
+"""Tests of distributed code, with pytest or without.
 
 - Logical CPUs, and the matrix of strategies: `logical_cpus`, `strategy_matrix`.
 - Real processes: `run_tasks(fn, {"worker": 2})`.
-- What tests ask: `assert_same_on_all_replicas`, `assert_trains_like_one_device`.
-- A strategy of one's own: `StrategyConformance`.
+- Assertions: `assert_same_on_all_replicas`, `assert_trains_like_one_device`.
+- The contract of your own strategy: `StrategyConformance`.
 
-The pytest plugin that comes with the package has markers and fixtures of the first two
-(docs/testing.md). Names are looked up when they are first used.
+Here belongs what users' tests import, and the pytest plugin (docs/testing.md). Modules are imported
+when one of their names is first used, because pytest imports this one in every session.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist_ext.testing.asserting import (
+    from tfdist_ext.testing.assertions import (
         assert_same_on_all_replicas,
         assert_trains_like_one_device,
     )
-    from tfdist_ext.testing.conformance import StrategyConformance
-    from tfdist_ext.testing.devices import logical_cpus
-    from tfdist_ext.testing.matrix import strategy_matrix
+    from tfdist_ext.testing.conformance.suite import StrategyConformance
+    from tfdist_ext.testing.matrix import logical_cpus, strategy_matrix
     from tfdist_ext.testing.tasks import TaskError, run_tasks
 
 _HOME = {
-    "StrategyConformance": "tfdist_ext.testing.conformance",
+    "StrategyConformance": "tfdist_ext.testing.conformance.suite",
     "TaskError": "tfdist_ext.testing.tasks",
-    "assert_same_on_all_replicas": "tfdist_ext.testing.asserting",
-    "assert_trains_like_one_device": "tfdist_ext.testing.asserting",
-    "logical_cpus": "tfdist_ext.testing.devices",
+    "assert_same_on_all_replicas": "tfdist_ext.testing.assertions",
+    "assert_trains_like_one_device": "tfdist_ext.testing.assertions",
+    "logical_cpus": "tfdist_ext.testing.matrix",
     "run_tasks": "tfdist_ext.testing.tasks",
     "strategy_matrix": "tfdist_ext.testing.matrix",
 }

@@ -1,27 +1,30 @@
-"""The strategies that tests are run on, by name: mirrored_2, central_3, mwms_2."""
+"""The strategies that tests run on, by name: mirrored_2, central_storage_3, multi_worker_2."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tfdist_ext.errors import StrategyError
 
-__all__ = ["DEFAULT", "Case", "case_of", "strategy_matrix"]
+__all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
 
-DEFAULT = ("one_device", "mirrored_2", "central_3", "mwms_2")
+DEFAULT = ("one_device", "mirrored_2", "central_storage_3", "multi_worker_2")
 
-# Kind -> name for create_strategy.
+# Kind -> name for create_strategy; None for the template, which is not in its registry.
 _KINDS = {
     "one_device": "one_device",
     "mirrored": "mirrored",
-    "central": "central_storage",
-    "template": "template",
+    "central_storage": "central_storage",
+    "template": None,
     "placed": "placed",
-    "mwms": "multi_worker_mirrored",
+    "multi_worker": "multi_worker_mirrored",
 }
+# Names of earlier versions.
+_DEPRECATED = {"central": "central_storage", "mwms": "multi_worker"}
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,25 @@ class Case:
 
     @property
     def workers(self) -> int:
-        """Processes that it needs, 0 where it runs in any process."""
-        return self.replicas if self.kind == "mwms" else 0
+        """Processes of its cluster, 0 where it runs in any process."""
+        return self.replicas if self.kind == "multi_worker" else 0
 
     @property
     def logical_cpus(self) -> int:
-        """CPUs that it needs in its process."""
-        return 1 if self.kind in ("mwms", "one_device") else self.replicas
+        """Logical CPUs that it needs in each process."""
+        return 1 if self.workers else self.replicas
 
     def make(self) -> Any:
-        """The strategy, in a process that has what it needs."""
+        """The strategy; this process must have the devices and the TF_CONFIG that it needs."""
         from tfdist_ext.strategies import StrategyTemplate, create_strategy
 
-        if self.kind == "mwms":
-            return create_strategy("multi_worker_mirrored")
-        if self.kind == "one_device":
-            return create_strategy("one_device")
         devices = [f"CPU:{number}" for number in range(self.replicas)]
-        if self.kind == "template":
+        name = _KINDS[self.kind]
+        if name is None:
             return StrategyTemplate(devices)
-        return create_strategy(_KINDS[self.kind], devices=devices)
+        if self.workers or self.kind == "one_device":
+            return create_strategy(name)
+        return create_strategy(name, devices=devices)
 
 
 def case_of(name: str) -> Case:
@@ -70,14 +72,37 @@ def case_of(name: str) -> Case:
     """
     match = re.fullmatch(r"([a-z_]+?)(?:_([1-9][0-9]*))?", name.strip())
     kind, count = match.groups() if match else ("", None)
+    if kind in _DEPRECATED:
+        new = f"{_DEPRECATED[kind]}_{count}"
+        warnings.warn(f"{name!r} is now {new!r}", DeprecationWarning, stacklevel=3)
+        return case_of(new)
     if kind not in _KINDS or (count is None) != (kind == "one_device"):
+        kinds = ", ".join(kind if kind == "one_device" else f"{kind}_2" for kind in _KINDS)
         raise StrategyError(
-            f"there is no strategy {name!r} for tests; they are one_device, and with the number of"
-            f" replicas {', '.join(f'{kind}_2' for kind in _KINDS if kind != 'one_device')}."
+            f"a strategy for tests must be one of {kinds} (with any number of replicas), got"
+            f" {name!r}."
         )
     return Case(name.strip(), kind, int(count or 1))
 
 
 def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
-    """Name -> what makes the strategy, for those that are named, or those of the fixture."""
+    """Name -> function that makes the strategy; without names, the default ones.
+
+    Args:
+        names: such as "mirrored_2"; the defaults are those of the fixture `tfdist_strategy`.
+
+    Raises:
+        StrategyError: there is no strategy of that name.
+    """
     return {name: case_of(name).make for name in names or DEFAULT}
+
+
+def logical_cpus(count: int) -> None:
+    """Make TensorFlow see this many CPUs in this process; before its first operation.
+
+    Raises:
+        StrategyError: TensorFlow has started with another number.
+    """
+    from tfdist_ext.strategies.devices import make_logical_cpus
+
+    make_logical_cpus(count)

@@ -1,152 +1,166 @@
-"""The pytest plugin, which `pip install tfdist_ext` registers: markers, fixtures, one option.
+"""The pytest plugin that `pip install tfdist_ext` registers: two marks, two fixtures, one option.
 
-What must run in processes of its own runs there as a pytest of its own, on that one test: with its
-fixtures, its conftest files and its rewritten assertions. Reports come back.
+pytest imports this module in every session on the machine, so it imports nothing but pytest: what
+a mark or a fixture needs is imported when a test uses it. All names begin with `tfdist`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tfdist_ext.errors import StrategyError
-from tfdist_ext.testing.cluster_fixture import Cluster
-from tfdist_ext.testing.matrix import DEFAULT, Case, case_of
-from tfdist_ext.testing.own_processes import OwnProcesses, failed, in_own_processes
-from tfdist_ext.testing.tasks import in_task
+if TYPE_CHECKING:
+    from tfdist_ext.testing.isolated_run import Cluster, IsolatedRun
 
 __all__: list[str] = []
+
+_MARKS = (
+    "tfdist_logical_cpus(n): TensorFlow sees n CPUs; the test gets a process of its own where"
+    " TensorFlow has started with another number",
+    "tfdist_cluster(worker=2, ps=0, chief=None, evaluator=0, timeout=60): the test runs once in"
+    " each task of a cluster of processes on this machine",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("tfdist_ext").addoption(
         "--tfdist-strategies",
-        default=",".join(DEFAULT),
-        help="strategies that the fixture `strategy` goes through, as mirrored_2,central_3,mwms_2",
+        metavar="NAMES",
+        help="strategies for the fixture `tfdist_strategy`, separated by commas, such as"
+        " mirrored_2,central_storage_3,multi_worker_2",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in (
-        "logical_cpus(n): the test sees n CPUs; in a process of its own where TensorFlow has"
-        " started with another number",
-        "cluster(worker=2, ps=0, chief=None, timeout=60): the test runs once in each task of a"
-        " cluster of processes on this machine",
-    ):
+    for line in _MARKS:
         config.addinivalue_line("markers", line)
-    names = config.getoption("--tfdist-strategies").split(",")
-    config.pluginmanager.register(_StrategyFixture.of([case_of(name) for name in names]))
+    if config.getoption("--tfdist-strategies") is not None:
+        _strategy_names(config)  # a name that is wrong ends the session before it begins
 
 
-class _StrategyFixture:
-    """Made when the option is known, which says how often a test with the fixture runs."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Check the marks of a test, and parametrize the fixture `tfdist_strategy`."""
+    if _is_marked(metafunc.definition):
+        from tfdist_ext.testing.isolated_run import mark_error
 
-    @staticmethod
-    def of(cases: list[Case]) -> Any:
-        class Fixture:
-            @pytest.fixture(params=cases, ids=[case.name for case in cases])
-            def strategy(self, request: pytest.FixtureRequest) -> Any:
-                """A strategy of the matrix; the test's id says which."""
-                return request.param.make()
-
-        return Fixture()
+        if error := mark_error(metafunc.definition):
+            pytest.fail(f"In {metafunc.definition.name}: {error}", pytrace=False)
+    if "tfdist_strategy" in metafunc.fixturenames and not _is_parametrized(metafunc.definition):
+        names = _strategy_names(metafunc.config)
+        metafunc.parametrize("tfdist_strategy", names, indirect=True)
 
 
 @pytest.fixture
-def cluster() -> Cluster:
-    """The cluster of a test marked with `cluster`, as the task sees it that runs the test."""
-    supervisor = in_task.supervisor()
-    if supervisor is None or "TF_CONFIG" not in os.environ:
-        pytest.fail("the fixture `cluster` is for tests marked with @pytest.mark.cluster(worker=2)")
-    return Cluster(supervisor)
+def tfdist_strategy(request: pytest.FixtureRequest) -> Any:
+    """Each strategy of the matrix in turn; the id of the test says which."""
+    from tfdist_ext.errors import StrategyError
+    from tfdist_ext.testing.matrix import case_of
+
+    if not hasattr(request, "param"):
+        pytest.fail(
+            "the fixture `tfdist_strategy` must be an argument of the test or of one of its"
+            " fixtures; request.getfixturevalue cannot run the test once for each strategy.",
+            pytrace=False,
+        )
+    try:
+        case = case_of(request.param)
+    except StrategyError as error:
+        pytest.fail(str(error), pytrace=False)
+    return case.make()
+
+
+@pytest.fixture
+def tfdist_cluster() -> Cluster:
+    """The cluster of a test marked with `tfdist_cluster`, seen from the task that runs the test."""
+    from tfdist_ext.testing.isolated_run import running_cluster
+
+    cluster = running_cluster()
+    if cluster is None:
+        pytest.fail(
+            "the fixture `tfdist_cluster` needs a cluster: mark the test with"
+            " @pytest.mark.tfdist_cluster(worker=2).",
+            pytrace=False,
+        )
+    return cluster
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test in processes of its own where it has to; else pytest goes on."""
-    if in_task.supervisor() is not None or item.config.getoption("setuponly"):
+    """Run a test in processes of its own where it needs them; leave the others to pytest."""
+    if not _is_marked(item) and _strategy_of(item) is None:
         return None
+    if _is_task() or item.config.getoption("setuponly"):
+        return None
+    from tfdist_ext.errors import TfDistError
+    from tfdist_ext.testing import isolated_run
+
+    reports: Callable[[], list[pytest.TestReport]]
     try:
-        own = _own_processes(item)
-        if own is None:
+        run: IsolatedRun | None = isolated_run.needed_by(item, _strategy_of(item))
+        if run is None:
             return None
-        run = functools.partial(in_own_processes, item, own)
-    except StrategyError as error:
-        run = functools.partial(failed, item, str(error))
+        reports = functools.partial(isolated_run.run_isolated, item, run)
+    except TfDistError as error:
+        reports = functools.partial(isolated_run.setup_error, item, str(error))
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in run():
+    for report in reports():
         item.ihook.pytest_runtest_logreport(report=report)
-    _end_what_is_not_needed(item, nextitem)
+    _teardown_fixtures(item, nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _end_what_is_not_needed(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the fixtures that the test before left for this one, as of its module.
+def _teardown_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tear down the fixtures that `nextitem` does not share, such as those of the last module.
 
     pytest does so at the end of each test, and stops at the next one if it was not done. It has no
-    public name: its hook for it is for tests that were set up here.
+    public name for it: its hook is for tests that were set up in this process.
     """
-    end = functools.partial(item.session._setupstate.teardown_exact, nextitem)
-    call = pytest.CallInfo.from_call(end, when="teardown")
+    teardown = functools.partial(item.session._setupstate.teardown_exact, nextitem)
+    call = pytest.CallInfo.from_call(teardown, when="teardown")
     if call.excinfo is not None:
         report = item.ihook.pytest_runtest_makereport(item=item, call=call)
         item.ihook.pytest_runtest_logreport(report=report)
 
 
-def _own_processes(item: pytest.Item) -> OwnProcesses | None:
-    """The processes that a test needs, None where this one will do."""
-    case = _case(item)
-    cpus = _number_of_cpus(item, case)
-    marker = item.get_closest_marker("cluster")
-    if marker is not None:
-        wanted = {"timeout": 60.0, **marker.kwargs}
-        timeout = wanted.pop("timeout")
-        if marker.args or not wanted:
-            raise StrategyError(
-                f"write the mark as @pytest.mark.cluster(worker=2, ps=1); {marker.args!r} arrived."
-            )
-        if case is not None and case.workers not in (0, wanted.get("worker")):
-            raise StrategyError(
-                f"the test's mark asks for {wanted}, and its strategy is {case.name}, which has"
-                f" {case.workers} workers. Leave one of them out."
-            )
-        return OwnProcesses(wanted, cpus or 1, timeout)
-    if case is not None and case.workers:
-        return OwnProcesses({"worker": case.workers}, cpus or 1)
-    if cpus and not _can_have_cpus(cpus):
-        return OwnProcesses(None, cpus)
-    return None
+def _is_marked(item: pytest.Item) -> bool:
+    marks = ("tfdist_cluster", "tfdist_logical_cpus")
+    return any(item.get_closest_marker(name) is not None for name in marks)
 
 
-def _case(item: pytest.Item) -> Case | None:
-    """The strategy that the fixture of this plugin will give the test."""
-    given = getattr(item, "callspec", None)
-    case = None if given is None else given.params.get("strategy")
-    return case if isinstance(case, Case) else None
+def _is_parametrized(item: pytest.Item) -> bool:
+    """Whether a `parametrize` mark of the test gives the strategies itself."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+        names = names.split(",") if isinstance(names, str) else names
+        if "tfdist_strategy" in [name.strip() for name in names]:
+            return True
+    return False
 
 
-def _number_of_cpus(item: pytest.Item, case: Case | None) -> int | None:
-    marker = item.get_closest_marker("logical_cpus")
-    wanted = case.logical_cpus if case is not None and case.logical_cpus > 1 else None
-    if marker is None:
-        return wanted
-    if len(marker.args) != 1 or marker.kwargs or type(marker.args[0]) is not int:
-        raise StrategyError(
-            f"write the mark as @pytest.mark.logical_cpus(4); {marker.args!r} arrived."
-        )
-    return max(marker.args[0], wanted or 1)
+def _strategy_of(item: pytest.Item) -> str | None:
+    """The name of the strategy that the fixture `tfdist_strategy` gives the test."""
+    call = getattr(item, "callspec", None)
+    name = None if call is None else call.params.get("tfdist_strategy")
+    return name if isinstance(name, str) else None
 
 
-def _can_have_cpus(count: int) -> bool:
-    """Have TensorFlow see this many CPUs in this process, unless it has started with others."""
-    from tfdist_ext.testing.devices import logical_cpus
+def _strategy_names(config: pytest.Config) -> list[str]:
+    from tfdist_ext.errors import StrategyError
+    from tfdist_ext.testing.matrix import DEFAULT, case_of
 
+    given = config.getoption("--tfdist-strategies")
     try:
-        logical_cpus(count)
-    except StrategyError:
-        return False
-    return True
+        return [case_of(name).name for name in (DEFAULT if given is None else given.split(","))]
+    except StrategyError as error:
+        raise pytest.UsageError(f"--tfdist-strategies: {error}") from None
+
+
+def _is_task() -> bool:
+    """Whether this process is a task. The module that makes it one is imported there already."""
+    in_task = sys.modules.get("tfdist_ext.testing.tasks.in_task")
+    return in_task is not None and in_task.supervisor() is not None

@@ -1,107 +1,11 @@
-"""run_tasks: a function in each task of a real cluster on this machine."""
+"""Functions in processes of their own: the tasks of a cluster on this machine.
 
-from __future__ import annotations
+Here belongs what starts, watches and ends such processes, and what they run first. It does not use
+pytest, and imports TensorFlow only in the processes.
+"""
 
-import functools
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from tfdist_ext.testing.tasks.runner import check_timeout, run_tasks, supervise, task_counts
+from tfdist_ext.testing.tasks.supervision import Results
+from tfdist_ext.testing.tasks.task_error import TaskError
 
-from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local, reserve_ports
-from tfdist_ext.testing.tasks.failure import TaskError
-from tfdist_ext.testing.tasks.supervision import Results, Supervision
-
-__all__ = ["Results", "TaskError", "run_tasks", "supervise"]
-
-_TYPES = ("chief", "worker", "ps", "evaluator")
-
-
-def run_tasks(
-    fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int,
-    timeout: float = 60.0,
-    *,
-    args: tuple[Any, ...] = (),
-    env: Mapping[str, str] | None = None,
-) -> Results:
-    """Run `fn(*args)` once in each task of a cluster of processes on this machine.
-
-    Each task has TF_CONFIG of its own, and a TensorFlow that is imported and has not started. Where
-    there are parameter servers, the coordinator's success is that of all: what does not end within
-    seconds after it is ended.
-
-    Args:
-        fn: a function at the top level of a module.
-        cluster: numbers of tasks, {"worker": 2, "ps": 1}; or that of workers. With ps there is a
-            chief, too: the coordinator.
-        timeout: seconds for all. Then each task's stacks are written to its output, and all end.
-        env: what the tasks' environment starts from; None: this process's.
-
-    Returns:
-        What `fn` returned in each task, by name: {"worker:0": ..., "worker:1": ...}.
-
-    Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
-        TaskError: a task raised (its traceback is in the message), was killed, or hung.
-    """
-    return supervise(fn, cluster, timeout, args=args, env=env)
-
-
-def supervise(
-    fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int | None,
-    timeout: float,
-    *,
-    args: tuple[Any, ...] = (),
-    env: Mapping[str, str] | None = None,
-    told: Callable[[str, str, Any], None] = lambda task, kind, value: None,
-    logical_cpus: int = 1,
-) -> Results:
-    """`run_tasks` for who also wants to hear what tasks tell (`told(task, kind, value)`).
-
-    Without a cluster (None) it is one process.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise LaunchError(f"timeout is a number of seconds above 0; {timeout!r} arrived.")
-    counts = {} if cluster is None else _counts(cluster)
-    needed = addresses_needed(**counts) if counts else 0
-    env = dict(os.environ if env is None else env)
-    with reserve_ports(needed) as ports, tempfile.TemporaryDirectory() as folder:
-        if counts:
-            plan = plan_local([sys.executable], **counts, ports=ports, env=env)
-        else:
-            plan = LaunchPlan((TaskPlan("process", (sys.executable,)),))
-        call = functools.partial(_call, logical_cpus, fn)
-        return Supervision(plan, call, args, env, Path(folder), timeout, told).run()
-
-
-def _call(logical_cpus: int, fn: Callable[..., Any], *args: Any) -> Any:
-    if logical_cpus > 1:
-        from tfdist_ext.testing.devices import logical_cpus as make
-
-        make(logical_cpus)
-    return fn(*args)
-
-
-def _counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
-    given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
-    if unknown := [name for name in given if name not in _TYPES]:
-        raise LaunchError(
-            f"a cluster has tasks of the types {', '.join(_TYPES)}; {unknown[0]!r} arrived."
-        )
-    for name, count in given.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise LaunchError(f"{name} is a number of tasks; {count!r} arrived.")
-    for name in ("chief", "evaluator"):
-        if given.get(name, 0) > 1:
-            raise LaunchError(f"there is one {name} at most; {given[name]} arrived.")
-    return {
-        "workers": given.get("worker", 0),
-        "chief": bool(given["chief"]) if "chief" in given else None,
-        "ps": given.get("ps", 0),
-        "evaluator": bool(given.get("evaluator", 0)),
-    }
+__all__ = ["Results", "TaskError", "check_timeout", "run_tasks", "supervise", "task_counts"]

@@ -1,4 +1,4 @@
-"""What runs in the process of a task: the function, its result or its error, and the way out."""
+"""What runs in the process of a task: its beginning, the function and its report, its exit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,32 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-__all__ = ["SHOW_STACKS", "SaidError", "Supervisor", "enter", "leave", "run", "supervisor"]
+__all__ = [
+    "SHOW_STACKS",
+    "Supervisor",
+    "TaskFailure",
+    "begin_process",
+    "exit_process",
+    "run_and_report",
+    "supervisor",
+]
 
 SHOW_STACKS = signal.SIGUSR1
 
 _supervisor: Supervisor | None = None
 
 
-class SaidError(Exception):
-    """A failure that its text says all about: without a traceback."""
+class TaskFailure(Exception):  # noqa: N818
+    """A task failed; the message is complete, and is shown without a traceback."""
 
 
 class Supervisor:
-    """The process that has started this one, as this one sees it.
+    """The connection of a task to the process that supervises it.
 
     Attributes:
-        name: of this task.
-        attempt: how often it was started again.
-        folder: for files that are gone when all tasks have ended.
+        name: name of this task.
+        attempt: how often it was restarted.
+        folder: folder for files, deleted when all tasks have ended.
     """
 
     def __init__(self, name: str, attempt: int, folder: str, connection: Connection):
@@ -38,13 +46,13 @@ class Supervisor:
         self.folder = folder
         self._connection = connection
 
-    def tell(self, kind: str, value: Any) -> None:
+    def send(self, kind: str, value: Any) -> None:
         """Send a value that pickle can handle."""
         self._connection.send((kind, value))
 
-    def ask(self, kind: str, value: Any) -> Any:
+    def request(self, kind: str, value: Any) -> Any:
         """Send a value and wait for the answer; an exception that comes back is raised."""
-        self.tell(kind, value)
+        self.send(kind, value)
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -52,58 +60,58 @@ class Supervisor:
 
 
 def supervisor() -> Supervisor | None:
-    """The supervisor of this process, None where it is no task's."""
+    """The supervisor of this process, None if this process is no task."""
     return _supervisor
 
 
-def run(
+def run_and_report(
     name: str,
     attempt: int,
     connection: Connection,
     output: str,
     env: Mapping[str, str],
-    stay: bool,
+    wait_for_release: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run the function, tell the supervisor what came of it, and end this process.
+    """Run the function, send its result or error to the supervisor, and exit.
 
     Args:
-        output: file that standard output and error go to.
-        stay: whether to wait with the end until the supervisor says so. In a cluster of workers
-            alone the first one takes the others' connections with it.
+        output: file for standard output and error.
+        wait_for_release: whether to exit only when the supervisor says so. In a cluster without
+            parameter servers the exit of the first worker breaks the connections of the others.
     """
     global _supervisor
-    enter(output, output, env)
+    begin_process(output, output, env)
     faulthandler.register(SHOW_STACKS, file=sys.stderr, all_threads=True)
     _supervisor = Supervisor(name, attempt, os.path.dirname(output), connection)
     status = 0
     try:
-        _supervisor.tell("result", function(*args))
+        _supervisor.send("result", function(*args))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if status:
-            _supervisor.tell("error", f"SystemExit: {error.code}")
+            _supervisor.send("error", f"SystemExit: {error.code}")
         else:
-            _supervisor.tell("result", None)
-    except SaidError as error:
+            _supervisor.send("result", None)
+    except TaskFailure as error:
         status, sys.last_value = 1, error
-        _supervisor.tell("error", str(error))
+        _supervisor.send("error", str(error))
     except BaseException as error:
-        # As Python does where an exception ends a program, for who asks at exit.
+        # As Python does when an exception ends a program: exit functions may read it.
         status, sys.last_value = 1, error
         trace = error.__traceback__
         while trace is not None and "/tfdist_ext/testing/" in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
-        _supervisor.tell("error", "".join(traceback.format_exception(error.with_traceback(trace))))
-    if stay:
+        _supervisor.send("error", "".join(traceback.format_exception(error.with_traceback(trace))))
+    if wait_for_release:
         connection.poll(None)
-    leave(status)
+    exit_process(status)
 
 
-def enter(output: str, errors: str, env: Mapping[str, str]) -> None:
-    """Begin a process: a session of its own, files for what it writes, and its environment."""
-    os.setsid()  # what it starts is ended with it
+def begin_process(output: str, errors: str, env: Mapping[str, str]) -> None:
+    """Set up a process: a new session, files for its output, and its environment."""
+    os.setsid()  # its children are killed with it
     for number, path in ((1, output), (2, errors)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -114,9 +122,9 @@ def enter(output: str, errors: str, env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
-def leave(status: int) -> NoReturn:
-    """End this process, as the end of a program does it."""
+def exit_process(status: int) -> NoReturn:
+    """Exit as a program does: with its exit functions, but without waiting for threads."""
     atexit._run_exitfuncs()  # a coordinator tells its servers; multiprocessing calls none
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # TensorFlow's threads may wait for peers for ever
+    os._exit(status)  # TensorFlow's threads may wait for peers forever

@@ -18,7 +18,7 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, watchdog
 from tfdist_ext.launch.guard import Guard
 from tfdist_ext.testing.tasks import in_task, warm
-from tfdist_ext.testing.tasks.failure import failure, words_for
+from tfdist_ext.testing.tasks.task_error import describe_exit, task_error
 
 __all__ = ["Results", "Supervision"]
 
@@ -45,9 +45,9 @@ class _Task:
     output: Path
     result: Any = None
     error: str | None = None
-    done: bool = False  # it has told its result, or its error
+    reported: bool = False  # its result or its error has come
     ended: bool = False
-    killed: bool = False  # because the test asked for it
+    killed: bool = False  # at the request of another task
 
 
 class Supervision:
@@ -61,12 +61,12 @@ class Supervision:
         env: dict[str, str],
         folder: Path,
         timeout: float,
-        told: Callable[[str, str, Any], None],
+        on_message: Callable[[str, str, Any], None],
     ):
         self._plan = {task.name: task for task in plan.tasks}
         self._coordinator = plan.coordinator
         self._call, self._args, self._folder = call, args, folder
-        self._timeout, self._told = timeout, told
+        self._timeout, self._on_message = timeout, on_message
         self._tasks: dict[str, _Task] = {}
         self._began = time.monotonic()
         self._failed: list[str] = []
@@ -80,10 +80,10 @@ class Supervision:
         try:
             for name in self._plan:
                 self._start(name)
-            self._until_the_end()
-            self._raise_what_failed()
-            results = Results({t.name: t.result for t in self._tasks.values() if t.done})
-            results.outputs = {task.name: _text(task) for task in self._tasks.values()}
+            self._wait()
+            self._raise_failures()
+            results = Results({t.name: t.result for t in self._tasks.values() if t.reported})
+            results.outputs = {task.name: _output(task) for task in self._tasks.values()}
             return results
         finally:
             for task in self._tasks.values():
@@ -95,15 +95,15 @@ class Supervision:
         here, there = Pipe()
         output = self._folder / f"{name.replace(':', '-')}.log"
         env = {**self._env, **self._plan[name].env}
-        stay = self._coordinator is None
+        wait_for_release = self._coordinator is None
         process = warm.start(
-            in_task.run,
+            in_task.run_and_report,
             name,
             attempt,
             there,
             str(output),
             env,
-            stay,
+            wait_for_release,
             self._call,
             self._args,
             env=env,
@@ -112,7 +112,7 @@ class Supervision:
         there.close()
         self._tasks[name] = _Task(name, attempt, process, here, output)
 
-    def _until_the_end(self) -> None:
+    def _wait(self) -> None:
         """Listen to the tasks until all have ended, one has failed, or the time is up."""
         deadline = self._began + self._timeout
         released = False
@@ -122,7 +122,7 @@ class Supervision:
                 return
             if self._coordinator and self._tasks[self._coordinator].ended and not released:
                 released, deadline = True, min(deadline, time.monotonic() + _LINGER)
-            if not self._coordinator and not released and all(t.done for t in running):
+            if not self._coordinator and not released and all(t.reported for t in running):
                 released = True
                 for task in running:
                     with contextlib.suppress(OSError):
@@ -133,60 +133,60 @@ class Supervision:
             )
             if not ready:
                 if not (self._coordinator and released):
-                    self._hung([task for task in running if not task.done] or running)
+                    self._on_timeout([task for task in running if not task.reported] or running)
                 return
             for task in running:
-                if task.connection in ready and self._hear(task):
+                if task.connection in ready and self._receive(task):
                     continue
                 if task.connection in ready or task.process.sentinel in ready:
-                    self._ended(task)
+                    self._on_exit(task)
 
-    def _hear(self, task: _Task) -> bool:
+    def _receive(self, task: _Task) -> bool:
         """Take one message; False where none comes any more."""
         try:
             kind, value = task.connection.recv()
         except (EOFError, OSError):
             return False
         if kind == "result":
-            task.result, task.done = value, True
+            task.result, task.reported = value, True
         elif kind == "error":
-            task.error, task.done = value, True
+            task.error, task.reported = value, True
             self._failed.append(task.name)
         elif kind in ("kill", "restart"):
-            answer = self._asked(kind, value, task)
+            answer = self._handle_request(kind, value, task)
             with contextlib.suppress(OSError):  # killed meanwhile by a third one
                 task.connection.send(answer)
         else:
-            self._told(task.name, kind, value)
+            self._on_message(task.name, kind, value)
         return True
 
-    def _hear_all(self, task: _Task) -> None:
+    def _receive_all(self, task: _Task) -> None:
         """Take all messages that are there."""
-        while not task.connection.closed and task.connection.poll(0) and self._hear(task):
+        while not task.connection.closed and task.connection.poll(0) and self._receive(task):
             pass
 
-    def _asked(self, kind: str, name: str, by: _Task) -> Any:
+    def _handle_request(self, kind: str, name: str, sender: _Task) -> Any:
         if name not in self._tasks:
             return LaunchError(f"there is no task {name}; there are {', '.join(self._tasks)}.")
         task = self._tasks[name]
-        if task is by:
+        if task is sender:
             return LaunchError(f"{name} cannot {kind} itself; another task can.")
-        self._hear_all(task)  # what it told before
+        self._receive_all(task)  # what it told before
         task.killed = True
         _kill(task)
         if kind == "restart":
             self._start(name, task.attempt + 1)
         return None
 
-    def _ended(self, task: _Task) -> None:
-        self._hear_all(task)  # told just before the end
+    def _on_exit(self, task: _Task) -> None:
+        self._receive_all(task)  # told just before the end
         task.process.join(5.0)
         task.ended = True
-        if not task.done and not task.killed:
+        if not task.reported and not task.killed:
             self._failed.append(task.name)
-            task.error = f"its process ended with {words_for(task.process.exitcode)}."
+            task.error = f"its process ended with {describe_exit(task.process.exitcode)}."
 
-    def _hung(self, hung: list[_Task]) -> None:
+    def _on_timeout(self, hung: list[_Task]) -> None:
         for task in hung:
             task.process.send_signal(in_task.SHOW_STACKS)
         time.sleep(_STACKS)
@@ -194,10 +194,10 @@ class Supervision:
             self._failed.append(task.name)
             task.error = f"had not ended after {self._timeout:g} s; its stacks are in its output."
 
-    def _raise_what_failed(self) -> None:
+    def _raise_failures(self) -> None:
         if self._failed:
             errors = {name: self._tasks[name].error or "" for name in self._failed}
-            raise failure(errors, {task.name: _text(task) for task in self._tasks.values()})
+            raise task_error(errors, {task.name: _output(task) for task in self._tasks.values()})
 
 
 def _waitables(task: _Task) -> Iterator[Any]:
@@ -205,7 +205,7 @@ def _waitables(task: _Task) -> Iterator[Any]:
     yield task.process.sentinel
 
 
-def _text(task: _Task) -> str:
+def _output(task: _Task) -> str:
     return task.output.read_text(errors="replace") if task.output.exists() else ""
 
 

@@ -23,7 +23,7 @@ from tfdist_ext.errors import LaunchError
 
 __all__ = ["WarmProcess", "start"]
 
-_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.plugin")
+_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
 # What libraries read when they are imported, and not later.
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
 # Read later, or of no consequence.

@@ -1,34 +1,44 @@
-"""What variables of a strategy do: creation, assignments, updates, reductions to where they are."""
+"""Variables of a strategy: creation, assignments, updates, checkpoints and saved models."""
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.asking import WAYS, expect, numbers, replica, run, sums_of_wide, wide
-from tfdist_ext.testing.subject import Subject
+from tfdist_ext.testing.conformance.strategy_case import StrategyCase
+from tfdist_ext.testing.conformance.strategy_probes import (
+    RUN_MODES,
+    expect_equal,
+    ignore_known_warnings,
+    local_values,
+    probe_sums,
+    reduction_probe,
+    replica_number,
+    run,
+)
 
-__all__ = ["VariableChecks"]
+__all__ = ["SavingChecks", "VariableChecks"]
 
 # 1 MiB of float32, for strategies that decide by size.
 LARGE = [512, 512]
 
 
-class VariableChecks(Subject):
+class VariableChecks(StrategyCase):
     """What is written must be seen by every replica, whoever wrote it, and however."""
 
     def seen(self, variable: Any) -> list[Any]:
         """What each replica reads."""
-        return numbers(self.under_test(), self.under_test().run(lambda: variable.read_value()))
+        return local_values(self.under_test(), self.under_test().run(lambda: variable.read_value()))
 
     def expect_everywhere(self, what: str, variable: Any, value: Any) -> None:
         """Raise AssertionError unless all replicas, all copies and Python read `value`."""
-        expect(f"{what}, read in replicas", self.seen(variable), [value] * self.replicas())
-        copies = numbers(self.under_test(), variable)
-        expect(f"{what}, in the copies", copies, [value] * len(copies))
-        expect(f"{what}, read in Python", variable.numpy().tolist(), value)
+        expect_equal(f"{what}, read in replicas", self.seen(variable), [value] * self.replicas())
+        copies = local_values(self.under_test(), variable)
+        expect_equal(f"{what}, in the copies", copies, [value] * len(copies))
+        expect_equal(f"{what}, read in Python", variable.numpy().tolist(), value)
 
     def expect_large_everywhere(self, what: str, variable: Any, value: np.ndarray) -> None:
         """The same of a variable of the shape LARGE, which may be in pieces, too."""
@@ -42,7 +52,7 @@ class VariableChecks(Subject):
         for place, there in places.items():
             found = strategy.experimental_local_results(there)
             off = [float(np.abs(each.numpy() - value).max()) for each in found]
-            expect(f"{what}, 1 MiB, {place}: how far off", off, [0.0] * len(found))
+            expect_equal(f"{what}, 1 MiB, {place}: largest difference", off, [0.0] * len(found))
 
     def counter(self) -> tf.Variable:
         """As optimizers count their steps: in int64, all replicas alike, from 5 on."""
@@ -54,8 +64,8 @@ class VariableChecks(Subject):
         strategy = self.under_test()
         mine, other = self.variable([1.0, 2.0]), tf.Variable(1.0)
         made_here = strategy.extended.variable_created_in_scope
-        expect("variable_created_in_scope of its own", made_here(mine), True)
-        expect("variable_created_in_scope of another", made_here(other), False)
+        expect_equal("variable_created_in_scope of its own", made_here(mine), True)
+        expect_equal("variable_created_in_scope of another", made_here(other), False)
         self.expect_everywhere("the initial value", mine, [1.0, 2.0])
 
     def test_variables_begin_equal(self) -> None:
@@ -77,7 +87,7 @@ class VariableChecks(Subject):
             return made[0] + 1
 
         with strategy.scope():
-            expect("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
+            expect_equal("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
         self.expect_everywhere("a variable made in a tf.function", made[0], [3.0, 3.0])
 
     def test_variables_made_in_replicas(self) -> None:
@@ -87,11 +97,11 @@ class VariableChecks(Subject):
 
         def step() -> Any:
             made.append(tf.Variable(5.0))
-            return made[0] * replica()
+            return made[0] * replica_number()
 
         right = [5.0 * r for r in range(1, self.replicas() + 1)]
-        expect("run with it", numbers(strategy, strategy.run(step)), right)
-        expect("different variables", len({id(variable) for variable in made}), 1)
+        expect_equal("run with it", local_values(strategy, strategy.run(step)), right)
+        expect_equal("different variables", len({id(variable) for variable in made}), 1)
         self.expect_everywhere("a variable made in replicas", made[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
@@ -99,23 +109,23 @@ class VariableChecks(Subject):
         count = self.replicas()
         sums = {"SUM": count * (count + 1) / 2, "MEAN": (count + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}
         for aggregation, value in sums.items():
-            for way in WAYS[:2]:
+            for mode in RUN_MODES[:2]:
                 mine = self.variable(10.0, aggregation)
 
                 def step(mine: Any = mine) -> Any:
-                    mine.assign(replica())
-                    mine.assign_add(2 * replica())
-                    mine.assign_sub(replica())
+                    mine.assign(replica_number())
+                    mine.assign_add(2 * replica_number())
+                    mine.assign_sub(replica_number())
                     return mine.read_value()
 
-                read = numbers(self.under_test(), run(self.under_test(), step, way))
-                what = f"assignments in replicas, aggregation {aggregation}, {way}"
-                expect(f"{what}, read in the step", read, [2 * value] * count)
+                read = local_values(self.under_test(), run(self.under_test(), step, mode))
+                what = f"assignments in replicas, aggregation {aggregation}, {mode}"
+                expect_equal(f"{what}, read in the step", read, [2 * value] * count)
                 self.expect_everywhere(what, mine, 2 * value)
-        for way in WAYS[:2]:
+        for mode in RUN_MODES[:2]:
             steps = self.counter()
-            run(self.under_test(), lambda steps=steps: steps.assign_add(1), way)
-            self.expect_everywhere(f"an int64 counter, 1 added in replicas, {way}", steps, 6)
+            run(self.under_test(), lambda steps=steps: steps.assign_add(1), mode)
+            self.expect_everywhere(f"an int64 counter, 1 added in replicas, {mode}", steps, 6)
 
     def test_assignments_outside_of_replicas(self) -> None:
         """In Python, in the scope and out of it, each copy is written."""
@@ -125,7 +135,7 @@ class VariableChecks(Subject):
         with self.under_test().scope():
             mine.assign_add([0.5, 0.5])
         self.expect_everywhere("assignments outside of replicas", mine, [2.5, 3.5])
-        expect("variable + 1", (mine + 1).numpy().tolist(), [3.5, 4.5])
+        expect_equal("variable + 1", (mine + 1).numpy().tolist(), [3.5, 4.5])
         with self.under_test().scope():
             mine.scatter_add(tf.IndexedSlices([1.0], [1]))
         self.expect_everywhere("scatter_add", mine, [2.5, 4.5])
@@ -140,12 +150,12 @@ class VariableChecks(Subject):
             0.0, "SUM", synchronization=tf.VariableSynchronization.ON_READ, trainable=False
         )
         total = count * (count + 1) / 2
-        run(strategy, lambda: counter.assign_add(replica()), "tf.function around")
-        expect("the sum of what replicas added", float(counter.numpy()), total)
-        run(strategy, lambda: counter.assign_add(replica()), "eager")
-        expect("the sum of both times", float(counter.numpy()), 2 * total)
+        run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
+        expect_equal("the sum of what replicas added", float(counter.numpy()), total)
+        run(strategy, lambda: counter.assign_add(replica_number()), "eager")
+        expect_equal("the sum of both times", float(counter.numpy()), 2 * total)
         counter.assign(0.0)
-        expect("the sum after assign(0)", float(counter.numpy()), 0.0)
+        expect_equal("the sum after assign(0)", float(counter.numpy()), 0.0)
 
     def test_update(self) -> None:
         """`extended.update` applies a function to every copy, on which all replicas agree."""
@@ -157,17 +167,19 @@ class VariableChecks(Subject):
             return variable.assign_add(times * value + other)
 
         with strategy.scope():
-            reduced = strategy.extended.reduce_to("SUM", strategy.run(replica), destinations=mine)
+            reduced = strategy.extended.reduce_to(
+                "SUM", strategy.run(replica_number), destinations=mine
+            )
             strategy.extended.update(mine, add, args=(reduced,), kwargs={"times": 2.0})
         self.expect_everywhere("update", mine, 11 + 2 * total)
         with strategy.scope():
             results = strategy.extended.update(mine, lambda v: v.assign(0.0), group=False)
-        expect("update(group=False) has a result for each copy", bool(results), True)
+        expect_equal("update(group=False) has a result for each copy", bool(results), True)
         self.expect_everywhere("update to 0", mine, 0.0)
         steps, large = self.counter(), self.variable(tf.ones(LARGE))
         with strategy.scope():
             strategy.extended.update(steps, lambda v: v.assign_add(tf.constant(3, tf.int64)))
-            values = strategy.run(lambda: tf.fill(LARGE, replica()))
+            values = strategy.run(lambda: tf.fill(LARGE, replica_number()))
             reduced = strategy.extended.reduce_to("SUM", values, destinations=large)
             strategy.extended.update(large, lambda v, x: v.assign_add(x), args=(reduced,))
         self.expect_everywhere("update of an int64 counter", steps, 8)
@@ -178,48 +190,51 @@ class VariableChecks(Subject):
         """In a step: with what is the same on all replicas, as optimizers do."""
         strategy, count = self.under_test(), self.replicas()
         total = count * (count + 1) / 2
-        for way in WAYS[:2]:
+        for mode in RUN_MODES[:2]:
             mine = self.variable(1.0)
 
             def step(mine: Any = mine) -> None:
-                summed = tf.distribute.get_replica_context().all_reduce("SUM", replica())
+                summed = tf.distribute.get_replica_context().all_reduce("SUM", replica_number())
                 strategy.extended.update(mine, lambda v, x: v.assign_add(x), args=(summed,))
 
-            run(strategy, step, way)
-            self.expect_everywhere(f"update in replicas, {way}", mine, 1 + total)
+            run(strategy, step, mode)
+            self.expect_everywhere(f"update in replicas, {mode}", mine, 1 + total)
 
     def test_reduce_to(self) -> None:
         """`extended.reduce_to` a device, and to where a variable is."""
         strategy, count = self.under_test(), self.replicas()
         mine, device = self.variable(0.0), strategy.extended.worker_devices[-1]
         with strategy.scope():
-            values = strategy.run(replica)
+            values = strategy.run(replica_number)
             here = strategy.extended.reduce_to("MEAN", values, destinations=device)
             there = strategy.extended.reduce_to("SUM", values, destinations=mine)
             sums = [
                 strategy.extended.reduce_to("SUM", each, destinations=device)
-                for each in strategy.run(wide)
+                for each in strategy.run(reduction_probe)
             ]
-        expect("the mean", float(here), (count + 1) / 2)
-        expect("the device that it is on", here.device, device)
+        expect_equal("the mean", float(here), (count + 1) / 2)
+        expect_equal("the device that it is on", here.device, device)
         total = count * (count + 1) / 2
-        expect("the sum where the variable is", set(numbers(strategy, there)), {total})
-        right = sums_of_wide(count)
+        expect_equal("the sum where the variable is", set(local_values(strategy, there)), {total})
+        right = probe_sums(count)
         for kind, each, wanted in zip(right._fields, sums, right, strict=True):
-            expect(f"the sum of {kind}", each.numpy().tolist(), wanted)
+            expect_equal(f"the sum of {kind}", each.numpy().tolist(), wanted)
 
     def test_batch_reduce_to(self) -> None:
         """`extended.batch_reduce_to`: several at once, each to its own place, in their order."""
         strategy, count = self.under_test(), self.replicas()
         mine, device = self.variable(0.0), strategy.extended.worker_devices[0]
         with strategy.scope():
-            values, doubled = strategy.run(replica), strategy.run(lambda: 2 * replica())
+            values, doubled = (
+                strategy.run(replica_number),
+                strategy.run(lambda: 2 * replica_number()),
+            )
             first, second = strategy.extended.batch_reduce_to(
                 tf.distribute.ReduceOp.SUM, [(values, device), (doubled, mine)]
             )
         total = count * (count + 1) / 2
-        expect("the first sum", float(first), total)
-        expect("the second sum", set(numbers(strategy, second)), {2 * total})
+        expect_equal("the first sum", float(first), total)
+        expect_equal("the second sum", set(local_values(strategy, second)), {2 * total})
 
     def test_colocate_vars_with(self) -> None:
         """A variable made beside another lies on devices of that one, as optimizers' slots do."""
@@ -227,7 +242,7 @@ class VariableChecks(Subject):
         mine = self.variable([1.0, 2.0])
         with strategy.scope(), strategy.extended.colocate_vars_with(mine):
             slot = tf.Variable(tf.zeros_like(mine))
-        expect("devices of the slot alone", self._devices(slot) - self._devices(mine), set())
+        expect_equal("devices of the slot alone", self._devices(slot) - self._devices(mine), set())
         self.expect_everywhere("the slot", slot, [0.0, 0.0])
         try:
             with strategy.scope(), strategy.extended.colocate_vars_with(tf.zeros([2])):
@@ -235,9 +250,87 @@ class VariableChecks(Subject):
         except ValueError:
             return
         raise AssertionError(
-            "colocate_vars_with what is no variable of the strategy: a ValueError is right;"
-            " nothing was raised."
+            "colocate_vars_with a tensor that is no variable: must raise ValueError, did not."
         )
 
     def _devices(self, variable: Any) -> set[str]:
         return {copy.device for copy in self.under_test().experimental_local_results(variable)}
+
+
+class SavingChecks(VariableChecks):
+    """Values that a step has written, so that no initial value passes for them."""
+
+    def test_checkpoint(self) -> None:
+        """`tf.train.Checkpoint`: saved, changed, restored in every copy."""
+        count = self.replicas()
+        total, matrix = count * (count + 1) / 2, [[1.0, 2.0], [3.0, 4.0]]
+        module = self._module()
+        self._write(module)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(module).save(f"{folder}/checkpoint")
+            reader = tf.train.load_checkpoint(path)
+            saved = {
+                name: np.asarray(reader.get_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE")).tolist()
+                for name in ("matrix", "total", "counter")
+                if reader.has_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE")
+            }
+            right = {"matrix": matrix, "total": total, "counter": total}
+            expect_equal("what the checkpoint holds", saved, right)
+            for variable in (module.matrix, module.total, module.counter):
+                variable.assign(tf.zeros_like(variable))
+            tf.train.Checkpoint(module).restore(path).assert_existing_objects_matched()
+        self.expect_everywhere("a matrix restored", module.matrix, matrix)
+        self.expect_everywhere("a sum restored", module.total, total)
+        expect_equal("a metric's sum restored", float(module.counter.numpy()), total)
+
+    def test_checkpoint_before_the_variables(self) -> None:
+        """Restored first, as Keras and tf.Module may do: variables are made with its values."""
+        module = self._module()
+        self._write(module)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(module).save(f"{folder}/checkpoint")
+            later = tf.Module()
+            with self.under_test().scope():
+                tf.train.Checkpoint(later).restore(path)
+                later.matrix = tf.Variable(tf.zeros([2, 2]))
+        self.expect_everywhere("a matrix made later", later.matrix, [[1.0, 2.0], [3.0, 4.0]])
+
+    def test_checkpoint_elsewhere(self) -> None:
+        """A checkpoint goes to a program without a strategy, and comes from one."""
+        module, plain = self._module(), tf.Module()
+        self._write(module)
+        plain.matrix, plain.total = tf.Variable(tf.zeros([2, 2])), tf.Variable(0.0)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(module).save(f"{folder}/of_the_strategy")
+            tf.train.Checkpoint(plain).restore(path).assert_existing_objects_matched()
+            right = [[1.0, 2.0], [3.0, 4.0]]
+            expect_equal("the matrix without a strategy", plain.matrix.numpy().tolist(), right)
+            plain.matrix.assign([[5.0, 6.0], [7.0, 8.0]])
+            path = tf.train.Checkpoint(plain).save(f"{folder}/of_none")
+            tf.train.Checkpoint(module).restore(path)
+        self.expect_everywhere("a matrix from elsewhere", module.matrix, [[5.0, 6.0], [7.0, 8.0]])
+
+    def test_saved_model(self) -> None:
+        """`tf.saved_model.save` writes the values once; what is loaded knows no strategy."""
+        module = self._module()
+        self._write(module)
+        with tempfile.TemporaryDirectory() as folder, ignore_known_warnings():
+            tf.saved_model.save(module, folder)
+            loaded = tf.saved_model.load(folder)
+        expect_equal("the matrix loaded", loaded.matrix.numpy().tolist(), [[1.0, 2.0], [3.0, 4.0]])
+
+    def _module(self) -> Any:
+        on_read = tf.VariableSynchronization.ON_READ
+        module: Any = tf.Module()
+        module.matrix = self.variable(tf.zeros([2, 2]), "MEAN")
+        module.total = self.variable(0.0, "SUM")
+        module.counter = self.variable(0.0, "SUM", synchronization=on_read, trainable=False)
+        return module
+
+    def _write(self, module: Any) -> None:
+        def step() -> None:
+            module.matrix.assign([[1.0, 2.0], [3.0, 4.0]])
+            module.total.assign(replica_number())
+            module.counter.assign_add(replica_number())
+
+        self.under_test().run(step)

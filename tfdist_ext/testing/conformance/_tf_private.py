@@ -15,7 +15,7 @@ from unittest import SkipTest
 
 import tensorflow as tf
 
-__all__ = ["contract_of_datasets", "contract_test"]
+__all__ = ["contract_test", "dataset_contract_test"]
 
 
 def contract_test(name: str, strategy: tf.distribute.Strategy, **options: Any) -> None:
@@ -27,7 +27,7 @@ def contract_test(name: str, strategy: tf.distribute.Strategy, **options: Any) -
     _in_a_case(lambda case: _method(case, f"_test_{name}")(strategy, **options))
 
 
-def contract_of_datasets(strategy: tf.distribute.Strategy) -> None:
+def dataset_contract_test(strategy: tf.distribute.Strategy) -> None:
     """TensorFlow's test of `distribute_datasets_from_function`: an element for each replica."""
     count = strategy.num_replicas_in_sync
     expected = [list(range(first, first + count)) for first in range(0, 5 * count, count)]

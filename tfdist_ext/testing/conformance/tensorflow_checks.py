@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from unittest import SkipTest
 
-from tfdist_ext.testing._tf_private import contract_of_datasets, contract_test
-from tfdist_ext.testing.subject import Subject
+from tfdist_ext.testing.conformance._tf_private import contract_test, dataset_contract_test
+from tfdist_ext.testing.conformance.strategy_case import StrategyCase
 
-__all__ = ["ContractChecks"]
+__all__ = ["TensorFlowChecks"]
 
 
-class ContractChecks(Subject):
+class TensorFlowChecks(StrategyCase):
     """Each is one of TensorFlow's tests; with their numbers of replicas where they have one."""
 
     def test_tensorflow_minimize_loss(self) -> None:
@@ -59,4 +59,4 @@ class ContractChecks(Subject):
 
     def test_tensorflow_datasets_from_a_function(self) -> None:
         """An element for each replica, in order; iterated once and again."""
-        contract_of_datasets(self.under_test())
+        dataset_contract_test(self.under_test())

@@ -1,4 +1,8 @@
-"""A pytest test in processes of its own, each with a pytest that runs that test alone."""
+"""A test that needs processes of its own: which, running it there, and its reports.
+
+Each process has a pytest of its own that runs that test alone, with its fixtures, its conftest
+files and its rewritten assertions.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,26 @@ from typing import Any
 
 import pytest
 
-from tfdist_ext.errors import LaunchError
-from tfdist_ext.testing.tasks import supervise
-from tfdist_ext.testing.tasks.in_task import SaidError, supervisor
+from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.errors import LaunchError, StrategyError, TfDistError
+from tfdist_ext.testing.matrix import Case, case_of, logical_cpus
+from tfdist_ext.testing.tasks import check_timeout, supervise, task_counts
+from tfdist_ext.testing.tasks.in_task import Supervisor, TaskFailure, supervisor
 
-__all__ = ["OwnProcesses", "failed", "in_own_processes"]
+__all__ = [
+    "Cluster",
+    "IsolatedRun",
+    "mark_error",
+    "needed_by",
+    "run_isolated",
+    "running_cluster",
+    "setup_error",
+]
 
 
 @dataclass(frozen=True)
-class OwnProcesses:
-    """What a test needs.
+class IsolatedRun:
+    """The processes that a test needs.
 
     Attributes:
         cluster: numbers of tasks, None for one process without a cluster.
@@ -34,11 +48,136 @@ class OwnProcesses:
     timeout: float = 60.0
 
 
-def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestReport]:
-    """Run the test there; the reports that pytest is to be given."""
+class Cluster:
+    """What the fixture `tfdist_cluster` gives: the cluster, seen from one of its tasks.
+
+    Attributes:
+        config: the `ClusterConfig` of this task.
+        attempt: how often this task was restarted.
+    """
+
+    def __init__(self, supervisor: Supervisor, config: ClusterConfig):
+        self._supervisor = supervisor
+        self.config = config
+        self.attempt = supervisor.attempt
+
+    @property
+    def task(self) -> Task:
+        """Type and index of this task."""
+        assert self.config.task is not None
+        return self.config.task
+
+    def kill(self, type: str, index: int) -> None:
+        """Kill a task with SIGKILL, as if its machine crashed; the test does not fail by that.
+
+        Raises:
+            LaunchError: there is no such task.
+        """
+        self._supervisor.request("kill", f"{type}:{index}")
+
+    def restart(self, type: str, index: int) -> None:
+        """Start a task again, at its address: it runs the test from the beginning.
+
+        It is killed first if it still runs.
+
+        Raises:
+            LaunchError: there is no such task.
+        """
+        self._supervisor.request("restart", f"{type}:{index}")
+
+
+def running_cluster() -> Cluster | None:
+    """The cluster of the test that runs in this process, None where it has none."""
+    here, config = supervisor(), ClusterConfig.from_env()
+    return None if here is None or config is None else Cluster(here, config)
+
+
+def mark_error(item: pytest.Item) -> str | None:
+    """What is wrong with the marks of a test, None where they are right."""
+    try:
+        _cluster_of(item)
+        _logical_cpus_of(item)
+    except TfDistError as error:
+        return str(error)
+    return None
+
+
+def needed_by(item: pytest.Item, strategy: str | None) -> IsolatedRun | None:
+    """The processes that a test needs, None where it can run in this one.
+
+    Args:
+        strategy: name of the strategy that the fixture `tfdist_strategy` gives the test.
+
+    Raises:
+        TfDistError: its marks or its strategy are wrong, or contradict each other.
+    """
+    case = None if strategy is None else case_of(strategy)
+    cpus = _needed_cpus(_logical_cpus_of(item), case)
+    if cluster := _cluster_of(item):
+        counts, timeout = cluster
+        if case is not None and case.workers not in (0, counts.get("worker")):
+            raise StrategyError(
+                f"the mark and the strategy of a test must agree on the number of workers, got"
+                f" {counts} and {case.name}, which has {case.workers} workers: remove one of them."
+            )
+        return IsolatedRun(counts, cpus or 1, timeout)
+    if case is not None and case.workers:
+        return IsolatedRun({"worker": case.workers}, cpus or 1)
+    if cpus and not _can_have_cpus(cpus):
+        return IsolatedRun(None, cpus)
+    return None
+
+
+def _cluster_of(item: pytest.Item) -> tuple[dict[str, int], float] | None:
+    """Numbers of tasks and seconds of the mark `tfdist_cluster`."""
+    mark = item.get_closest_marker("tfdist_cluster")
+    if mark is None:
+        return None
+    counts = {"timeout": 60.0, **mark.kwargs}
+    timeout = counts.pop("timeout")
+    if mark.args or not counts:
+        raise LaunchError(
+            f"tfdist_cluster needs numbers of tasks by name, got {mark.args!r}: write"
+            " @pytest.mark.tfdist_cluster(worker=2, ps=1)."
+        )
+    check_timeout(timeout)
+    task_counts(counts)
+    return counts, timeout
+
+
+def _logical_cpus_of(item: pytest.Item) -> int | None:
+    """The number of the mark `tfdist_logical_cpus`."""
+    mark = item.get_closest_marker("tfdist_logical_cpus")
+    if mark is None:
+        return None
+    if len(mark.args) != 1 or mark.kwargs or type(mark.args[0]) is not int or mark.args[0] < 1:
+        got = ", ".join([*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())])
+        raise StrategyError(
+            f"tfdist_logical_cpus needs one integer from 1 on, got ({got}): write"
+            " @pytest.mark.tfdist_logical_cpus(4)."
+        )
+    return mark.args[0]
+
+
+def _needed_cpus(marked: int | None, case: Case | None) -> int | None:
+    of_strategy = case.logical_cpus if case is not None and case.logical_cpus > 1 else None
+    return of_strategy if marked is None else max(marked, of_strategy or 1)
+
+
+def _can_have_cpus(count: int) -> bool:
+    """Make this many logical CPUs here; False where TensorFlow has started with others."""
+    try:
+        logical_cpus(count)
+    except StrategyError:
+        return False
+    return True
+
+
+def run_isolated(item: pytest.Item, run: IsolatedRun) -> list[pytest.TestReport]:
+    """Run the test in its processes; the reports for this session."""
     found: dict[str, list[pytest.TestReport]] = {}
 
-    def told(task: str, kind: str, value: Any) -> None:
+    def on_message(task: str, kind: str, value: Any) -> None:
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=value)
         found.setdefault(task, []).append(report)
 
@@ -48,20 +187,20 @@ def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestRe
     try:
         results = supervise(
             _run,
-            own.cluster,
-            own.timeout,
+            run.cluster,
+            run.timeout,
             args=(arguments, options, folder),
-            told=told,
-            logical_cpus=own.logical_cpus,
+            on_message=on_message,
+            logical_cpus=run.logical_cpus,
         )
     except LaunchError as error:
-        return failed(item, str(error))
+        return _failed(item, str(error))
     for task, reports in found.items():
         if wrong := [report.longreprtext for report in reports if report.failed]:
-            return failed(item, f"{task}: {wrong[0]}")  # also of one that was killed after it
+            return _failed(item, f"{task}: {wrong[0]}")  # also of one that was killed after it
     ends = {task for task, reports in found.items() if any(r.when == "teardown" for r in reports)}
     if without := [task for task in results if task not in ends]:
-        return failed(item, f"{without[0]} ended before the test did.")
+        return _failed(item, f"{without[0]} ended before the test did.")
     chosen = _combined(item, list(found.values()))
     chosen[0].duration += time.monotonic() - began - sum(report.duration for report in chosen)
     shown = next((report for report in chosen if report.when == "call"), chosen[0])
@@ -73,15 +212,20 @@ def in_own_processes(item: pytest.Item, own: OwnProcesses) -> list[pytest.TestRe
     return chosen
 
 
-def failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
-    """The reports of a test that failed, for a reason that the text says all about."""
+def setup_error(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    """The reports of a test that cannot run, with this message and no traceback."""
+    return [_report(item, "setup", "failed", text), _report(item, "teardown", "passed")]
+
+
+def _failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    """The reports of a test that failed, with this message and no traceback."""
     return [_report(item, "setup", "passed"), _report(item, "call", "failed", text)]
 
 
 def _combined(item: pytest.Item, by_task: list[list[pytest.TestReport]]) -> list[pytest.TestReport]:
     """The reports of a task in which the test ran, or of one that skipped it as all did."""
     if not by_task:
-        return failed(item, "no task has run the test: all were ended.")
+        return _failed(item, "no task has run the test: all were ended.")
     ran = [reports for reports in by_task if any(r.when == "call" and r.passed for r in reports)]
     chosen = (ran or by_task)[0]
     for report in chosen:
@@ -172,7 +316,7 @@ def _run(arguments: list[str], options: dict[str, Any], folder: str) -> None:
     status = pytest.main(arguments, plugins=[reporter])
     if status != pytest.ExitCode.OK:
         text = "\n".join(reporter.failed) or f"pytest ended with {pytest.ExitCode(status)!r}."
-        raise SaidError(text)
+        raise TaskFailure(text)
 
 
 class _Reporter:
@@ -198,7 +342,7 @@ class _Reporter:
         to_data = self._config.hook.pytest_report_to_serializable
         there = supervisor()
         assert there is not None
-        there.tell("report", to_data(config=self._config, report=report))
+        there.send("report", to_data(config=self._config, report=report))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -1,4 +1,4 @@
-"""The strategy that a conformance test is about: made once for all checks of its class."""
+"""The strategy under test, made once for all checks of a class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
 
-__all__ = ["Subject"]
+__all__ = ["StrategyCase"]
 
 
-class Subject:
+class StrategyCase:
     """What the checks know: a strategy on one machine, and how exact it is.
 
     Attributes:
@@ -22,7 +22,7 @@ class Subject:
     """
 
     tolerance: float = 1e-6
-    _made: ClassVar[dict[str, Any]]
+    _cache: ClassVar[dict[str, Any]]
 
     def strategy(self) -> tf.distribute.Strategy:
         """The strategy to be tested; with two replicas or more, for numbers that tell."""
@@ -33,7 +33,7 @@ class Subject:
 
     def under_test(self) -> tf.distribute.Strategy:
         """The strategy of `strategy()`, the same one in all checks."""
-        return self._kept("strategy", self._checked_strategy)
+        return self._cached("strategy", self._checked_strategy)
 
     def replicas(self) -> int:
         """Number of replicas in sync."""
@@ -48,33 +48,31 @@ class Subject:
         name = f"{type(self).__name__}.strategy"
         if not callable(self.strategy):
             raise StrategyError(
-                f"{name} must be a method that returns the strategy to be tested; {self.strategy!r}"
-                " arrived."
+                f"{name} must be a method that returns the strategy under test, got"
+                f" {self.strategy!r}."
             )
         made = self.strategy()
         if not isinstance(made, tf.distribute.Strategy):
-            raise StrategyError(
-                f"{name} must return a tf.distribute.Strategy; it returned {made!r}."
-            )
-        # TensorFlow's own strategies run on the first CPU, and say nothing.
+            raise StrategyError(f"{name} must return a tf.distribute.Strategy, got {made!r}.")
+        # TensorFlow's own strategies silently use the first CPU for devices that do not exist.
         devices = [device.rpartition("device:")[2] for device in made.extended.worker_devices]
         seen = seen_devices()
         missing = [device for device in devices if device not in seen]
         if missing:
             cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
             raise StrategyError(
-                f"{name} returned a strategy on {', '.join(missing)}; devices seen are"
-                f" {', '.join(seen)}."
+                f"{name} must return a strategy on devices of this process ({', '.join(seen)}), got"
+                f" {', '.join(missing)}."
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
         return made
 
-    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for each class: strategies and steps cost seconds."""
+    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """The result of `make`, called once for each class: strategies and steps take seconds."""
         # vars(): what a base class keeps is not this class's.
-        kept = vars(type(self)).get("_made")
+        kept = vars(type(self)).get("_cache")
         if kept is None:
-            kept = type(self)._made = {}
+            kept = type(self)._cache = {}
         if name not in kept:
             kept[name] = make()
         return kept[name]

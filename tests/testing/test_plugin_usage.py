@@ -1,0 +1,187 @@
+"""The pytest plugin in sessions that do not use it, or use it wrongly: imports and messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What the plugin may import, in a process that has imported pytest.
+LOADED = {"tfdist_ext", "tfdist_ext.testing", "tfdist_ext.testing.plugin"}
+
+OWN_NAMES = """
+import pytest
+
+@pytest.fixture
+def cluster():
+    return "my cluster"
+
+@pytest.fixture(params=["first", "second"])
+def strategy(request):
+    return request.param
+
+@pytest.mark.cluster("of", size=3)
+@pytest.mark.logical_cpus("many")
+@pytest.mark.strategy
+def test_own_names(cluster, strategy, request):
+    assert cluster == "my cluster"
+    assert strategy in ("first", "second")
+    assert request.node.get_closest_marker("cluster").args == ("of",)
+    assert request.config.getoption("--strategies") == "mine"
+"""
+OWN_CONFTEST = """
+import json
+import sys
+
+def pytest_addoption(parser):
+    parser.addoption("--strategies", default="mine")
+
+def pytest_sessionfinish():
+    with open("loaded.json", "w") as file:
+        json.dump(sorted(sys.modules), file)
+"""
+OWN_INI = """[pytest]
+addopts = --strict-markers -W error
+markers =
+    cluster: mine
+    strategy: mine
+    logical_cpus: mine
+"""
+HEAVY = ("asyncio", "hypothesis", "keras", "multiprocessing", "numpy", "tensorflow")
+
+
+def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with this plugin and no other: others import what they like."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command += ["-p", "tfdist_ext.testing.plugin"]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_it_imports_nothing_but_pytest() -> None:
+    code = """if True:
+        import sys, pytest
+        before = set(sys.modules)
+        import tfdist_ext.testing.plugin
+        print(*sorted(set(sys.modules) - before))
+    """
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert set(printed.split()) == LOADED
+
+
+def test_a_project_with_these_names_of_its_own_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(OWN_NAMES)
+    (tmp_path / "conftest.py").write_text(OWN_CONFTEST)
+    (tmp_path / "pytest.ini").write_text(OWN_INI)
+    run = run_pytest(tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " 2 passed in" in run.stdout
+    loaded = set(json.loads((tmp_path / "loaded.json").read_text()))
+    assert {name for name in loaded if name.partition(".")[0] == "tfdist_ext"} == LOADED
+    assert not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        (
+            "tfdist_cluster(2)",
+            "tfdist_cluster needs numbers of tasks by name, got (2,): write"
+            " @pytest.mark.tfdist_cluster(worker=2, ps=1).",
+        ),
+        ("tfdist_cluster()", "tfdist_cluster needs numbers of tasks by name, got ()"),
+        ("tfdist_cluster(wrker=2)", "types chief, worker, ps, evaluator, got 'wrker'."),
+        ("tfdist_cluster(worker=-1)", "worker must be a number of tasks, got -1."),
+        ("tfdist_cluster(ps=1)", "--ps 1 without workers"),
+        (
+            "tfdist_cluster(worker=2, timeout=None)",
+            "timeout must be a number of seconds above 0, got None.",
+        ),
+        (
+            "tfdist_logical_cpus(4, cores=2)",
+            "tfdist_logical_cpus needs one integer from 1 on, got (4, cores=2): write"
+            " @pytest.mark.tfdist_logical_cpus(4).",
+        ),
+        ("tfdist_logical_cpus(0)", "tfdist_logical_cpus needs one integer from 1 on, got (0)"),
+        ("tfdist_logical_cpus('4')", "tfdist_logical_cpus needs one integer from 1 on, got ('4')"),
+    ],
+)
+def test_a_wrong_mark_is_a_collection_error(mark: str, message: str, wrong_marks: str) -> None:
+    """pytest reports its own `parametrize` in the same way."""
+    number = WRONG_MARKS.index(mark)
+    begin = wrong_marks.index(f"ERROR collecting test_{number}.py")
+    text = wrong_marks[begin:].split("\n", 2)[1]
+    assert text.startswith(f"In test_{number}: ")
+    assert message in text
+
+
+WRONG_MARKS = [
+    parameters[0] for parameters in test_a_wrong_mark_is_a_collection_error.pytestmark[0].args[1]
+]
+
+
+@pytest.fixture(scope="module")
+def wrong_marks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest prints about one file with each wrong mark, and one that is right."""
+    folder = tmp_path_factory.mktemp("wrong")
+    test = "import pytest\n@pytest.mark.{}\ndef test_{}():\n    pass\n"
+    for number, mark in enumerate(WRONG_MARKS):
+        (folder / f"test_{number}.py").write_text(test.format(mark, number))
+    (folder / "test_right.py").write_text(test.format("tfdist_cluster(worker=2)", "right"))
+    run = run_pytest(folder)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert f"Interrupted: {len(WRONG_MARKS)} errors during collection" in run.stdout
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "/testing/" not in run.stdout
+    return run.stdout
+
+
+def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, "--tfdist-strategies=mirrored_2,mirored_2")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert run.stderr.strip() == (
+        "ERROR: --tfdist-strategies: a strategy for tests must be one of one_device, mirrored_2,"
+        " central_storage_2, template_2, placed_2, multi_worker_2 (with any number of replicas),"
+        " got 'mirored_2'."
+    )
+
+
+WRONG_FIXTURES = """
+import pytest
+
+def test_no_mark(tfdist_cluster):
+    pass
+
+def test_too_late(request):
+    request.getfixturevalue("tfdist_strategy")
+
+@pytest.mark.parametrize("tfdist_strategy", ["mirored_2"], indirect=True)
+def test_no_such_strategy(tfdist_strategy):
+    pass
+"""
+
+
+def test_a_fixture_that_cannot_be_made_fails_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(WRONG_FIXTURES)
+    run = run_pytest(tmp_path)
+    assert "1 failed, 2 errors in" in run.stdout
+    for message in (
+        "the fixture `tfdist_cluster` needs a cluster: mark the test with"
+        " @pytest.mark.tfdist_cluster(worker=2).",
+        "the fixture `tfdist_strategy` must be an argument of the test or of one of its fixtures;",
+        "a strategy for tests must be one of one_device, mirrored_2,",
+    ):
+        assert message in run.stdout
+    assert "/testing/" not in run.stdout
+
+
+def test_an_earlier_name_of_a_strategy_is_deprecated() -> None:
+    from tfdist_ext.testing.matrix import case_of
+
+    with pytest.warns(DeprecationWarning, match="'mwms_2' is now 'multi_worker_2'"):
+        case = case_of("mwms_2")
+    assert (case.name, case.workers, case.logical_cpus) == ("multi_worker_2", 2, 1)

@@ -1,0 +1,238 @@
+"""Keras on a strategy through `tfd.distribute`, compared with Keras on one device."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.testing.conformance.strategy_case import StrategyCase
+from tfdist_ext.testing.conformance.strategy_probes import (
+    expect_close,
+    expect_equal,
+    ignore_known_warnings,
+)
+from tfdist_ext.training import distribute
+
+__all__ = ["TrainingChecks"]
+
+BATCH, EPOCHS, CLASSES = 12, 2, 3
+# Rows of an epoch. Those of "uneven" leave one row for all replicas in the last batch.
+SIZES = {"even batches": 36, "uneven batches": 37}
+
+_RNG = np.random.default_rng(0)
+NUMBERS = _RNG.normal(size=(37, 5)).astype("float32")
+IDS = _RNG.integers(0, 12, (37, 3))
+LABELS = _RNG.integers(0, CLASSES, 37)
+WEIGHTS = np.linspace(0.1, 2, 37)  # so that a mean of means is none of the rows
+
+
+def _dense() -> tuple[keras.Model, list[np.ndarray]]:
+    layers = keras.layers
+    inputs = keras.Input([5])
+    hidden = layers.Dense(8, "tanh", kernel_regularizer=keras.regularizers.L2(0.05))(inputs)
+    return keras.Model(inputs, layers.Dense(CLASSES)(hidden)), [NUMBERS]
+
+
+def _table() -> tuple[keras.Model, list[np.ndarray]]:
+    """An embedding, whose gradients are slices, and BatchNormalization."""
+    layers = keras.layers
+    numbers, ids = keras.Input([5]), keras.Input([3], dtype="int32")
+    rows = layers.Flatten()(layers.Embedding(12, 4)(ids))
+    hidden = layers.Dense(8, "tanh")(layers.Concatenate()([numbers, rows]))
+    hidden = layers.BatchNormalization(synchronized=True, momentum=0.8)(hidden)
+    return keras.Model([numbers, ids], layers.Dense(CLASSES)(hidden)), [NUMBERS, IDS]
+
+
+def _adamw() -> keras.optimizers.Optimizer:
+    """With clipping by the global norm, which must be that of the whole gradient, and averages."""
+    return keras.optimizers.AdamW(
+        0.01,
+        weight_decay=0.1,
+        global_clipnorm=0.3,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=3,
+    )
+
+
+MODELS = {"dense": _dense, "table": _table}
+OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adamw": _adamw}
+EVALUATED = ("table", "adamw")
+
+
+class Training:
+    """A model with its optimizer; its compiled steps are kept for all sizes.
+
+    Args:
+        model, optimizer: of MODELS and OPTIMIZERS.
+        distribute: builder -> something with Keras's fit, evaluate and predict.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: str,
+        distribute: Callable[[Callable[[], keras.Model]], Any] = lambda build: build(),
+    ):
+        def build() -> keras.Model:
+            keras.utils.set_random_seed(7)
+            made, self._inputs = MODELS[model]()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            made.compile(OPTIMIZERS[optimizer](), loss, weighted_metrics=["accuracy"])
+            made.optimizer.build(made.trainable_variables)
+            return made
+
+        self.model = distribute(build)
+        self.plain: keras.Model = getattr(self.model, "keras_model", self.model)
+        self.variables = [*self.plain.weights, *self.plain.optimizer.variables]
+        self._start = self.values()
+        # Test and predict steps use no optimizer, so one model is enough for them.
+        self._evaluated = (model, optimizer) == EVALUATED
+
+    def values(self) -> list[np.ndarray]:
+        """Of weights and optimizer variables."""
+        return [variable.numpy() for variable in self.variables]
+
+    def assign(self, values: list[np.ndarray]) -> None:
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
+
+    def train_from_start(self, rows: int) -> dict[str, Any]:
+        """Train from the initial weights; for EVALUATED also evaluate and predict."""
+        self.assign(self._start)
+        result = self.continue_training(rows)
+        if not self._evaluated:
+            return result
+        inputs, *rest = self._first(rows)
+        tested = self.model.evaluate(
+            inputs, rest[0], sample_weight=rest[1], batch_size=BATCH, verbose=0, return_dict=True
+        )
+        result |= {f"{name} of evaluate": value for name, value in tested.items()}
+        result["predictions"] = self.predictions(rows)
+        return result
+
+    def continue_training(self, rows: int) -> dict[str, Any]:
+        """Train from the present weights: losses and metrics of all epochs, weights, optimizer."""
+        inputs, labels, weights = self._first(rows)
+        fitted = self.model.fit(
+            inputs,
+            labels,
+            sample_weight=weights,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+        )
+        result: dict[str, Any] = {f"{name} of fit": log for name, log in fitted.history.items()}
+        for number, value in enumerate(self.values()):
+            result[f"variable {number} of shape {value.shape}"] = value
+        return result
+
+    def predictions(self, rows: int, model: Any = None) -> np.ndarray:
+        """Of this model, or of another one with its inputs."""
+        inputs, *_ = self._first(rows)
+        return (model or self.model).predict(inputs, batch_size=BATCH, verbose=0)
+
+    def _first(self, rows: int) -> tuple[Any, np.ndarray, np.ndarray]:
+        inputs = [part[:rows] for part in self._inputs]
+        return inputs if len(inputs) > 1 else inputs[0], LABELS[:rows], WEIGHTS[:rows]
+
+
+@functools.cache
+def single_device_results(model: str, optimizer: str) -> dict[str, dict[str, Any]]:
+    """The results of Keras alone, without a strategy, for each of SIZES."""
+    training = Training(model, optimizer)
+    return {size: training.train_from_start(rows) for size, rows in SIZES.items()}
+
+
+class TrainingChecks(StrategyCase):
+    """Weights, optimizer, losses, metrics and predictions against Keras on one device.
+
+    Each of its models is trained on batches that the replicas share evenly, and on others.
+    """
+
+    def test_trains_dense_with_sgd(self) -> None:
+        """With weights of rows and of regularization, and momentum."""
+        self._expect_single_device_results("dense", "sgd")
+
+    def test_trains_dense_with_adamw(self) -> None:
+        """Clipped by the global norm, with averages of the weights."""
+        self._expect_single_device_results("dense", "adamw")
+
+    def test_trains_table_with_sgd(self) -> None:
+        """With slices as gradients, and BatchNormalization over all replicas."""
+        self._expect_single_device_results("table", "sgd")
+
+    def test_trains_table_with_adamw(self) -> None:
+        """The same, clipped, with slots for the table."""
+        self._expect_single_device_results("table", "adamw")
+
+    def test_training_checkpoint_and_resume(self) -> None:
+        """A checkpoint brings back weights and optimizer; the .keras file is plain Keras's."""
+        training = self._training(*EVALUATED)
+        rows = SIZES["uneven batches"]
+        training.train_from_start(rows)
+        predictions = training.predictions(rows)
+        saved = training.values()
+        with tempfile.TemporaryDirectory() as folder, ignore_known_warnings():
+            training.model.save_checkpoint(f"{folder}/checkpoint")
+            training.model.save(f"{folder}/model.keras")
+            further = training.continue_training(rows)
+            training.assign([np.zeros_like(value) for value in saved])
+            training.model.restore_checkpoint(f"{folder}/checkpoint")
+            loaded = keras.models.load_model(f"{folder}/model.keras")
+        for variable, value, right in zip(
+            training.variables, training.values(), saved, strict=True
+        ):
+            expect_close(f"{variable.path}, restored", value, right, 0)
+        again = training.continue_training(rows)
+        for name, right in further.items():
+            expect_close(f"{name}, resumed from the checkpoint", again[name], right, self.tolerance)
+        found = training.predictions(rows, loaded)
+        expect_close("predictions of the saved model", found, predictions, self.tolerance)
+
+    def test_keras_metrics(self) -> None:
+        """In a loop of one's own: what all replicas have seen, and nothing after reset_state."""
+        strategy, count = self.under_test(), self.replicas()
+        with strategy.scope():
+            total, mean = keras.metrics.Sum(), keras.metrics.Mean()
+            accuracy = keras.metrics.BinaryAccuracy()
+
+        @tf.function
+        def step(rows: tf.Tensor) -> None:
+            total.update_state(rows)
+            mean.update_state(rows)
+            accuracy.update_state(tf.ones_like(rows), tf.cast(rows >= 2, tf.float32))
+
+        size = 4 * count
+        dataset = tf.data.Dataset.from_tensor_slices(np.arange(size, dtype="float32"))
+        for batch in strategy.experimental_distribute_dataset(dataset.batch(2 * count)):
+            strategy.run(step, args=(batch,))
+        expect_equal("the sum of all rows", float(total.result()), size * (size - 1) / 2)
+        expect_equal("the mean of all rows", float(mean.result()), (size - 1) / 2)
+        expect_close("the accuracy of all rows", float(accuracy.result()), (size - 2) / size, 1e-6)
+        mean.reset_state()
+        expect_equal("the mean after reset_state", float(mean.result()), 0.0)
+
+    def _training(self, model: str, optimizer: str) -> Training:
+        def make() -> Training:
+            return Training(model, optimizer, lambda build: distribute(build, self.under_test()))
+
+        return self._cached(f"{model} {optimizer}", make)
+
+    def _expect_single_device_results(self, model: str, optimizer: str) -> None:
+        training = self._training(model, optimizer)
+        for size, right in single_device_results(model, optimizer).items():
+            found = training.train_from_start(SIZES[size])
+            for name, value in right.items():
+                expect_close(f"{size}, {name}", found[name], value, self.tolerance)
+        for weight in training.plain.weights:
+            one, *others = self.under_test().experimental_local_results(weight.value)
+            for copy in others:
+                expect_close(f"a copy of {weight.path}", copy.numpy(), one.numpy(), 0)

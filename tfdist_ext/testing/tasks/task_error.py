@@ -1,0 +1,52 @@
+"""`TaskError`: the errors of the tasks that failed, and the output of all."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+
+from tfdist_ext.errors import LaunchError
+
+__all__ = ["TaskError", "describe_exit", "task_error"]
+
+_MAX_OUTPUT = 8000  # characters of each task
+# Frames between the start of the process and the function that the task runs.
+_OUTER_FRAMES = re.compile(
+    r'^  File "(.*/(_pytest|pluggy|multiprocessing|tfdist_ext/testing)/.*|<string>)", line .*\n?',
+    re.M,
+)
+
+
+class TaskError(LaunchError):
+    """A task failed, crashed, or did not end in time; the message has the errors and all output.
+
+    Attributes:
+        failed: names of the tasks, the root cause first.
+    """
+
+    failed: tuple[str, ...] = ()
+
+
+def task_error(errors: Mapping[str, str], outputs: Mapping[str, str]) -> TaskError:
+    """The error for a run.
+
+    Args:
+        errors: error of each task that failed, the root cause first.
+        outputs: output of all tasks.
+    """
+    lines = [f"{name}: {error}" for name, error in errors.items()]
+    for name, text in outputs.items():
+        if shown := _OUTER_FRAMES.sub("", text).strip():
+            cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
+            lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
+    error = TaskError("\n".join(lines))
+    error.failed = tuple(errors)
+    return error
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended."""
+    if status is None or status >= 0:
+        return f"status {status}"
+    return signal.Signals(-status).name
