@@ -10,7 +10,7 @@ import keras
 
 __all__ = ["called_back_as", "calls_go_to"]
 
-_WRITERS = ("export", "save", "save_weights")
+_WRITING_METHODS = ("export", "save", "save_weights")
 
 
 def called_back_as(distributed: Any, model: keras.Model, *, is_chief: bool) -> Any:
@@ -21,7 +21,7 @@ def called_back_as(distributed: Any, model: keras.Model, *, is_chief: bool) -> A
     not the chief they return without doing anything. No task waits there for the chief, as other
     tasks may not run the callback.
     """
-    others = {} if is_chief else dict.fromkeys(_WRITERS, _nothing)
+    others = {} if is_chief else dict.fromkeys(_WRITING_METHODS, _nothing)
     return calls_go_to(model, evaluate=distributed.evaluate, predict=distributed.predict, **others)
 
 

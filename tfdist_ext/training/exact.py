@@ -4,7 +4,7 @@ Inside the step of a `DistributedModel` on several replicas
 
 - code sees one replica (`num_replicas_in_sync` is 1): every loss is the mean over the examples
   at hand, and nothing is to be divided by the number of replicas, nor is it when it is;
-- losses are parts of the one loss of the global batch (exact_losses.py);
+- losses are parts of the one loss of the global batch (py);
 - an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its
   share of the examples, before it clips, accumulates or applies it, and works on this replica's
   copies as if there were no strategy. So does an `apply` or `apply_gradients` of its own;
@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist_ext.strategies.reductions import batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training import exact_losses
+from tfdist_ext.training.exact_losses import added_loss, clear_losses, gradient, loss_of_batch, reduce_loss
 from tfdist_ext.training.copies import (
     LocalCopies,
     UpdatesInPlace,
@@ -55,11 +55,11 @@ def of_part(here: Part, take: Callable[..., Any]) -> Mapping[str, Callable[..., 
     functions: dict[str, Callable[..., Any]] = {
         "apply": _apply,
         "apply_gradients": _apply_gradients,
-        "reduce_loss": exact_losses.reduce_loss,
-        "loss": exact_losses.loss_of_batch,
-        "clear_losses": exact_losses.clear_losses,
-        "added_loss": exact_losses.added_loss,
-        "gradient": exact_losses.gradient,
+        "reduce_loss": reduce_loss,
+        "loss": loss_of_batch,
+        "clear_losses": clear_losses,
+        "added_loss": added_loss,
+        "gradient": gradient,
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,

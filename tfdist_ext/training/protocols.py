@@ -15,8 +15,8 @@ import keras
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from tfdist_ext.training.epochs import Epoch
-    from tfdist_ext.training.step_timer import NullStepTimer, StepTimer
+    from tfdist_ext.training.loop import Epoch
+    from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
 
 __all__ = [
     "BatchSource",

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # They write files, or print: the chief alone does.
-_WRITERS = (
+_WRITING_CALLBACKS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
@@ -45,7 +45,7 @@ def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Cal
             if isinstance(callback, keras.callbacks.TensorBoard):
                 check_tensorboard(callback)
         return given
-    kept = [callback for callback in given if not isinstance(callback, _WRITERS)]
+    kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
     for callback in kept:
         if getattr(callback, "verbose", 0):
             callback.verbose = 0

@@ -84,8 +84,8 @@ class RowTrace:
         fixed: Iterable[tf.Tensor] = (),
     ):
         graph = batch[0].graph
-        roots, of_all = set(map(_key, batch)), set(map(_key, gathered))
-        found = _Slice(targets, roots | of_all | set(map(_key, fixed)), graph)
+        roots, of_all = set(map(_name_of, batch)), set(map(_name_of, gathered))
+        found = _Slice(targets, roots | of_all | set(map(_name_of, fixed)), graph)
         self._rows, self._all_rows = _primes_for(found)
         kinds = {tensor.op.type for tensor in batch} - {"Placeholder"}
         # Of another replica's batch: what is made of it is the same on all replicas.
@@ -180,7 +180,7 @@ def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -
     def unknown(tensor: tf.Tensor) -> int:
         return 0 if tensor.shape.rank is None else tensor.shape.as_list().count(None)
 
-    found = _Slice(targets, set(map(_key, batch)), batch[0].graph)
+    found = _Slice(targets, set(map(_name_of, batch)), batch[0].graph)
     return any(
         unknown(output) > max([1, *map(unknown, op.inputs)])
         for op in found.operations
@@ -204,7 +204,7 @@ class _Slice:
         waiting, seen, copied = list(targets), set(), set()
         while waiting:
             tensor = waiting.pop()
-            key = _key(tensor)
+            key = _name_of(tensor)
             if key in seen:
                 continue
             seen.add(key)
@@ -224,10 +224,10 @@ class _Slice:
 
     def name(self, tensor: tf.Tensor) -> str:
         """The name of a tensor in the scratch graph."""
-        while _key(tensor) in self._captured:
-            tensor = self._captured[_key(tensor)]
+        while _name_of(tensor) in self._captured:
+            tensor = self._captured[_name_of(tensor)]
         name = self._name(tensor.op)
-        if _key(tensor) in self.cut:
+        if _name_of(tensor) in self.cut:
             return f"cut/{name}_{tensor.value_index}:0"
         return f"{name}:{tensor.value_index}"
 
@@ -256,7 +256,7 @@ class _Slice:
         return f"graph_{number}/{op.name}"
 
 
-def _key(tensor: tf.Tensor) -> tuple[int, str]:
+def _name_of(tensor: tf.Tensor) -> tuple[int, str]:
     return id(tensor.graph), tensor.name
 
 
