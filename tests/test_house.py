@@ -51,6 +51,25 @@ WITHOUT_TENSORFLOW = (
 QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
 
+# The same inside of training/. Rooms side by side do not know each other.
+TRAINING_FLOORS = [
+    {"model"},
+    {"loop"},
+    {"synchronous", "parameter_server"},
+    {"callbacks"},
+    {"checkpoints"},
+    {"building"},
+    {"programs"},
+    {"inputs"},
+    {"agreement"},
+    {"steps"},
+    {"variables"},
+    {"protocols"},
+    {"_keras_private", "_tf_private"},
+]
+LARGEST_ROOM = 9
+
+
 def floor_of(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
@@ -121,7 +140,8 @@ def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
     )
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def run_time_imports() -> dict[str, set[str]]:
+    """Module of the package -> the modules of the package that it imports."""
     trees = {module_name(path): ast.parse(path.read_text()) for path in MODULES}
     # `from package import name` runs the package's __init__ only as a step to `package.name`.
     imports = {}
@@ -129,13 +149,50 @@ def test_no_module_imports_itself_through_others() -> None:
         found = imports_at_run_time(tree) & trees.keys()
         packages = {each for each in found if any(f"{each}." in other for other in found)}
         imports[name] = found - packages - {name}
-    assert import_cycles(imports) == []
+    return imports
+
+
+IMPORTS = run_time_imports()
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert import_cycles(IMPORTS) == []
 
 
 def test_the_cycle_check_sees_cycles() -> None:
     assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
     tree = ast.parse("def f():\n    from a import b\nif TYPE_CHECKING:\n    import c")
     assert imports_at_run_time(tree) == {"a", "a.b"}
+
+
+def training_room(name: str) -> str:
+    """The room of a module of training/, as "steps" of tfdist_ext.training.steps.scope."""
+    return name.removeprefix("tfdist_ext.training").lstrip(".").split(".")[0]
+
+
+def test_every_room_of_training_has_a_floor() -> None:
+    rooms = {training_room(name) for name in IMPORTS if name.startswith("tfdist_ext.training")}
+    assert rooms - {""} == set().union(*TRAINING_FLOORS)
+
+
+@pytest.mark.parametrize("floor", range(len(TRAINING_FLOORS)))
+def test_imports_of_training_point_downwards(floor: int) -> None:
+    forbidden = set().union(*TRAINING_FLOORS[:floor])
+    for name, known in IMPORTS.items():
+        room = training_room(name)
+        if name.startswith("tfdist_ext.training.") and room in TRAINING_FLOORS[floor]:
+            beside = TRAINING_FLOORS[floor] - {room}
+            rooms = {training_room(n) for n in known if n.startswith("tfdist_ext.training.")}
+            assert not rooms & (forbidden | beside), name
+
+
+@pytest.mark.parametrize(
+    "room", sorted(path.parent for path in (PACKAGE / "training").rglob("__init__.py")), ids=str
+)
+def test_a_room_says_what_belongs_there_and_is_not_crowded(room: Path) -> None:
+    assert len(list(room.glob("*.py"))) - 1 <= LARGEST_ROOM
+    doc = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    assert doc
 
 
 def test_the_import_check_sees_imports() -> None:
@@ -213,6 +270,5 @@ def is_live(value: object) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_tells_one_story(path: Path) -> None:
+def test_no_module_is_a_drawer(path: Path) -> None:
     assert path.name != "utils.py"
-    assert len(path.read_text().splitlines()) <= 700

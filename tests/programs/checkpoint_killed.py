@@ -14,10 +14,10 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import mlp
+from tfdist_ext.training.saving import checkpoint_file
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving import checkpoint_file
-from tfdist_ext.training.saving.whole_values import read_rows
+from tfdist_ext.training.checkpoints.file import read_rows
 
 folder = Path(sys.argv[1])
 x, y = mlp.data()

@@ -18,8 +18,8 @@ from tables import BATCH, build, data
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.saving.checkpoint_state import state_of
-from tfdist_ext.training.saving.whole_values import whole_value
+from tfdist_ext.training.checkpoints.file import whole_value
+from tfdist_ext.training.checkpoints.state import state_of
 
 folder = Path(sys.argv[1])
 result = {}

@@ -176,7 +176,7 @@ import shuffled_training  # noqa: E402
 
 result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched", "infinite"])
 
-import tfdist_ext.training.same_model as same_model  # noqa: E402
+import tfdist_ext.training.agreement.equality as same_model  # noqa: E402
 
 real = same_model.keras
 same_model.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")

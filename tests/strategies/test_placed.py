@@ -12,8 +12,8 @@ import tensorflow as tf
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnDevice, Owned, Rule
 from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.training.lookups import rows_of_shared
-from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.steps.scope import rows_of_shared
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 

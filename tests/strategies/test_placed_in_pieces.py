@@ -14,11 +14,10 @@ import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.placement.live.updates import with_each_piece
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.training import exact
-from tfdist_ext.training.lookups import rows_of_shared
-from tfdist_ext.training.part import Part, set_part
-from tfdist_ext.training.replaced import functions_in_place, step_targets
-from tfdist_ext.training.replica_scope import ReplicaScope
+from tfdist_ext.training.steps import exact
+from tfdist_ext.training.steps.context import Part, set_part
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets
+from tfdist_ext.training.steps.scope import ReplicaScope, rows_of_shared
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 SUM = tf.VariableAggregation.SUM

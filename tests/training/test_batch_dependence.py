@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.training.batch_dependence import BATCH, CONSTANT, DISTINCT, BatchDependence
+from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence
 
 
 @functools.cache

@@ -18,13 +18,13 @@ import keras
 import numpy as np
 import pytest
 from real_tasks import PROGRAMS, Tasks
+from tfdist_ext.training.saving import whole_values
 from training_cases import X, Y, assert_same_weights, classifier, mirrored, steps_taken, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving import whole_values
-from tfdist_ext.training.saving.checkpoint_state import state_of
-from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
-from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
+from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
+from tfdist_ext.training.checkpoints.saving import finished_checkpoints, training_is_done
+from tfdist_ext.training.checkpoints.state import state_of
 
 sys.path.insert(0, str(PROGRAMS))
 

@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tfdist_ext.training.saving import checkpoint_folder, folder_owner
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving import checkpoint_folder, folder_owner
-from tfdist_ext.training.saving.checkpoint_file import CheckpointFile, write_checkpoint
-from tfdist_ext.training.saving.checkpoint_folder import CheckpointFolder
-from tfdist_ext.training.saving.checkpoint_index import Index, Progress
-from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
-from tfdist_ext.training.saving.folder_owner import FolderTakenError, Owner, claim, newest_owner
+from tfdist_ext.training.checkpoints.file import CheckpointFile, write_checkpoint
+from tfdist_ext.training.checkpoints.folder import (
+    CheckpointFolder,
+    FolderTakenError,
+    Index,
+    Owner,
+    Progress,
+    claim,
+    newest_owner,
+)
+from tfdist_ext.training.checkpoints.saving import finished_checkpoints, training_is_done
 
 EPOCHS = 5
 

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tfdist_ext.training.saving import checkpoint_file, complete_files, whole_values
 from training_cases import (
     X,
     Y,
@@ -28,10 +29,9 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving import checkpoint_file, complete_files, whole_values
-from tfdist_ext.training.saving.checkpoint_state import state_of
-from tfdist_ext.training.saving.checkpoints import finished_checkpoints, training_is_done
-from tfdist_ext.training.saving.whole_values import assign_whole, whole_value
+from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
+from tfdist_ext.training.checkpoints.saving import finished_checkpoints, training_is_done
+from tfdist_ext.training.checkpoints.state import state_of
 
 FIT = {"batch_size": 16, "verbose": 0}
 

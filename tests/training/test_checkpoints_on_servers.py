@@ -15,8 +15,8 @@ from training_cases import mirrored, strategy_of
 from warm_programs import run_program
 
 import tfdist_ext as tfd
-from tfdist_ext.training.saving.checkpoint_state import state_of
-from tfdist_ext.training.saving.whole_values import whole_value
+from tfdist_ext.training.checkpoints.file import whole_value
+from tfdist_ext.training.checkpoints.state import state_of
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))

@@ -12,7 +12,7 @@ import tensorflow as tf
 from training_cases import strategy_of
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.dataset_passes import DatasetPasses
+from tfdist_ext.training.loop import DatasetPasses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 
@@ -42,7 +42,7 @@ def test_shuffled_datasets_have_the_order_of_keras(
 ) -> None:
     import shuffled_training
 
-    from tfdist_ext.training.reduction import SynchronousReduction as Reduction
+    from tfdist_ext.training.synchronous.reduction import SynchronousReduction as Reduction
 
     if not feeds_on_host:
         never = property(lambda _: False, lambda *_: None)

@@ -14,9 +14,9 @@ import pytest
 import tfdist_ext as tfd
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
-from tfdist_ext.training import evaluator
-from tfdist_ext.training.evaluator import evaluate_checkpoints
-from tfdist_ext.training.saving.checkpoint_index import Index, Progress
+from tfdist_ext.training.checkpoints import evaluator
+from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
+from tfdist_ext.training.checkpoints.folder import Index, Progress
 
 ROWS = (np.zeros((4, 2)), np.zeros(4), np.ones(4))
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tfdist_ext.training.interrupting import keeping_ctrl_c
+from tfdist_ext.training.loop import keeping_ctrl_c
 
 
 class Dropped:

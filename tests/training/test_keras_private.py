@@ -25,7 +25,7 @@ from tfdist_ext.training._tf_private import (
     recorded_operations,
     recording_operations,
 )
-from tfdist_ext.training.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 
 TRAINING = Path(kp.__file__).parent
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from training_cases import X, Y, assert_same_weights, classifier, distributed_fit, weights_of
 
-from tfdist_ext.training.inputs import read
-from tfdist_ext.training.ordered_batches import order_of_pass
+from tfdist_ext.training.inputs import order_of_pass, read
 
 BATCHES = 12
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from real_tasks import Tasks, tasks
 
-from tfdist_ext.training.places import Place, different_calls, odd_one, summary
+from tfdist_ext.training.agreement.peers import Place, different_calls, odd_one, summary
 
 SECONDS = (
     15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.training import progress
+from tfdist_ext.training.synchronous import program as progress
 
 
 def test_it_is_said_after_a_while_and_then_less_often(

@@ -7,7 +7,7 @@ import logging
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.training.coordinated.remote_errors import remote_errors_in_short, root_message
+from tfdist_ext.training.parameter_server.calls import remote_errors_in_short, root_message
 
 GRPC = (
     "\nAdditional GRPC error information from remote target /job:worker/replica:0/task:0 while"

@@ -21,13 +21,16 @@ from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced, find
-from tfdist_ext.training.overrides import TRAINER_METHODS
-from tfdist_ext.training.part import Part
-from tfdist_ext.training.passed import StepRecord, check_lookups, not_called, requiring
-from tfdist_ext.training.replaced import (
+from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
+from tfdist_ext.training.steps.context import Part
+from tfdist_ext.training.steps.replaced import (
+    StepRecord,
     Target,
+    check_lookups,
     functions_in_place,
+    not_called,
     own_targets,
+    requiring,
     step_targets,
     substitutes,
 )
@@ -364,7 +367,7 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
         *(replaced for replaced in REPLACED if not replaced.key.startswith("moments")),
     ]
     monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
-    monkeypatch.setattr("tfdist_ext.training.replaced.REPLACED", tuple(moved))
+    monkeypatch.setattr("tfdist_ext.training.steps.replaced.REPLACED", tuple(moved))
     step_targets.cache_clear()
     try:
         tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)

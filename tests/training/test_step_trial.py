@@ -15,7 +15,7 @@ from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirror
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.step_trial import only_told
+from tfdist_ext.training.building.build_from_step import only_told
 
 FIT = {"batch_size": 12, "epochs": 2}  # 64 rows: the last batch has 4
 Dense = keras.layers.Dense

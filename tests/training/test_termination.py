@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfdist_ext.training.termination import Termination
+from tfdist_ext.training.agreement.termination import Termination
 
 
 @pytest.fixture

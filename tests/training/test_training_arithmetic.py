@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist_ext.data.shards import bounds
-from tfdist_ext.training.epochs import steps_of_epoch
-from tfdist_ext.training.pace import Pace
-from tfdist_ext.training.roles import for_this_task, looks_at_batches
+from tfdist_ext.training.callbacks.in_cluster import for_this_task, looks_at_batches
+from tfdist_ext.training.loop import Pace, steps_of_epoch
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """A Keras model trained through a strategy: Keras's signatures, TensorFlow's runtime."""
 
-from tfdist_ext.training.distributing import distribute
-from tfdist_ext.training.gathering import all_rows
-from tfdist_ext.training.model import DistributedModel
-from tfdist_ext.training.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard
+from tfdist_ext.training.model import DistributedModel, distribute
+from tfdist_ext.training.steps.context import all_rows
 
 __all__ = ["DistributedModel", "WorkerTensorBoard", "all_rows", "distribute"]

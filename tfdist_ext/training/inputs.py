@@ -3,30 +3,57 @@
 Every task of a cluster is given the same data, as it would be on one device. A global batch is
 cut into one contiguous part for each replica of the whole cluster, in replica order; a task
 reads only the parts of its own replicas.
+
+A sequence of global batches, cut into one contiguous part for each replica.
+
+The batches of a PyDataset in an order that every task computes alike.
+
+Keras shuffles them with Python's own random numbers, which are others on each worker: each would
+take its part of another batch.
+
+`tfd.data` as global batches: ordered data, and data that each task reads by a function.
+
+Ordered data as the global batches of `fit`, from its position on.
+
+Batches that each task reads for itself, from a function of its shard, as those of `fit`.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.rows import rows_between, rows_in
-from tfdist_ext.data.shards import bounds
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
-from tfdist_ext.training.ordered_batches import OrderedBatches
-from tfdist_ext.training.sharded_batches import batches_of_sharded
+from tfdist_ext.training.protocols import Reduction
 
-__all__ = ["GlobalBatches", "parts_of_dataset", "read"]
+__all__ = [
+    "FunctionBatches",
+    "GlobalBatches",
+    "OrderedBatches",
+    "PartsOf",
+    "batches_of_function",
+    "batches_of_sharded",
+    "check_says_nothing_else",
+    "order_of_pass",
+    "parts_of_dataset",
+    "read",
+]
+
 
 _NOT_FOR_KERAS_TO_SHUFFLE = (keras.utils.PyDataset, types.GeneratorType)
 
@@ -249,3 +276,338 @@ def _check_batched(spec: Any) -> None:
             f"the dataset yields {found}, not batches: its element_spec is {spec}."
             " Call .batch(n) on it, n being the examples of a global batch."
         )
+
+
+# (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
+# each (how many rows, of how many in the global batch, the rows themselves); see _spans for a part
+# of 0 rows.
+PartsOf = Callable[[int, int, int], tf.data.Dataset]
+
+
+@dataclass
+class GlobalBatches:
+    """One pass after another over a sequence of global batches.
+
+    A `BatchSource`, whose attributes it has.
+
+    Attributes:
+        parts_of: makes the parts of some replicas.
+        from_step: gives the parts from a later global batch on; None where only reading leads
+            there.
+        at_position: the same from where the data's own position is; None where it keeps none.
+        agreed: how many rows the global batch has is known only when those of all parts are
+            counted. In the place of that number a part says 1 then, or 0 where it is no batch of
+            the data; the pass is over when all say so.
+        spec: of one global batch, where `parts_of` need not be asked.
+    """
+
+    parts_of: PartsOf
+    steps: int | None
+    batch_size: int | None
+    endless: bool
+    on_epoch_begin: Callable[[], None]
+    on_epoch_end: Callable[[], None]
+    from_step: Callable[[int], PartsOf] | None = None
+    begin: int = 0
+    advance: Callable[[int], None] = lambda steps: None
+    ended: Callable[[], None] = lambda: None
+    at_position: Callable[[], GlobalBatches] | None = None
+    agreed: bool = False
+    spec: Any = None
+    dataset: tf.data.Dataset | None = None
+    arrays: Any = None
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of one global batch, batch dimension unknown."""
+        spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
+        # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
+        return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
+
+    def distributed(self, strategy: tf.distribute.Strategy) -> Any:
+        """A distributed dataset: each element holds one part for each local replica."""
+
+        def pipeline(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
+            context = context or tf.distribute.InputContext()
+            replicas = context.num_replicas_in_sync
+            local = replicas // context.num_input_pipelines
+            parts = self.parts_of(context.input_pipeline_id * local, local, replicas)
+            return _one_by_one(parts, local).prefetch(tf.data.AUTOTUNE)
+
+        return strategy.distribute_datasets_from_function(pipeline)
+
+    def on_host(self, first: int, local: int, replicas: int) -> tf.data.Dataset:
+        """A plain dataset: each element is the tuple of this task's replicas' parts.
+
+        For replicas on CPUs, where nothing is to be moved. TensorFlow's distributed iterator
+        costs more than a small step there.
+        """
+        return self.parts_of(first, local, replicas).prefetch(tf.data.AUTOTUNE)
+
+
+def _one_by_one(parts: tf.data.Dataset, local: int) -> tf.data.Dataset:
+    if local == 1:
+        return parts.map(lambda part: part)
+    return parts.flat_map(
+        lambda *each: functools.reduce(
+            lambda left, right: left.concatenate(right),
+            [tf.data.Dataset.from_tensors(part) for part in each],
+        )
+    )
+
+
+def order_of_pass(batches: int, seed: int, number: int) -> list[int]:
+    """The indices of all batches, permuted, for the pass of a number over the data, from 0."""
+    return np.random.default_rng([seed, number]).permutation(batches).tolist()
+
+
+class OrderedBatches:
+    """One pass after another over a PyDataset, each in an order of its own.
+
+    Args:
+        source: a dataset of a known number of batches. Its `workers`, `use_multiprocessing` and
+            `max_queue_size` are used as Keras uses them.
+        seed: where the orders start, the same on every task.
+        class_weight: as in `fit`.
+    """
+
+    def __init__(self, source: keras.utils.PyDataset, seed: int, class_weight: Any = None):
+        self._source = source
+        self._seed = seed
+        self._class_weight = class_weight
+        self._passes = 0
+
+    def dataset(self, spec: Any) -> tf.data.Dataset:
+        """Each iterator over it is the next pass.
+
+        Args:
+            spec: tf.TypeSpecs of a batch, batch dimension unknown.
+        """
+        return tf.data.Dataset.from_generator(self._next_pass, output_signature=spec)
+
+    def _next_pass(self) -> Iterator[Any]:
+        order = order_of_pass(self._source.num_batches, self._seed, self._passes)
+        self._passes += 1
+        batches = _Permuted(self._source, order)
+        adapter = kp.get_data_adapter(batches, class_weight=self._class_weight)
+        try:
+            yield from kp.batches_of(adapter)
+        finally:
+            adapter.on_epoch_end()  # stops workers that read ahead
+
+
+class _Permuted(keras.utils.PyDataset):
+    """Another order of the batches of `source`; the hooks of epochs are not passed on."""
+
+    def __init__(self, source: keras.utils.PyDataset, order: Sequence[int]):
+        super().__init__(
+            workers=source.workers,
+            use_multiprocessing=source.use_multiprocessing,
+            max_queue_size=source.max_queue_size,
+        )
+        self._source = source
+        self._order = order
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[self._order[index]]
+
+
+def batches_of_sharded(
+    data: OrderedDataset,
+    *,
+    beside: tuple[Any, ...],
+    batch_size: int | None,
+    class_weight: Any,
+    from_position: bool,
+) -> GlobalBatches:
+    """The global batches from the data's position on, or all of it in its own order.
+
+    Args:
+        beside: targets and sample weights, which the data holds itself.
+        from_position: begin there; else, as predictions are wanted, in the order of the data.
+
+    Raises:
+        TrainingError: an argument of `fit` that says again, and otherwise, what the data says; or
+            a position between two batches.
+    """
+    check_says_nothing_else(data, beside, batch_size, class_weight)
+    data = data if from_position else data.in_order()
+    epoch, examples = data.place
+    if examples % data.global_batch:
+        raise TrainingError(
+            f"the data's position is after {examples} examples of an epoch, which is between two"
+            f" global batches of {data.global_batch}: go on with the global batch of the training"
+            " that was there before."
+        )
+    begin = epoch * data.steps + examples // data.global_batch
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
+
+    return GlobalBatches(
+        parts_of,
+        data.steps,
+        data.global_batch,
+        endless=True,
+        on_epoch_begin=lambda: None,
+        on_epoch_end=lambda: None,
+        begin=begin % data.steps,
+        advance=data.advance if from_position else lambda steps: None,
+        agreed=data.loses_examples,
+        at_position=lambda: batches_of_sharded(
+            data,
+            beside=beside,
+            batch_size=batch_size,
+            class_weight=class_weight,
+            from_position=from_position,
+        ),
+    )
+
+
+def check_says_nothing_else(
+    data: ShardedDataset, beside: tuple[Any, ...], batch_size: int | None, class_weight: Any
+) -> None:
+    """
+    Raises:
+        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
+    """
+    if any(given is not None for given in beside):
+        raise TrainingError(
+            "a ShardedDataset holds targets and sample weights itself, as from_arrays((x, y)):"
+            " leave out y and sample_weight."
+        )
+    if class_weight is not None:
+        raise TrainingError(
+            "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
+            " from_arrays((x, y, sample_weight)), or return them from parse."
+        )
+    if batch_size not in (None, data.global_batch):
+        has = f"global batches of {data.global_batch} examples" if data.global_batch else "batches"
+        raise TrainingError(
+            f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
+        )
+
+
+@dataclass
+class FunctionBatches(GlobalBatches):
+    """Each iteration asks the data anew what its position's epoch is."""
+
+    def distributed(self, strategy: tf.distribute.Strategy) -> Any:
+        return _Passes(lambda: GlobalBatches.distributed(self, strategy))
+
+    def on_host(self, first: int, local: int, replicas: int) -> Any:
+        return _Passes(lambda: GlobalBatches.on_host(self, first, local, replicas))
+
+
+class _Passes:
+    """Made anew for each iteration."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def batches_of_function(
+    data: FunctionDataset,
+    reduction: Reduction,
+    *beside: Any,
+    batch_size: int | None = None,
+    class_weight: Any = None,
+    seed: Any = None,
+    **_: Any,
+) -> GlobalBatches:
+    """This task's batches, from the data's position on, or of epoch 0; every worker must call.
+
+    Args:
+        beside: targets and sample weights, which the data holds itself.
+        seed: of a training, which begins at the data's position; else None. The other options of
+            `fit` mean nothing here.
+
+    Raises:
+        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
+    """
+    check_says_nothing_else(data, beside, batch_size, class_weight)
+    from_position = seed is not None
+    workers = reduction.replicas // reduction.local_replicas
+    shard = Shard(reduction.first_replica // reduction.local_replicas, workers)
+
+    def dataset() -> tf.data.Dataset:
+        return data.dataset(shard) if from_position else data.whole_epoch(shard)
+
+    def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        if workers == 1:
+            return parts_of_dataset(dataset())(first, local, replicas)
+        return _then_nothing(dataset(), local)
+
+    epoch = data.place[0] if from_position else 0
+    steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
+    if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
+        steps = None
+
+    def batches() -> FunctionBatches:
+        return FunctionBatches(
+            parts_of,
+            steps,
+            data.global_batch,
+            endless,
+            on_epoch_begin=lambda: None,
+            on_epoch_end=lambda: None,
+            begin=data.steps_behind if from_position else 0,
+            advance=data.advance if from_position else lambda steps: None,
+            ended=data.end_epoch if from_position else lambda: None,
+            agreed=workers > 1,
+            at_position=batches,
+        )
+
+    return batches()
+
+
+def _agreed_length(
+    dataset: tf.data.Dataset, shard: Shard, reduction: Reduction
+) -> tuple[int | None, bool]:
+    """(steps of an epoch: those of the worker that has most, whether one of them has no end)."""
+    lengths = np.zeros(shard.count, np.int64)
+    lengths[shard.index] = int(dataset.cardinality())
+    lengths = reduction.sum_over_workers(lengths)
+    if (lengths == tf.data.INFINITE_CARDINALITY).any():
+        return None, True
+    return None if lengths.min() < 0 else int(lengths.max()), False
+
+
+def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
+    """Parts for the local replicas, and after the last batch parts of no rows, without an end.
+
+    The tasks agree in each step on what there is; see `GlobalBatches`.
+    """
+
+    def marked(real: bool) -> Callable[..., Any]:
+        def of_parts(*parts: Any) -> Any:
+            flag = tf.constant(int(real), tf.int64)
+            return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
+
+        return of_parts
+
+    one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
+    nothing = parts_of_dataset(tf.data.Dataset.from_tensors(one_row))(0, local, local)
+    parts = parts_of_dataset(dataset)(0, local, local).map(marked(True))
+    return parts.concatenate(nothing.map(marked(False)).repeat())
+
+
+def _one_row(spec: Any) -> Any:
+    """A batch of one row of zeros: what a replica computes with that has none."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
+        splits = [tf.zeros([2], spec.row_splits_dtype)]
+        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
+        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
+    rest = [size or 1 for size in spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        indices = tf.zeros([0, 1 + len(rest)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), [1, *rest])
+    return tf.zeros([1, *rest], spec.dtype)

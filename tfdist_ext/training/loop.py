@@ -1,27 +1,71 @@
-"""One epoch, execution by execution; all tasks of a cluster take the same turns.
+"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
+
+One epoch, execution by execution; all tasks of a cluster take the same turns.
 
 Every execution is a collective, and so is every question below that is put to all workers. What
 decides how many there are must therefore be the same on each task, and is agreed on where it may
 not be: the chief alone runs callbacks that write, and a user's callback may stop one task.
+
+Where each epoch begins and ends in the data, by Keras's rules.
+
+Iterators over a dataset of global batches, made exactly when Keras makes them.
+
+A seeded `shuffle` draws a new order each time an iterator over it is made: by training, by
+validation, by anything that looks at the data. So the iterators that were made before decide the
+order of an epoch, and each task must make as many as Keras's EpochIterator does on one device.
+
+How many steps to run in one execution: pure arithmetic.
+
+Long executions are fast, because nothing waits for Python between their steps. Short ones show
+progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time.
+
+Ctrl-C that is never lost.
+
+Python raises KeyboardInterrupt wherever the main thread is. In a finalizer, of which TensorFlow's
+eager code runs one for each batch that it reads, the exception is printed and dropped, and the
+training would go on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
-from tfdist_ext.training.epochs import Epoch
-from tfdist_ext.training.interrupting import keeping_ctrl_c
-from tfdist_ext.training.pace import Pace
-from tfdist_ext.training.protocols import Engine, StepListener, StepProgram
-from tfdist_ext.training.roles import looks_at_batches
+from tfdist_ext.data.untuned import untuned
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.callbacks.in_cluster import looks_at_batches
+from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
+from tfdist_ext.training.protocols import (
+    BatchSource,
+    Engine,
+    Epoch,
+    StepListener,
+    StepProgram,
+)
 
-__all__ = ["Loop"]
+__all__ = [
+    "DatasetPasses",
+    "Epochs",
+    "Loop",
+    "Pace",
+    "keeping_ctrl_c",
+    "predict",
+    "steps_of_epoch",
+    "validates",
+]
 
 
 class Loop:
@@ -110,3 +154,389 @@ class Loop:
             if result.steps < n:
                 break
         return logs, done
+
+
+_EMPTY = "the data holds no batch at all: nothing can be done with it."
+
+
+def steps_of_epoch(position: int, in_pass: int, asked: int | None) -> tuple[int, int]:
+    """(steps of the next epoch, position in the pass after it).
+
+    An epoch of `asked` steps goes on where the last one ended; the epoch in which a pass ends
+    is short, and the one after it starts a new pass.
+    """
+    left = in_pass - position
+    steps = left if asked is None else min(asked, left)
+    return steps, (position + steps) % in_pass
+
+
+class Epochs:
+    """The epochs of one `fit`, `evaluate` or `predict`."""
+
+    def __init__(
+        self,
+        batches: BatchSource,
+        feed: Callable[[Any], Any],
+        asked: int | None,
+        inspect: Callable[[Any], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            feed: makes of global batches what the steps iterate over.
+            asked: steps of an epoch, where the caller gave a number.
+            inspect: see `DatasetPasses`; called only where each task reads whole global batches.
+        """
+        asked = asked or None  # as Keras: 0 is all there is
+        if asked is not None and asked < 0:
+            raise TrainingError(f"the steps of an epoch are 1 or more; {asked} arrived.")
+        if batches.steps is None and batches.endless and asked is None:
+            raise TrainingError(
+                "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
+                " and predict: steps)."
+            )
+        if batches.steps == 0:
+            raise TrainingError(_EMPTY)
+        self._batches = batches
+        self._asked = asked
+        self._feed = feed
+        self._passes = None
+        if batches.dataset is not None:
+            in_steps = asked is not None
+            self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
+        self._dataset: Any = None if self._passes else feed(batches)
+        self._fed_from: Any = None
+        self._iterator: Any = None
+        self._position = batches.begin
+        self._seen: int | None = None
+        self._fresh = True
+        self._behind = 0  # steps of the next epoch that are done
+
+    @property
+    def steps(self) -> int | None:
+        """Global batches in an epoch; None until a first one has told."""
+        return self._asked or self._batches.steps or self._seen
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[Epoch]:
+        """The next epoch, between the data's own hooks."""
+        in_pass = self._batches.steps
+        known = in_pass is not None or self._batches.endless
+        behind, self._behind = self._behind, 0
+        asked = steps = None if self._asked is None else max(self._asked - behind, 0)
+        if in_pass is not None:
+            steps, after = steps_of_epoch(self._position, in_pass, asked)
+            if asked is not None and steps < asked:
+                self._warn_of_end(steps)
+        batches = self._batches
+        batches.on_epoch_begin()
+        try:
+            self._begin(steps, known)
+            yield Epoch(
+                self._iterator,
+                steps,
+                known,
+                batches.agreed,
+                behind > 0,
+                batches.advance,
+            )
+        finally:
+            self._batches.on_epoch_end()
+            if in_pass is not None:
+                self._position = after
+
+    def _begin(self, steps: int | None, known_length: bool) -> None:
+        """Make the iterator of an epoch, or keep the one of the epoch before."""
+        if self._passes is not None:
+            self._fresh = self._passes.begins_a_pass()
+            dataset = self._passes.epoch(steps, known_length=known_length)
+            self._iterator = iter(self._fed(dataset))
+            return
+        begins_a_pass = self._position == 0 and (
+            self._asked is None or self._batches.steps is not None
+        )
+        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
+        if self._fresh:
+            self._iterator = iter(self._dataset)
+
+    def _fed(self, dataset: tf.data.Dataset) -> Any:
+        if dataset is not self._fed_from:
+            self._fed_from = dataset
+            assert isinstance(self._batches, GlobalBatches)
+            parts_of = parts_of_dataset(dataset)
+            batches = replace(self._batches, parts_of=lambda *which: untuned(parts_of(*which)))
+            self._dataset = self._feed(batches)
+        return self._dataset
+
+    def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
+        """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
+        batches, in_pass = self._batches, self._batches.steps
+        if not isinstance(batches, GlobalBatches) or not batches.from_step or in_pass is None:
+            return False
+        passed = 0
+        for _ in range(epochs):
+            steps, self._position = steps_of_epoch(self._position, in_pass, self._asked)
+            passed += steps
+        self._dataset = feed(replace(batches, parts_of=batches.from_step(passed)))
+        return True
+
+    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, behind: int) -> None:
+        """Begin where the data's own position is, `behind` steps of an epoch being done already."""
+        assert isinstance(self._batches, GlobalBatches)
+        assert self._batches.at_position is not None
+        batches = self._batches.at_position()
+        self._position = batches.begin
+        self._batches = replace(self._batches, begin=batches.begin)
+        self._behind = behind
+        self._dataset = feed(batches)
+
+    def rewind(self) -> None:
+        """Begin the next epoch at the start of the data: each validation sees the same steps."""
+        if self._passes is not None:
+            self._position = 0
+            self._passes.restart()
+        elif self._position != 0 or (self._asked is not None and self._batches.steps is None):
+            self._position = 0
+            self._iterator = None
+
+    def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
+        """Take note of an epoch's end; whether it was done to its end, or to that of the data.
+
+        Args:
+            steps: that were done.
+            stopped: somebody told the training to stop while it ran.
+        """
+        if epoch.steps is None or steps < epoch.steps:
+            if not stopped:
+                self.ended_after(steps)
+            return not stopped
+        if self._batches.steps is not None and self._position == 0:
+            self._batches.ended()
+            if self._passes is not None and not stopped:
+                self._passes.pass_is_done()
+        return True
+
+    def ended_after(self, steps: int) -> None:
+        """Say that the data ended after this many steps of an epoch of unknown length."""
+        if steps == 0 and self._seen is None and self._fresh and self._batches.begin == 0:
+            raise TrainingError(_EMPTY)
+        if self._asked is not None and steps < self._asked:
+            self._warn_of_end(steps)
+        self._seen = steps
+        self._iterator = None
+        if self._passes is not None:
+            self._passes.restart()
+        self._batches.ended()
+
+    def _warn_of_end(self, steps: int) -> None:
+        warnings.warn(
+            f"the data ended after {steps} of the {self._asked} steps asked for in this epoch."
+            " Ask for fewer steps, or repeat the data with .repeat().",
+            stacklevel=7,
+        )
+
+
+def validates(epoch: int, frequency: int | list[int]) -> bool:
+    """Whether an epoch, counted from 0, is followed by validation."""
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    if isinstance(frequency, list | tuple | set):
+        return epoch + 1 in frequency
+    raise TrainingError(
+        "validation_freq takes a number of epochs, or a list of epochs counted from 1;"
+        f" {frequency!r} arrived."
+    )
+
+
+class DatasetPasses:
+    """The passes of one `fit`, `evaluate` or `predict` over a dataset, epoch by epoch.
+
+    Args:
+        dataset: one pass of global batches, or an infinite dataset.
+        in_steps: epochs have a number of steps, and may end in the middle of a pass.
+        inspect: called with the first batch of all (None where there is none) before it is used.
+            It is the batch that the first step gets: nothing else is read for this.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        in_steps: bool,
+        inspect: Callable[[Any], None] | None = None,
+    ):
+        # Each epoch lets go of an iterator, and would wait for its tuner; see `untuned`.
+        self._dataset = untuned(dataset)
+        self._in_steps = in_steps
+        self._inspect = inspect
+        self._iterator: Any = None
+        self._rest: tuple[Any, int | None, Any] = (None, None, None)  # iterator, steps, dataset
+
+    def begins_a_pass(self) -> bool:
+        """Whether the next epoch makes an iterator of its own."""
+        return self._iterator is None or not self._in_steps
+
+    def epoch(self, steps: int | None, *, known_length: bool) -> tf.data.Dataset:
+        """The global batches of the next epoch: each iteration is over those of one more.
+
+        What reads ahead in it stops at its end: reading ahead into another repetition of the
+        data would make iterators at a moment that nobody knows.
+
+        Args:
+            steps: batches in the epoch; None: all that are left.
+            known_length: there are that many for sure.
+        """
+        if not self._in_steps and self._inspect is None:
+            return self._dataset
+        if self.begins_a_pass():
+            self._iterator = self._new_iterator()
+        if self._inspect is None:
+            if self._rest[:2] != (self._iterator, steps):  # else iterating again reads on
+                rest = _rest_of(self._iterator, steps, known_length)
+                self._rest = (self._iterator, steps, rest)
+            return self._rest[2]
+        inspect, self._inspect = self._inspect, None
+        first = next(self._iterator, None)
+        inspect(first)
+        if first is None:
+            return self._dataset
+        left = None if steps is None else steps - 1
+        rest = _rest_of(self._iterator, left, known_length)
+        return tf.data.Dataset.from_tensors(first).concatenate(rest)
+
+    def pass_is_done(self) -> None:
+        """Keras's fit makes the iterator of the next pass here, and in epochs without a number of
+        steps another one when the next epoch begins.
+        """
+        self._iterator = self._new_iterator()
+
+    def restart(self) -> None:
+        """Begin the next epoch at the start of the data."""
+        self._iterator = None
+
+    def _new_iterator(self) -> Any:
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # it reads ahead, too
+        with tf.device("CPU:0"):
+            return iter(self._dataset.with_options(options))
+
+
+def _rest_of(iterator: Any, steps: int | None, known_length: bool) -> tf.data.Dataset:
+    """What an iterator yields from here on, at most `steps` elements."""
+    turns = tf.data.Dataset.range(2**62 if steps is None else steps)
+    untouched = tf.autograph.experimental.do_not_convert
+    if known_length:
+        return turns.map(untouched(lambda _: iterator.get_next()))
+    options = turns.map(untouched(lambda _: iterator.get_next_as_optional()))
+    there = options.take_while(untouched(lambda option: option.has_value()))
+    return there.map(untouched(lambda option: option.get_value()))
+
+
+def predict(
+    model: keras.Model, engine: Engine, epochs: Epochs, hooks: keras.callbacks.CallbackList
+) -> Any:
+    """The outputs for one pass over the data, as NumPy arrays of all rows, in input order."""
+    model.stop_predicting = False
+    hooks.on_predict_begin()
+    collected: list[Any] = []
+    done = 0  # global batches
+    with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised(), epochs.next() as data:
+        each = engine.predictor(model).outputs(data)
+        while data.steps is None or done < data.steps:
+            hooks.on_predict_batch_begin(done)
+            try:
+                with engine.reduction.peers.meeting(f"batch {done}"):
+                    outputs = next(each)
+            except StopIteration:
+                break
+            check_ctrl_c()
+            done += 1
+            if outputs is not None:
+                collected.append(outputs)
+            hooks.on_predict_batch_end(done - 1, {"outputs": outputs})
+            if model.stop_predicting:
+                break
+    if not collected:
+        epochs.ended_after(0)
+    epochs.is_done(data, done, stopped=bool(model.stop_predicting))
+    hooks.on_predict_end()
+
+    def rows(*parts: Any) -> Any:
+        if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+            return parts[0]  # which Keras would take for a tensor
+        return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+
+    return keras.tree.map_structure(rows, *collected)
+
+
+class Pace:
+    """Grows the steps of an execution until one takes about `target` seconds.
+
+    It is fed the chief's times only, so that every task of a cluster counts the same.
+    """
+
+    def __init__(self, *, fixed: int | None = None, target: float = 0.4, growth: int = 4):
+        """`fixed` steps each time, or as many as fit into `target` seconds."""
+        self._fixed = fixed
+        self._target = target
+        self._growth = growth
+        self._steps: list[int] = []  # of the last two executions
+        self._largest = 0
+        self._most: int | None = None  # that fit into the target, once a time has told
+        self._compiled = False
+        self._measured = False
+
+    def next(self, remaining: int | None) -> int:
+        """Steps for the next execution, at least 1 and at most `remaining`."""
+        # The first execution compiles; a short one shows early that all is well.
+        steps = self._fixed or max(1, self._largest * self._growth)
+        if self._fixed is None and self._most is not None:
+            steps = min(steps, self._most)
+        steps = steps if remaining is None else min(steps, remaining)
+        self._largest = max(self._largest, steps)
+        self._steps = [*self._steps[-1:], steps]
+        return steps
+
+    def took(self, previous: float) -> None:
+        """Learn how many seconds the execution before the last one took.
+
+        One execution late, because a time travels to the other tasks with the next execution.
+        """
+        if len(self._steps) < 2:
+            return
+        long = previous > self._target / 8  # what is shorter is mostly the call itself
+        if long:
+            self._most = max(1, int(self._target * self._steps[0] / previous))
+        elif not self._measured:
+            self._most = None
+        # The first time is the compiler's: it holds until another one is there.
+        self._measured = self._compiled and (long or self._measured)
+        self._compiled = True
+
+
+@contextlib.contextmanager
+def keeping_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Scope that gives a function, which raises the KeyboardInterrupt that was lost, if any.
+
+    Where Ctrl-C does something of the user's own, or this is not the main thread, nothing is
+    changed.
+    """
+    pressed = False
+
+    def raise_interrupt(*_: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    if own or threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    signal.signal(signal.SIGINT, raise_interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,14 @@
-"""DistributedModel: Keras's fit, evaluate and predict, on any strategy."""
+"""DistributedModel: Keras's fit, evaluate and predict, on any strategy.
+
+distribute: a Keras model, or what builds it, and a strategy.
+
+Arguments of fit, evaluate and predict that are numbers, checked before anything starts.
+"""
 
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,35 +18,46 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.explanation import evaluates
+from tfdist_ext.strategies import create_strategy
+from tfdist_ext.strategies.explanation import evaluates, is_apart
+from tfdist_ext.strategies.spanning import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.adopt import belongs_to, build, creation_scope, recompile
-from tfdist_ext.training.arguments import check_counts
-from tfdist_ext.training.called_back import called_back_as
-from tfdist_ext.training.chiefs_part import done_by_chief, follow_chief
-from tfdist_ext.training.coordinated.engine import CoordinatorEngine
-from tfdist_ext.training.engine import SynchronousEngine
-from tfdist_ext.training.epochs import Epochs, validates
-from tfdist_ext.training.evaluator import evaluate_checkpoints
-from tfdist_ext.training.loop import Loop
-from tfdist_ext.training.overrides import overridable, overrides, redirected_method
-from tfdist_ext.training.partitioned import make_readable
-from tfdist_ext.training.predicting import predict
-from tfdist_ext.training.protocols import BatchSource, Engine
-from tfdist_ext.training.roles import follow_chief_if_restored, for_this_task
-from tfdist_ext.training.same_data import check_same_arrays, check_same_call, first_batch_check
-from tfdist_ext.training.same_model import (
+from tfdist_ext.training.agreement.equality import (
+    check_same_arrays,
+    check_same_call,
     check_same_model,
     check_same_versions,
+    first_batch_check,
+)
+from tfdist_ext.training.agreement.peers import peers_of
+from tfdist_ext.training.building.build import (
+    adopt,
+    belongs_to,
+    build,
+    creation_scope,
+    recompile,
     variables_made_together,
 )
-from tfdist_ext.training.saving.checkpoints import Progress
-from tfdist_ext.training.saving.methods import Saving, on_every_worker
-from tfdist_ext.training.saving.resuming import Resumable
-from tfdist_ext.training.step_timer import NullStepTimer
-from tfdist_ext.training.worker_tensorboard import board_among
+from tfdist_ext.training.callbacks.in_cluster import (
+    board_among,
+    called_back_as,
+    follow_chief_if_restored,
+    for_this_task,
+    overridable,
+    overrides,
+    redirected_method,
+)
+from tfdist_ext.training.checkpoints.chief import done_by_chief, follow_chief
+from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
+from tfdist_ext.training.checkpoints.manager import Resumable
+from tfdist_ext.training.checkpoints.saving import Progress, Saving
+from tfdist_ext.training.loop import Epochs, Loop, predict, validates
+from tfdist_ext.training.parameter_server.engine import CoordinatorEngine
+from tfdist_ext.training.protocols import BatchSource, Engine, NullStepTimer, on_every_worker
+from tfdist_ext.training.synchronous.engine import SynchronousEngine
+from tfdist_ext.training.variables import make_readable
 
-__all__ = ["DistributedModel"]
+__all__ = ["DistributedModel", "check_counts", "distribute"]
 
 
 class DistributedModel(Saving):
@@ -73,7 +90,7 @@ class DistributedModel(Saving):
         self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
         self._same_python = check_same_versions(self._reduction)
-        check_same_model(self._reduction, model, same_python=self._same_python)
+        self._check_same_model()
         # Weights that came along are each worker's own; where they differ, the chief's count.
         follow_chief(model, self._reduction)
 
@@ -195,7 +212,7 @@ class DistributedModel(Saving):
             seed=saved.seed,
         )
         train = self._epochs(batches, steps_per_epoch, "fit")
-        self._prepare(batches, "train")
+        self._build(batches, "train")
         validate = None
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -294,7 +311,7 @@ class DistributedModel(Saving):
         self._check_same_call("evaluate", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps, "evaluate")
-        self._prepare(batches, "test")
+        self._build(batches, "test")
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
@@ -323,10 +340,7 @@ class DistributedModel(Saving):
         self._check_same_call("predict", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, batch_size=batch_size, steps=steps)
         epochs = self._epochs(batches, steps, "predict")
-        self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"), variables_made_together():
-            build(self._model, self._built_for, self._strategy, kind="predict")
-        check_same_model(self._reduction, self._model, same_python=self._same_python)
+        self._build(batches, "predict")
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._engine, epochs, hooks)
 
@@ -397,7 +411,7 @@ class DistributedModel(Saving):
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> dict[str, Any]:
         batches = self._engine.read(*data, batch_size=_rows(data[0]), shuffle=False, **options)
         epochs = self._epochs(batches, None, f"{kind}_on_batch")
-        self._prepare(batches, kind)
+        self._build(batches, kind)
         loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
         setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
@@ -441,14 +455,17 @@ class DistributedModel(Saving):
         )
 
     def _check_same_call(self, call: str, **arguments: Any) -> None:
-        check_same_call(self._reduction, call, arguments)
+        if self._reduction.multi_worker:
+            check_same_call(self._reduction, call, arguments)
 
     def _epochs(self, batches: BatchSource, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call, whose data is the same on all workers; `of` names it."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
         self._check_same_call(call, **sizes)
-        check_same_arrays(self._reduction, batches, of)
-        inspect = first_batch_check(self._reduction, batches.dataset, of)
+        inspect = None
+        if self._reduction.multi_worker:
+            check_same_arrays(self._reduction, batches, of)
+            inspect = first_batch_check(self._reduction, batches.dataset, of)
         return Epochs(batches, self._engine.feed, asked, inspect)
 
     def __reduce__(self) -> NoReturn:
@@ -459,14 +476,20 @@ class DistributedModel(Saving):
             " copy on a strategy."
         )
 
-    def _prepare(self, batches: BatchSource, kind: str) -> None:
+    def _build(self, batches: BatchSource, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
         with self._reduction.peers.meeting("building the model"), variables_made_together():
-            recompile(self._model, self._model, self._strategy)
+            if kind != "predict":
+                recompile(self._model, self._model, self._strategy)
             build(self._model, self._built_for, self._strategy, kind=kind)
-        self._engine.prepare(self._model)
-        check_same_model(self._reduction, self._model, same_python=self._same_python)
+        if kind != "predict":
+            self._engine.prepare(self._model)
+        self._check_same_model()
+
+    def _check_same_model(self) -> None:
+        if self._reduction.multi_worker:
+            check_same_model(self._reduction, self._model, same_python=self._same_python)
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
@@ -478,3 +501,56 @@ class DistributedModel(Saving):
 
 def _rows(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
+
+
+def distribute(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    alone: bool = False,
+) -> DistributedModel:
+    """Put a Keras model on a strategy.
+
+    Args:
+        model_or_builder: a function without arguments that returns a model (compiled or not),
+            or an existing model, trained or not. Of an existing model a copy is made, with its
+            weights, compile settings and optimizer state; the original stays as it is.
+        strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
+            `create_strategy()`; with `alone` that is one of this machine.
+        alone: let each task of the cluster that the environment describes train by itself, where
+            the strategy has replicas on this machine only.
+
+    Raises:
+        TrainingError: not a model, one that cannot be copied from its config, or a strategy
+            that is none.
+        StrategyError: a strategy of one machine in a cluster of several tasks.
+    """
+    if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+        raise TrainingError(
+            f"strategy takes a tf.distribute.Strategy; {strategy!r} arrived. By name it is made"
+            " with create_strategy(name)."
+        )
+    if strategy is None:
+        if tf.distribute.has_strategy():
+            strategy = tf.distribute.get_strategy()
+        else:
+            # None, and not False, which would go over flags and the file.
+            strategy = create_strategy(alone=alone or None)
+    if not (alone or is_apart(strategy) or evaluates(strategy)):
+        check_spans_cluster(strategy, type(strategy).__name__)
+    builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
+    peers = peers_of(strategy)
+    with peers.call("distribute"):
+        # Their first values are the chief's.
+        with peers.meeting("making the model"), variables_made_together():
+            model = adopt(model_or_builder, strategy)
+        return DistributedModel(model, strategy, builder)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise TrainingError for one that is no whole number, or is too small; None is none given."""
+    for name, value in counts.items():
+        least = 1 if name.endswith("batch_size") else 0  # 0 steps are all, as in Keras
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if value is not None and not (whole and value >= least):
+            raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")

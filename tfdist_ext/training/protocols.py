@@ -1,4 +1,4 @@
-"""What a training is made of, and what each side of it brings.
+"""What a training is made of, and what each side of it brings; and what stands in for nobody.
 
 `DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them in
 `synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
@@ -6,29 +6,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import keras
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from tfdist_ext.training.loop import Epoch
-    from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
-
 __all__ = [
     "BatchSource",
     "Engine",
+    "Epoch",
     "Execution",
+    "NullStepTimer",
     "PredictProgram",
     "Reduction",
+    "SingleTask",
     "StepFunction",
     "StepListener",
     "StepProgram",
     "TaskStatus",
+    "on_every_worker",
 ]
+
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
+
 
 # A step method of a model: a batch (the part of the replica that runs) -> what Keras's has
 # returned: logs of a train or test step, outputs of a predict step.
@@ -225,3 +233,83 @@ class Engine(Protocol):
 
     def finalize(self, model: keras.Model) -> None:
         """At the end of a training: averaged weights take the place of the last ones."""
+
+
+class SingleTask:
+    """The `TaskStatus` of a task that has no others."""
+
+    def call(self, name: str) -> Any:
+        return contextlib.nullcontext()
+
+    def meeting(self, where: str = "") -> Any:
+        return contextlib.nullcontext()
+
+    def reached(self, where: str) -> None:
+        pass
+
+
+class NullStepTimer:
+    """In the place of a `StepTimer` where nobody wants to know: adds nothing to the graph."""
+
+    records = False
+
+    def reading(self, iterator: Any) -> Any:
+        """The iterator; to take from it is the beginning of a step."""
+        return iterator
+
+    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+        """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
+        return ask(value)
+
+    def of_replica(self) -> ReplicaTimer | None:
+        """What one replica's step is to note with."""
+        return None
+
+    def step_is_done(self, notes: Sequence[Any]) -> None:
+        """Take the notes of this task's replicas."""
+
+    def execution_is_done(self, last: Any) -> None:
+        """Take note of the end, at which this tensor is there."""
+
+
+class _HasReduction(Protocol):
+    _reduction: Reduction
+
+
+_Caller = TypeVar("_Caller", bound=_HasReduction)
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def on_every_worker(
+    method: Callable[Concatenate[_Caller, _Given], _Result],
+) -> Callable[Concatenate[_Caller, _Given], _Result]:
+    """A public method that every worker must call: where one does not, the others say so."""
+
+    @functools.wraps(method)
+    def called(self: _Caller, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with self._reduction.call(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: where to read, and how many global batches.
+
+    Attributes:
+        iterator: over the parts of this task's replicas.
+        steps: global batches to do; None: until the data ends.
+        known_length: whether there are that many for sure.
+        agreed: whether the tasks have to agree in each step on what the global batch is.
+        resumed: it is the rest of an epoch, whose first batches are in the metrics already.
+        advance: to be told how many batches were used, after each execution.
+    """
+
+    iterator: Any
+    steps: int | None
+    known_length: bool
+    agreed: bool
+    resumed: bool
+    advance: Callable[[int], None]

@@ -1,0 +1,402 @@
+"""Calls, data and models that must be equal on all workers: an error before the first step.
+
+Values that must be the same on all workers: compared, and a difference named.
+
+Workers that agree pay for one collective of a few bytes. Only where something differs do the values
+themselves travel.
+
+Workers that make different calls, or are given different data: an error before the first step.
+
+Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers
+wait for each other forever. Where data differs, as after a shuffle without a seed or where each
+worker loads a part, some examples are used twice and others never, and nothing fails.
+
+Workers that have different models or versions: an error before the first step.
+
+What is compared is what a model computes with: config, code, variables, vocabularies and the like,
+compile settings. Not compared is what may differ without harm: automatic names (a worker that made
+another model before has dense_1 where others have dense), seeds, weights, which follow the chief.
+
+Arrays in a few numbers that tell whether two are the same, up to the noise of floats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.python_calls import operations_of
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.agreement.model_description import describe_array, describe_model
+from tfdist_ext.training.protocols import BatchSource, Reduction
+
+__all__ = [
+    "Difference",
+    "check_equal_across_workers",
+    "check_same_arrays",
+    "check_same_call",
+    "check_same_model",
+    "check_same_position",
+    "check_same_versions",
+    "difference_between_workers",
+    "first_batch_check",
+]
+
+
+Value = Any  # what JSON holds; numbers are equal up to the noise of floats
+
+
+_RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3
+
+
+class Difference(NamedTuple):
+    """What one worker has and the first one has not.
+
+    Attributes:
+        workers: the names of the first worker and of the other.
+        values: name -> (value of the first, value of the other), None for what is missing.
+    """
+
+    workers: tuple[str, str]
+    values: dict[str, tuple[Value, Value]]
+
+    def __str__(self) -> str:
+        first, other = self.workers
+        parts = []
+        for name, (a, b) in list(self.values.items())[:_MOST]:
+            got = f"{_short(a)} on {first} and {_short(b)} on {other}"
+            if _short(a) == _short(b):
+                got = f"other values on {other} than on {first}, after the same first {_short(a)}"
+            parts.append(f"{name} must be the same on all workers, got {got}")
+        more = len(self.values) - _MOST
+        return "; ".join(parts) + (f"; and {more} more differ" if more > 0 else "")
+
+
+def check_equal_across_workers(
+    reduction: Reduction, values: Mapping[str, Value], advice: str
+) -> None:
+    """Compare values by name; every worker must call.
+
+    Args:
+        values: name -> what JSON holds.
+        advice: what to do, for the end of the message.
+
+    Raises:
+        TrainingError: on every worker, where one's values are not the first worker's.
+    """
+    if difference := difference_between_workers(reduction, values):
+        raise TrainingError(f"{difference}: {advice}")
+
+
+def difference_between_workers(
+    reduction: Reduction, values: Mapping[str, Value]
+) -> Difference | None:
+    """The values of the first worker that has others than worker 0; every worker must call."""
+    if not reduction.multi_worker:
+        return None
+    text = json.dumps(values, sort_keys=True).encode()
+    digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
+    digests = _from_each(reduction, digest)
+    different = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if not different.size:
+        return None
+    firsts: Any = None
+    for worker in different.tolist():
+        if firsts is None:
+            firsts = _from_worker(reduction, text, 0)
+        others = _from_worker(reduction, text, worker)
+        if found := _differing(firsts, others):
+            names = reduction.task_names()
+            return Difference((names[0], names[worker]), found)
+    return None
+
+
+def _from_each(reduction: Reduction, value: np.ndarray) -> np.ndarray:
+    """Each worker's array of one shape, in worker order."""
+    table = np.zeros([reduction.workers, *value.shape], value.dtype)
+    table[reduction.worker] = value
+    return reduction.sum_over_workers(table)
+
+
+def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Value]:
+    """The values that a worker has, on every worker."""
+    packed = zlib.compress(text) if reduction.worker == worker else b""
+    size = int(reduction.sum_over_workers(np.int32(len(packed))))
+    words = np.zeros(-(-size // 4), np.int32)  # a dtype that every collective can sum
+    words.view(np.uint8)[: len(packed)] = np.frombuffer(packed, np.uint8)
+    found = reduction.sum_over_workers(words).view(np.uint8)[:size].tobytes()
+    values: dict[str, Value] = json.loads(zlib.decompress(found))
+    return values
+
+
+def _differing(first: Any, other: Any) -> dict[str, tuple[Value, Value]]:
+    return {
+        name: (first.get(name), other.get(name))
+        for name in {**first, **other}
+        if (name in first) != (name in other) or not _same(first.get(name), other.get(name))
+    }
+
+
+def _same(a: Value, b: Value) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() == b.keys() == {"first", "sums", "sizes"}:  # see `described_array`
+            triples = zip(a["sums"], b["sums"], a["sizes"], strict=False)
+            return len(a["sums"]) == len(b["sums"]) and all(
+                abs(x - y) <= _RELATIVE * size for x, y, size in triples
+            )
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        both_nan = math.isnan(a) and math.isnan(b)
+        return both_nan or math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=1e-12)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _short(value: Value) -> str:
+    if isinstance(value, dict) and "first" in value:
+        value = value["first"]
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+_RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
+
+
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+
+
+def check_same_call(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
+    """Compare what decides how many steps there are and what they do; every worker must call.
+
+    Args:
+        call: the method, as "fit".
+        arguments: name -> value; of data only what kind it is, of paths only that there is one.
+
+    Raises:
+        TrainingError: on every worker, where one's arguments are not the first worker's.
+    """
+    if reduction.multi_worker:
+        values = {name: _as_json(value) for name, value in arguments.items()}
+        advice = (
+            f"give every worker the same data and the same arguments of {call}(), as one device"
+            " would get: each takes its own part of every global batch."
+        )
+        check_equal_across_workers(reduction, {"the call": call, **values}, advice)
+
+
+def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
+    """Compare where workers are in their data, and of ordered data all that decides its order.
+
+    Every worker must call. Time stamps of files are not compared: each machine may have a copy.
+
+    Raises:
+        TrainingError: on every worker, where one's are not the first worker's.
+    """
+    if not reduction.multi_worker:
+        return
+    epoch, steps = data.place
+    values: dict[str, Any] = {"epoch of the data": epoch, "position in the epoch": steps}
+    if isinstance(data, OrderedDataset):
+        content = {**data.source.fingerprint(), "time stamps": ""}
+        as_text = json.dumps(content, sort_keys=True, default=str)
+        values |= {
+            "global_batch_size": data.global_batch,
+            "number of examples": data.examples,
+            "seed": data.order.seed,
+            "fingerprint of the data": zlib.crc32(as_text.encode()),
+        }
+    advice = "every worker must be given the same ShardedDataset, at the same position."
+    check_equal_across_workers(
+        reduction, {name: _as_json(value) for name, value in values.items()}, advice
+    )
+
+
+def check_same_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
+    """Compare arrays that each worker holds whole; every worker must call.
+
+    Args:
+        names: what goes before "x" and "y" in messages.
+
+    Raises:
+        TrainingError: on every worker, where one's are not the first worker's.
+    """
+    if reduction.multi_worker and batches.arrays is not None:
+        advice = (
+            "each worker takes its own part of the same global batches, so give all of them the"
+            " same arrays. Where each has examples of its own, use tfd.data.from_dataset_fn()."
+        )
+        check_equal_across_workers(reduction, _described(batches.arrays, names), advice)
+
+
+def first_batch_check(
+    reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
+) -> Callable[[Any], None] | None:
+    """What compares the first batch of a dataset that each worker reads whole; None on one worker.
+
+    Inputs may differ rightly where a pipeline draws random numbers or calls Python, as an
+    augmentation does: then there is a warning. Batch sizes and class labels may not.
+
+    Args:
+        names: what goes before "x" and "y" in messages.
+    """
+    if not reduction.multi_worker or dataset is None:
+        return None
+
+    def check(batch: Any) -> None:
+        described = _described(batch, names)
+        difference = difference_between_workers(reduction, described)
+        if difference is None:
+            return
+        decides = any(name in difference.values for name in _decisive(described, names))
+        random = not decides and reduction.any_worker(_is_random(dataset))
+        message = _about_batch(difference)
+        if not random:
+            raise TrainingError(message)
+        if reduction.is_chief:
+            warnings.warn(
+                f"{message} This is a warning because the pipeline draws random numbers or calls"
+                " Python: if only an augmentation differs, nothing is wrong.",
+                stacklevel=7,
+            )
+
+    return check
+
+
+def _about_batch(difference: Difference) -> str:
+    return (
+        f"the first batch differs: {difference}: each worker takes its own part of the same global"
+        " batches, so some examples would be used twice and others never. Give every worker the"
+        " same data, batch size and order (a seed for shuffle(), or the same"
+        " keras.utils.set_random_seed() on every worker before the data is made); or let each"
+        " worker read its own examples with tfd.data.from_dataset_fn()."
+    )
+
+
+def _described(batch: Any, names: str) -> dict[str, Any]:
+    """The parts of a batch, or of a tuple of arrays, as values to compare."""
+    values: dict[str, Any] = {}
+    if batch is None:
+        return {f"{names}data": "no batch at all"}
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    for part, structure in zip(("x", "y", "sample_weight"), parts, strict=True):
+        for path, leaf in keras.tree.flatten_with_path(structure):
+            name = names + part + "".join(f"[{key!r}]" for key in path)
+            if leaf is None or isinstance(leaf, tf.experimental.Optional):
+                continue
+            tensors = tf.nest.flatten(leaf, expand_composites=True)
+            for number, tensor in enumerate(tensors):
+                suffix = f" ({number + 1} of {len(tensors)} tensors)" if len(tensors) > 1 else ""
+                found = describe_array(tensor)
+                if part == "x" and found["shape"]:
+                    values.setdefault(f"{names}batch size", found["shape"][0])
+                values[f"shape of {name}{suffix}"] = found["shape"]
+                values[f"dtype of {name}{suffix}"] = found["dtype"]
+                values[f"{name}{suffix}"] = found["content"]
+    return values
+
+
+def _decisive(described: Mapping[str, Any], names: str) -> list[str]:
+    """What no augmentation changes: how many rows, and labels of one integer or text a row."""
+    labels = [
+        name
+        for name, value in described.items()
+        if name.startswith(f"{names}y")
+        and "checksum" in value
+        and np.prod(described[f"shape of {name}"][1:]) == 1
+    ]
+    return [f"{names}batch size", f"{names}data", *labels]
+
+
+def _is_random(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline draws random numbers or calls Python; also where it does not tell."""
+    try:
+        operations = operations_of(dataset)
+    except (tf.errors.OpError, ValueError):  # more than fits into a message
+        return True
+    return any(_RANDOM.search(name) or name in _PYTHON for name in operations)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_as_json(part) for part in value]
+    if isinstance(value, tf.data.Dataset):
+        return "a tf.data.Dataset"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    return type(value).__name__
+
+
+def check_same_versions(reduction: Reduction) -> bool:
+    """Compare versions; every worker must call.
+
+    Workers of other versions of TensorFlow, Keras or this package may make other collectives in a
+    step, and then wait for each other forever. Python's own does not change a step: there is a
+    warning, because code cannot be compared then.
+
+    Returns:
+        Whether Python is the same minor release everywhere.
+
+    Raises:
+        TrainingError: on every worker, where one's packages are not the first worker's.
+    """
+    advice = "install the same packages on every machine."
+    versions = {
+        "the version of TensorFlow": tf.__version__,
+        "the version of Keras": keras.__version__,
+        "the version of tfdist_ext": tfdist_ext.__version__,
+    }
+    check_equal_across_workers(reduction, versions, advice)
+    python = {"the version of Python": ".".join(platform.python_version_tuple()[:2])}
+    difference = difference_between_workers(reduction, python)
+    if difference is not None and reduction.is_chief:
+        warnings.warn(f"{difference}: {advice}", stacklevel=5)
+    return difference is None
+
+
+def check_same_model(reduction: Reduction, model: keras.Model, *, same_python: bool = True) -> None:
+    """Compare models; every worker must call.
+
+    Args:
+        same_python: functions are compared by their bytecode, too.
+
+    Raises:
+        TrainingError: on every worker, where one's model is not the first worker's.
+    """
+    if not reduction.multi_worker:
+        return
+    described = describe_model(model, with_code=same_python)
+    difference = difference_between_workers(reduction, described.certain)
+    if difference is not None:
+        raise TrainingError(
+            f"the models differ: {difference}. All workers train one model together: build and"
+            " compile the same one on every worker, from the same code and settings."
+        )
+    difference = difference_between_workers(reduction, described.attributes)
+    if difference is not None and reduction.is_chief:
+        warnings.warn(
+            f"the models differ: {difference}. If that changes what the model computes, the"
+            " workers train a mixture of models.",
+            stacklevel=5,
+        )

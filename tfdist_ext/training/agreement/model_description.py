@@ -1,0 +1,361 @@
+"""What a model computes with, as names and values that can be compared across workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import re
+import types
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = ["ModelDescription", "describe_array", "describe_model"]
+
+
+# Where a class or function is defined, what it was built for (variables tell), seeds (variables
+# that hold them follow the chief, and weights drawn with them do).
+_LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
+
+
+# Attributes that Keras sets on each layer or model.
+_OF_KERAS = {
+    "autocast",
+    "built",
+    "compiled",
+    "name",
+    "steps_per_execution",
+    "stop_evaluating",
+    "stop_predicting",
+    "stop_training",
+    "supports_jit",
+    "supports_masking",
+    "trainable",
+    "unrolled_steps_per_execution",
+}
+
+
+_NUMBERED = re.compile(r"_\d+$")
+
+
+_PACKAGES = ("keras.", "tensorflow.", "tfdist_ext.", "builtins")
+
+
+class ModelDescription(NamedTuple):
+    """Name -> value.
+
+    Attributes:
+        certain: must be the same for the workers to train one model.
+        attributes: plain values that the user's own code has at hand (attributes of layers, what
+            functions refer to), which may play no part.
+    """
+
+    certain: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+def describe_model(model: keras.Model, *, with_code: bool) -> ModelDescription:
+    """
+    Args:
+        with_code: also the bytecode of functions, methods and classes outside of Keras.
+    """
+    layers = kp.flat_layers(model)
+    names = _Names(layers)
+    found = _Found(names, with_code)
+    found.add("the number of layers", len(layers))
+    for layer in layers:
+        _describe_layer(layer, names, found)
+    for number, variable in enumerate(model.variables):
+        if variable.shape is not None:
+            found.add(
+                f"variable {number} ({names.of_path(variable.path)})",
+                [str(list(variable.shape)), variable.dtype, bool(variable.trainable)],
+            )
+    if model.compiled:
+        _describe_compiled(model, found)
+    return ModelDescription(found.values, found.attributes)
+
+
+class _Names:
+    """Names as a process gives them that makes this model alone."""
+
+    def __init__(self, layers: Iterable[Any]):
+        self._names: dict[str, str] = {}
+        seen: dict[str, int] = {}
+        for layer in layers:
+            for part in (layer, *getattr(layer, "operations", ())):
+                if part.name not in self._names:
+                    base = _NUMBERED.sub("", part.name)
+                    number = seen.get(base, 0)
+                    seen[base] = number + 1
+                    self._names[part.name] = f"{base}_{number}" if number else base
+
+    def __getitem__(self, name: str) -> str:
+        return self._names.get(name, name)
+
+    def of_path(self, path: str) -> str:
+        return "/".join(self._names.get(p, _NUMBERED.sub("", p)) for p in path.split("/"))
+
+
+class _Found:
+    """Values under names; a structure is one value for each of its leaves."""
+
+    def __init__(self, names: _Names, with_code: bool):
+        self.values: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
+        self._names = names
+        self._with_code = with_code
+
+    def add(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            if "class_name" in value and "config" in value:  # a serialized object
+                self.values[name] = value["class_name"]
+                value = value["config"]
+                if not isinstance(value, dict):  # of a function, its name
+                    self.values[name] = self._plain(value)
+                    return
+                if self.values[name] == "__lambda__":
+                    return  # bytes, which name the file; `add_function` has its code
+                if self.values[name] == "DTypePolicy":
+                    self.values[name] = value.get("name")
+            if {"closure", "defaults"} <= value.keys() or value.keys() == {"value"}:
+                return  # the same in a Lambda layer, or for an activation
+            for key, part in value.items():
+                if key not in _LEFT_OUT and not str(key).endswith("_seed"):
+                    self.add(f"{key} of {name}", part)
+        elif isinstance(value, list | tuple):
+            plain = [self._plain(part) for part in value]
+            if all(isinstance(part, bool | int | float | str | None) for part in value):
+                self.values[name] = plain
+                return
+            self.values[name] = len(value)
+            for number, part in enumerate(value):
+                self.add(f"{name}[{number}]", part)
+        elif inspect.isroutine(value) or isinstance(value, functools.partial):
+            self.add_function(name, value)
+        else:
+            self.values[name] = self._plain(value)
+
+    def add_config(self, name: str, thing: Any) -> None:
+        """The class of a Keras object, its config, and its code where it is the user's own."""
+        self.values[f"class of {name}"] = type(thing).__name__
+        self.add_code_of_class(name, type(thing))
+        config = _config_of(thing)
+        for key, value in config.items():
+            if key not in _LEFT_OUT and not str(key).endswith("_seed"):
+                self.add(f"{key} of {name}", value)
+
+    def add_function(self, name: str, function: Any) -> None:
+        self.values[name] = _name_of(function)
+        self.values[f"code of {name}"] = self._code(name, function)
+
+    def add_code_of_class(self, name: str, kind: type) -> None:
+        for base in filter(_is_own, kind.__mro__):
+            named = f"{base.__name__}, class of {name}"
+            codes = {key: self._code(named, value) for key, value in vars(base).items()}
+            if any(codes.values()):
+                self.values[f"code of {named}"] = _digest(repr(codes))
+
+    def add_attribute(self, name: str, value: Any) -> None:
+        """A value that may play no part, where it is a plain one."""
+        if isinstance(value, bool | int | float | str):
+            self.attributes[name] = self._plain(value)
+
+    def _code(self, name: str, function: Any) -> str:
+        """A digest of a Python function's code; "" for anything else, or where it is left out."""
+        function = _python_function(function)
+        if function is None or not self._with_code:
+            return ""
+        code = repr(_of_code(function.__code__))
+        captured = function.__code__.co_freevars
+        for key, value in _references(function):
+            if isinstance(value, float) and key in captured:
+                code += f" {key} {value}"
+            self.add_attribute(f"{key}, which {name} refers to,", value)
+            if callable(value):
+                code += f" {key} {_name_of(value)}"
+                if (called := _python_function(value)) is not None:
+                    code += repr(_of_code(called.__code__))
+        return _digest(code)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, str):
+            # The same file may lie elsewhere on another machine.
+            return value.rpartition("/")[2] if value.startswith("/") else self._names[value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            return describe_array(value)["content"]
+        return type(value).__name__
+
+
+def _describe_layer(layer: Any, names: _Names, found: _Found) -> None:
+    name = f"layer {names[layer.name]!r}"
+    if kp.is_graph_of_layers(layer):  # its layers speak for themselves
+        found.values[f"class of {name}"] = type(layer).__name__
+        found.add_code_of_class(name, type(layer))
+        operations = getattr(layer, "operations", ())
+        links = [[o.name, *(before.name for before in kp.inputs_from(o))] for o in operations]
+        graph = [" from ".join(map(names.of_path, link)) for link in links]
+        found.add(f"the graph of {name}", graph)
+        outputs = getattr(layer, "output_names", None) or []
+        found.add(f"the outputs of {name}", list(map(names.of_path, outputs)))
+    else:
+        found.add_config(name, layer)
+    found.values[f"trainable of {name}"] = bool(layer.trainable)
+    if callable(vocabulary := getattr(layer, "get_vocabulary", None)):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
+            words = np.asarray([str(word) for word in vocabulary()])
+            found.values[f"vocabulary of {name}"] = describe_array(words)["content"]
+    own = _is_own(type(layer))
+    for key, value in vars(layer).items():
+        if _is_array(value):
+            found.add(f"{key} of {name}", np.asarray(value))
+        elif inspect.isroutine(value) and not hasattr(type(layer), key):
+            if own or _is_own(value):
+                found.add_function(f"{key} of {name}", value)
+        elif own and not key.startswith("_") and key not in _OF_KERAS:
+            found.add_attribute(f"attribute {key} of {name}", value)
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, tf.Tensor):
+        return not tf.is_symbolic_tensor(value) and value.dtype not in (tf.resource, tf.variant)
+    return isinstance(value, np.ndarray)
+
+
+def _describe_compiled(model: keras.Model, found: _Found) -> None:
+    try:
+        settings = kp.compile_arguments(model)
+    except (AttributeError, TypeError):  # a compile() of its own
+        settings = {"optimizer": getattr(model, "optimizer", None)}
+    for key in ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics"):
+        for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
+            name = " ".join([key, *map(str, path)])
+            if isinstance(
+                leaf, keras.losses.Loss | keras.metrics.Metric | keras.optimizers.Optimizer
+            ):
+                found.add_config(name, leaf)
+            else:
+                found.add(name, leaf)
+    found.values["steps_per_execution of compile()"] = model.steps_per_execution
+    found.values["run_eagerly of compile()"] = bool(model.run_eagerly)
+
+
+def _config_of(thing: Any) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas in it
+            return dict(thing.get_config())
+    except Exception:  # user's code: without a config only variables and code are compared
+        return {}
+
+
+def _python_function(function: Any) -> types.FunctionType | None:
+    """The user's own Python function behind a method, property, partial or tf.function."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, property):
+        function = function.fget
+    function = getattr(function, "python_function", function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return function if isinstance(function, types.FunctionType) and _is_own(function) else None
+
+
+def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a function captures, and of the globals that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield name, cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _of_code(code: types.CodeType) -> Any:
+    constants = [
+        _of_code(value) if isinstance(value, types.CodeType) else repr(value)
+        for value in code.co_consts
+        if not isinstance(value, frozenset)  # whose order is not the same in each process
+    ]
+    return code.co_code, code.co_names, constants
+
+
+def _is_own(thing: Any) -> bool:
+    """Whether a class or function is the user's own, not one of the packages'."""
+    return not str(getattr(thing, "__module__", "builtins")).startswith(_PACKAGES)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+_RUNS, _RUN = 64, 1 << 12  # of an array with more elements, runs at even distances are taken
+_FEW = 4
+
+
+def describe_array(array: Any) -> dict[str, Any]:
+    """Shape, dtype and content as values that `check_equal_across_workers` compares.
+
+    Content is a checksum, and of floats weighted sums, because another processor may round
+    differently. Of more than 2**18 elements it is of a sample.
+    """
+    array = np.asarray(array)
+    values = _sample(array.reshape(-1))
+    content: dict[str, Any] = {"first": [_plain(value) for value in values[:_FEW]]}
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
+        numbers = np.nan_to_num(values.astype(np.float64), nan=12345.678, posinf=1e30, neginf=-1e30)
+        numbers = np.where(np.abs(numbers) < 1e30, numbers, np.sign(numbers) * 1e30)
+        weighted = numbers * (1 + np.arange(numbers.size) % 97 / 97)  # an order counts, too
+        starts = np.arange(0, max(numbers.size, 1), max(1, -(-numbers.size // _RUNS)))
+        if numbers.size:
+            content["sums"] = np.add.reduceat(weighted, starts).tolist()
+            content["sizes"] = np.add.reduceat(np.abs(weighted), starts).tolist()
+    elif array.dtype.kind in "OSU":
+        content["checksum"] = zlib.crc32(b"\0".join(map(_bytes, values)))
+    else:
+        content["checksum"] = zlib.crc32(np.ascontiguousarray(values).tobytes())
+    return {"shape": list(array.shape), "dtype": _dtype(array), "content": content}
+
+
+def _sample(flat: np.ndarray) -> np.ndarray:
+    if flat.size <= _RUNS * _RUN:
+        return flat
+    starts = np.linspace(0, flat.size - _RUN, _RUNS).astype(np.int64)
+    return np.concatenate([flat[start : start + _RUN] for start in starts])
+
+
+def _dtype(array: np.ndarray) -> str:
+    return "string" if array.dtype.kind in "OSU" else array.dtype.name
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value[:40].decode(errors="replace")
+    if isinstance(value, str):
+        return value[:40]
+    if np.issubdtype(type(value), np.integer) or np.issubdtype(type(value), np.bool_):
+        return int(value)
+    try:
+        return round(float(value), 5)
+    except (TypeError, ValueError):
+        return str(value)[:40]

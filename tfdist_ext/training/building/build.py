@@ -1,0 +1,395 @@
+"""A Keras model, with all that belongs to it, made inside a strategy's scope.
+
+Layers that keep a state for each row of a batch, which cannot follow its row to a replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import PlacementError, TrainingError
+from tfdist_ext.placement.live.learning import fresh_names, learn_specs
+from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
+from tfdist_ext.strategies.placed_servers import PlacedParameterServers
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.building.build_from_step import build_by_trial
+from tfdist_ext.training.building.cloning import (
+    copy_flags_and_assets,
+    in_short,
+    known_objects,
+    made_again,
+    model_made_again,
+)
+from tfdist_ext.training.steps.replaced import uses_keras_step
+from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
+from tfdist_ext.training.variables import (
+    all_built,
+    make_readable,
+    optimizers_of,
+    slots_beside_pieces,
+)
+
+__all__ = [
+    "adopt",
+    "belongs_to",
+    "build",
+    "check_states",
+    "creation_scope",
+    "recompile",
+    "variables_made_together",
+]
+
+
+def creation_scope(strategy: tf.distribute.Strategy) -> Any:
+    """The scope in which everything of a distributed model is created."""
+    scope = contextlib.ExitStack()
+    scope.enter_context(strategy.scope())
+    scope.enter_context(metric_variables_on_one_copy())
+    if not isinstance(strategy, StrategyTemplate):
+        scope.enter_context(slots_beside_pieces())
+    return scope
+
+
+def adopt(
+    model_or_builder: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+) -> keras.Model:
+    """The model made by a builder, or a copy of an existing one, on the strategy.
+
+    Raises:
+        TrainingError: neither a model nor a function that returns one, or a model that cannot
+            be copied from its config.
+        PlacementError: the strategy's placement does not fit the model.
+    """
+    is_model = isinstance(model_or_builder, keras.Model)
+    if not is_model and not callable(model_or_builder):
+        raise TrainingError(
+            "distribute() takes a keras.Model or a function without arguments that returns one;"
+            f" {model_or_builder!r} arrived."
+        )
+    named_as_planned: Any = contextlib.nullcontext()
+    if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
+        strategy.placer.learn(learn_specs(model_or_builder))
+        named_as_planned = fresh_names()
+    if isinstance(strategy, PlacedStrategy) and (specs := _specs_if_known(model_or_builder)):
+        strategy.plan_model(specs)
+        named_as_planned = fresh_names()
+    if is_model:
+        return _copy(model_or_builder, strategy)
+    with creation_scope(strategy), named_as_planned:
+        model = model_or_builder()
+    if not isinstance(model, keras.Model):
+        raise TrainingError(
+            f"the function given to distribute() must return a keras.Model; it returned {model!r}."
+        )
+    if not all(belongs_to(variable, strategy) for variable in model.weights):
+        return _copy(model, strategy)  # made elsewhere, and only handed out by the function
+    recompile(model, model, strategy)
+    return model
+
+
+def build(
+    model: keras.Model, spec: Any, strategy: tf.distribute.Strategy, *, kind: str = "train"
+) -> None:
+    """Make every variable, before a step is traced, from the structure of one global batch.
+
+    Args:
+        spec: tf.TypeSpecs of a batch, batch dimension unknown.
+        kind: of the steps to come: "train", "test" or "predict", which needs no metrics, losses
+            and optimizers.
+
+    Raises:
+        TrainingError: a layer keeps a state for each row of a batch, where rows go elsewhere; or
+            only a step of the model's own could make its variables, and that fails.
+    """
+    check_states(model, strategy)
+
+    def symbol(spec: Any) -> Any:
+        if spec is None:
+            return None
+        sparse = isinstance(spec, tf.SparseTensorSpec)
+        return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
+
+    batch = keras.tree.map_structure(symbol, spec)
+    with creation_scope(strategy):
+        _build_from(model, kind, batch)
+        if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
+            build_by_trial(model, "train", batch)
+    if isinstance(strategy, PlacedStrategy):
+        strategy.check_model([variable.path for variable in model.variables])
+    make_readable(model)
+
+
+def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
+    """Build from one symbolic batch, by the model's `call` or else by its own step.
+
+    Keras warns of a model whose `call` it cannot trace. Where the model's own step can be traced
+    instead, nothing depends on that `call`. What Keras says of layers inside counts if one of them
+    has no variables then.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
+            failure = None
+        except Exception as error:
+            failure = error
+    by_trial = failure is not None and not uses_keras_step(model, kind)
+    # Where the trial fails, its error says more than Keras's warnings of the call.
+    traced = by_trial and build_by_trial(model, kind, batch)
+    complete = all(layer.built for layer in kp.flat_layers(model))
+    try:
+        for warning in caught:
+            text = str(warning.message)
+            of_attempt = "unbuilt state" in text and (complete or f"'{model.name}'" in text)
+            if not (traced and of_attempt):
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+    finally:  # also where a warning is an error: the failure says more
+        if failure is not None and not by_trial:
+            raise failure
+
+
+def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Whether a Keras variable was created in the strategy's scope (or not at all yet)."""
+    value = kp.raw_value(variable)
+    return value is None or strategy.extended.variable_created_in_scope(value)
+
+
+def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Compile `target` as `source` is, its optimizers and metrics made in the scope.
+
+    Where they are there already (the usual case of a builder), nothing happens. A class with
+    `compile_from_config` is compiled by it, as Keras does when it loads a model; of another
+    `compile()` of the user's, the arguments are those that the model keeps under their names.
+
+    Raises:
+        TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
+            cannot be made again, or an optimizer that trains variables of something else.
+    """
+    if not source.compiled:
+        return
+    stateful = [*kp.metrics_in_use(source), *optimizers_of(source).values()]
+    variables = [v for thing in stateful for v in thing.variables]
+    if source is target and all(belongs_to(variable, strategy) for variable in variables):
+        return
+    trained = {name: _trained(source, old) for name, old in optimizers_of(source).items()}
+    before = optimizers_of(source)
+    if type(source).compile_from_config is not keras.Model.compile_from_config:
+        config = source.get_compile_config()
+        with creation_scope(strategy), known_objects([source]):
+            target.compile_from_config(config)
+    else:
+        own = type(source).compile is not keras.Model.compile
+        arguments = _compile_arguments(source) if own else kp.compile_arguments(source)
+        with creation_scope(strategy):
+            remade = keras.tree.map_structure(_stateless, arguments)
+            target.compile(**remade)
+        if own:
+            _check_compiled_alike(source, arguments, target)
+    after = optimizers_of(target)
+    for name, old in before.items():
+        if (new := after.get(name)) is None:
+            raise TrainingError(
+                f"{type(source).__name__}.{name} is an optimizer, and compile_from_config() made"
+                " none of that name: let it make all that get_compile_config() tells of."
+            )
+        weights = target.weights
+        _take_over_optimizer(old, new, [weights[place] for place in trained[name]], strategy)
+
+
+def _stateless(argument: Any) -> Any:
+    """An argument of compile, anew where it has variables of its own, so not two models' one."""
+    if isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric):
+        return made_again(argument)
+    has_variables = bool(getattr(argument, "variables", None))
+    return made_again(argument) if has_variables and hasattr(argument, "get_config") else argument
+
+
+def _compile_arguments(source: keras.Model) -> dict[str, Any]:
+    """What a compile() of the user's was called with, as far as the model tells.
+
+    Keras keeps what it was given itself; other arguments are attributes of the same name.
+    """
+    parameters = inspect.signature(type(source).compile).parameters.values()
+    of_keras = kp.compile_arguments(source)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    arguments = dict(of_keras) if takes_all else {}
+    for parameter in list(parameters)[1:]:
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name in of_keras:
+            arguments[name] = of_keras[name]
+        elif name in vars(source):
+            arguments[name] = vars(source)[name]
+        else:
+            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
+    return arguments
+
+
+_OWN_COMPILE = (
+    "{0} has a compile() of its own, and what it was given as {1!r} is not known here. Pass a"
+    " function that builds and compiles the model: distribute(build, strategy). Or give the class"
+    " get_compile_config() and compile_from_config(), which Keras also needs to load it."
+)
+
+
+def _check_compiled_alike(
+    source: keras.Model, arguments: dict[str, Any], target: keras.Model
+) -> None:
+    """Calling a compile() with what it made of its arguments must make the same of them again."""
+
+    def told(value: Any) -> Any:
+        if not callable(getattr(value, "get_config", None)):
+            return value
+        config = value.get_config()
+        config.pop("name", None)  # Keras numbers the ones that it makes
+        return type(value), config
+
+    mine, theirs = kp.compile_arguments(source), kp.compile_arguments(target)
+    pairs = {name: (mine[name], theirs[name]) for name in mine}
+    pairs |= {name: (arguments[name], vars(target).get(name)) for name in arguments.keys() - mine}
+    for name, pair in pairs.items():
+        try:
+            one, other = ([told(part) for part in keras.tree.flatten(value)] for value in pair)
+            same = bool(np.all([np.all(a == b) for a, b in zip(one, other, strict=True)]))
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
+
+
+def _specs_if_known(
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+) -> list[VariableSpec]:
+    """The variables of a model that is to be; none where they are made later only."""
+    try:
+        return learn_specs(model_or_builder)
+    except PlacementError:
+        return []
+
+
+def _trained(source: keras.Model, optimizer: Any) -> list[int]:
+    """Places, among the model's weights, of those that an optimizer was built for.
+
+    What it was built for, not what is trainable today: weights may have been frozen since.
+    """
+    places = {id(weight): place for place, weight in enumerate(source.weights)}
+    trained = [places.get(id(v)) for v in kp.trained_by(optimizer)] if optimizer.built else []
+    if None in trained:
+        raise TrainingError(
+            f"the optimizer of {source.name!r} was built for variables that are not among the"
+            " model's weights, so its state cannot come along. Call compile() with a new one."
+        )
+    return [place for place in trained if place is not None]
+
+
+def _take_over_optimizer(
+    old: Any, new: Any, weights: list[Any], strategy: tf.distribute.Strategy
+) -> None:
+    """Build the optimizer `new` for `weights`, and give it the state of `old`."""
+    if not old.built:
+        return
+    with creation_scope(strategy):
+        new.build(weights)
+    if [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
+        raise TrainingError(
+            f"the optimizer {new.name!r} was built for other variables than before when the model"
+            " was compiled again: do not build it in compile() or compile_from_config()."
+        )
+    for variable, value in zip(new.variables, old.variables, strict=True):
+        variable.assign(value.numpy())
+
+
+def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+    try:
+        with creation_scope(strategy):
+            copy = model_made_again(model)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise TrainingError(
+            f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
+            f" {in_short(error)} Pass a function that builds the model instead:"
+            " distribute(build, strategy); or give the class a get_config()."
+        ) from error
+    if len(copy.weights) != len(model.weights):
+        raise TrainingError(
+            f"the copy of {model.name!r} has {len(copy.weights)} weights, the model itself"
+            f" {len(model.weights)}: its config does not say all. Pass a function that builds the"
+            " model instead: distribute(build, strategy)."
+        )
+    for new, old in zip(copy.weights, model.weights, strict=True):
+        if new.shape != old.shape:
+            raise TrainingError(
+                f"the copy of {model.name!r} has a weight {new.path!r} of shape {new.shape}, the"
+                f" model itself {old.path!r} of shape {old.shape}: its config does not say all."
+                " Pass a function that builds the model instead: distribute(build, strategy)."
+            )
+        new.assign(old.numpy())
+    copy_flags_and_assets(model, copy)
+    recompile(model, copy, strategy)
+    return copy
+
+
+def check_states(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """To be called before anything of a model is traced, or even built.
+
+    Raises:
+        TrainingError: a recurrent layer is stateful, and batches are cut for several replicas or go
+            to workers in no order; or it was not told the size of a batch.
+    """
+    stateful = [
+        layer
+        for layer in kp.flat_layers(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+    ]
+    if not stateful:
+        return
+    names = ", ".join(repr(layer.name) for layer in stateful)
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        where = "the workers of a ParameterServerStrategy, which take batches in no order"
+    elif strategy.num_replicas_in_sync > 1:
+        where = f"{strategy.num_replicas_in_sync} replicas, each of which gets other rows"
+    elif not all(layer.built for layer in stateful):
+        raise TrainingError(
+            f"stateful=True of {names} needs the size of a batch before the first one comes: begin"
+            " the model with keras.Input(batch_shape=(examples, steps, features)), or call its"
+            " build((examples, steps, features)) in the function given to distribute()."
+        )
+    else:
+        return
+    raise TrainingError(
+        f"stateful=True of {names} keeps a state for each row of a batch, on which row i of the"
+        f" next batch goes on. That cannot be with {where}. Make the layers with stateful=False, or"
+        ' train on one replica: create_strategy("one_device").'
+    )
+
+
+@contextlib.contextmanager
+def variables_made_together() -> Iterator[None]:
+    """Scope in which workers make the variables of a model, each with the chief's first value.
+
+    Raises:
+        TrainingError: TensorFlow says that they make different ones. They cannot compare any more.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        found = re.search(r"[^:]*[Cc]ollective instance[^\"\n]*", error.message)
+        if found is None:
+            raise
+        raise TrainingError(
+            "the models must be the same on all workers, but their variables are not:"
+            f" {found[0].strip()} Build and compile the same model on every worker, from the same"
+            " code and settings."
+        ) from error

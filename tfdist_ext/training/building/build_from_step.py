@@ -1,0 +1,102 @@
+"""Models that only their own step knows how to call: a step is tried to make their variables.
+
+A GAN or a VAE may have no `call` at all, and a model that is trained on pairs one that does not
+take what the data begins with. Plain Keras makes what is missing while it traces the first step. On
+a strategy all variables must be there before; so the step is traced once for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.building.cloning import in_short
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.variables import outside_of_strategies
+
+__all__ = ["build_by_trial", "only_told"]
+
+
+def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
+    """Make the variables of layers and optimizers that a step of the model's own uses.
+
+    To be called in the scope in which variables are to be made. An optimizer is built for the
+    variables that the step applies it to first, as Keras does it.
+
+    Args:
+        kind: "train", "test" or "predict".
+        batch: a structure of `keras.KerasTensor`, one global batch.
+
+    Returns:
+        Whether the step could be traced to its end.
+
+    Raises:
+        TrainingError: the step cannot be tried while layers have no variables yet.
+    """
+    step = getattr(model, f"{kind}_step")
+    step = getattr(step, "python_function", step)
+    applied: dict[int, tuple[Any, list[Any]]] = {}
+
+    def note(optimizer: Any, variables: list[Any]) -> None:
+        applied.setdefault(id(optimizer), (optimizer, variables))
+
+    def tried(batch: Any) -> Any:
+        # What layers give to add_loss goes with the scope.
+        losses = keras.StatelessScope(collect_losses=True)
+        with outside_of_strategies(), only_told(note), losses:
+            return step(batch)
+
+    failure: Exception | None = None
+    try:
+        kp.call_symbolically(tried, batch)
+    except Exception as error:
+        failure = error
+    inner = [layer for layer in kp.flat_layers(model) if layer is not model]
+    missing = [layer.name for layer in inner if not layer.built]
+    if failure is not None and missing:
+        raise TrainingError(
+            f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}), and"
+            f" its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
+            f" {in_short(failure)} Build the layers in the function given to distribute(): begin"
+            " models with keras.Input(shape), or call build(shape)."
+        ) from failure
+    for optimizer, variables in applied.values():
+        if not optimizer.built:
+            optimizer.build(variables)
+    compiled = None if kind == "predict" else model.optimizer
+    if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
+        # No step uses it; as Keras's fit builds it under a strategy.
+        compiled.build(model.trainable_variables)
+    model.built = True
+    return failure is None
+
+
+@contextlib.contextmanager
+def only_told(note: Callable[[Any, list[Any]], None]) -> Iterator[None]:
+    """Scope in which gradients are zeros, and `apply` of an optimizer calls
+    `note(optimizer, variables)` and does no more.
+
+    Variables that are not made yet, or are distributed, have no gradient outside of a replica's
+    context.
+    """
+
+    def apply(original: Any, optimizer: Any, grads: Any, variables: Any = None) -> None:
+        if variables is not None:
+            note(optimizer, list(variables))
+
+    def zeros(of: Any) -> Any:
+        variable = isinstance(of, keras.Variable | tf.Variable)
+        return tf.zeros(of.shape, of.dtype) if variable else tf.zeros_like(of)
+
+    def gradient(original: Any, tape: Any, target: Any, sources: Any, *_: Any, **__: Any) -> Any:
+        return tf.nest.map_structure(zeros, sources)
+
+    targets = [target for target in step_targets() if target.key in ("apply", "gradient")]
+    with functions_in_place(targets), substitutes({"apply": apply, "gradient": gradient}):
+        yield

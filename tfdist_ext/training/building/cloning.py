@@ -1,0 +1,185 @@
+"""Keras objects made anew from their configs, with the live functions and classes they use.
+
+A config names what the user wrote only by its name, or holds a lambda as bytes. Both objects live
+in this process, so the new one simply takes the functions of the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = ["copy_flags_and_assets", "in_short", "known_objects", "made_again", "model_made_again"]
+
+
+_OF_KERAS = {"name", "trainable", "dtype"}
+
+
+_NAMED_BY_CLASS = (
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
+
+
+def made_again(thing: Any) -> Any:
+    """The same optimizer or metric, made anew, without its state.
+
+    Raises:
+        TrainingError: it has no config, or one that does not tell all.
+    """
+    try:
+        with known_objects([thing]):
+            return type(thing).from_config(thing.get_config())
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise TrainingError(
+            f"{type(thing).__name__} was made outside of the strategy's scope and cannot be made"
+            f" again from its config: {in_short(error)} Make it in the function given to"
+            " distribute(), or give it a get_config()."
+        ) from error
+
+
+def model_made_again(model: keras.Model) -> keras.Model:
+    """The same model, not compiled, with weights of its own."""
+    with known_objects(kp.flat_layers(model)), _not_compiled(model):
+        if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
+            copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
+        else:
+            copy = _layer_again(model)
+        _build_as(model, copy)
+        _enable_lora_as(model, copy)
+    return copy
+
+
+def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
+    """State outside of weights: what is trainable, vocabularies of preprocessing layers."""
+    for old, new in _paired_layers(model, copy):
+        new.trainable = old.trainable  # parents come first: they set their children's too
+        if hasattr(old, "save_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                old.save_assets(folder)
+                new.load_assets(folder)
+    # Single weights may be frozen in a layer that is not: by LoRA, or by the user.
+    for before, after in zip(model.weights, copy.weights, strict=False):
+        after.trainable = before.trainable
+
+
+def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
+    """Each layer and its copy, parents first.
+
+    Without those that the model has made in its first call, as a tokenizer's packer, and the copy
+    has not; such a layer has no weights, or the numbers of weights differ.
+    """
+    old, new = kp.flat_layers(model), kp.flat_layers(copy)
+    kinds: Any = [[type(layer) for layer in layers] for layers in (old, new)]
+    matcher: Any = difflib.SequenceMatcher(None, kinds[0], kinds[1], False)
+    blocks = matcher.get_matching_blocks()
+    return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
+
+
+def in_short(error: Exception) -> str:
+    """The beginning of Keras's messages, which can be pages long."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= 200 else words[:200] + " ..."
+
+
+def _build_as(model: keras.Model, copy: keras.Model) -> None:
+    """Build each layer for the shapes that the original one was built for."""
+    for old, new in reversed(_paired_layers(model, copy)):  # inner layers first
+        if old.built and not new.built and not isinstance(new, keras.Model):
+            new.build_from_config(old.get_build_config() or {})
+    if model.built and not copy.built:
+        if len(copy.weights) == len(model.weights):
+            copy.built = True
+        else:
+            copy.build_from_config(model.get_build_config())
+
+
+def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
+    """LoRA is part of a layer's config, and not of the config of a model that makes the layer."""
+    for old, new in _paired_layers(model, copy):
+        if getattr(old, "lora_enabled", False) and not getattr(new, "lora_enabled", True):
+            new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
+
+
+def _layer_again(layer: Any) -> Any:
+    if not isinstance(layer, keras.layers.Layer):  # an operation of a functional model: h + 1
+        return type(layer).from_config(layer.get_config())
+    config = layer.get_config()
+    parameters = inspect.signature(type(layer).__init__).parameters
+    if isinstance(layer, keras.Model) and type(layer).get_config is keras.Model.get_config:
+        # Of layers Keras keeps the arguments; of models it tells the defaults instead.
+        unknown = [
+            name
+            for name, p in parameters.items()
+            if p.kind is not p.VAR_KEYWORD and name not in {"self", *_OF_KERAS}
+        ]
+        if unknown and not kp.is_graph_of_layers(layer):
+            raise NotImplementedError(
+                f"{type(layer).__name__} has no get_config(), so the value of its argument"
+                f" {unknown[0]!r} is not known."
+            )
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        # Keras adds these to the config of each class, whether its __init__ takes them or not.
+        for name in _OF_KERAS - set(parameters):
+            config.pop(name, None)
+    if not isinstance(layer, keras.layers.Lambda):  # which takes its function from bytes only
+        config.update({k: v for k, v in _own_functions(layer).items() if k in config})
+    new = type(layer).from_config(config)
+    for old_part, new_part in zip(kp.flat_layers(layer), kp.flat_layers(new), strict=False):
+        if type(old_part) is type(new_part):
+            for name, value in _own_functions(old_part).items():
+                setattr(new_part, name, value)
+    return new
+
+
+@contextlib.contextmanager
+def known_objects(things: Iterable[Any]) -> Iterator[None]:
+    """Scope in which the classes and functions that `things` use are found by name."""
+    objects: dict[str, Any] = {}
+    for thing in things:
+        objects[type(thing).__name__] = type(thing)
+        for value in vars(thing).values():
+            if isinstance(value, _NAMED_BY_CLASS):
+                objects[type(value).__name__] = type(value)
+        objects.update({value.__name__: value for value in _own_functions(thing).values()})
+    own = {
+        name: value
+        for name, value in objects.items()
+        if not str(value.__module__).startswith("keras.")
+    }
+    with keras.saving.custom_object_scope(own), kp.trusted(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+        yield
+
+
+@contextlib.contextmanager
+def _not_compiled(model: keras.Model) -> Iterator[None]:
+    """Keras would also copy the compile settings, from a config; `recompile` takes them live."""
+    compiled, model.compiled = model.compiled, False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
+
+
+def _own_functions(thing: Any) -> dict[str, Any]:
+    """Attribute -> function of the user's; without the methods, which Keras wraps."""
+    return {
+        name: value
+        for name, value in vars(thing).items()
+        if inspect.isfunction(value)
+        and not str(value.__module__).startswith("keras.")
+        and not hasattr(type(thing), name)
+    }

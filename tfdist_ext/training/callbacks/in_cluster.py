@@ -1,0 +1,267 @@
+"""Callbacks in a cluster: which run on which task, and what their `self.model` does.
+
+Which callbacks run on which task.
+
+What a callback's `self.model` does while a training runs.
+
+Models that override methods of Keras's trainer, as KerasHub's tasks override `fit`.
+
+Such a `fit` prepares the data or the callbacks and calls `super().fit(...)`. Under a strategy it is
+called as it is, and what `super()` reaches is the distributed implementation: while the method
+runs, `keras.Model.fit` itself is one that asks whether it is this thread's model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import keras
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard, check_tensorboard
+from tfdist_ext.training.checkpoints.chief import follow_chief
+from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.steps.replaced import (
+    Target,
+    calls_go_to,
+    functions_in_place,
+    substitute_of,
+    substitutes,
+)
+
+__all__ = [
+    "board_among",
+    "called_back_as",
+    "follow_chief_if_restored",
+    "for_this_task",
+    "looks_at_batches",
+    "overridable",
+    "overrides",
+    "redirected_method",
+]
+
+
+# They write files, or print: the chief alone does.
+_WRITING_CALLBACKS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Callback]:
+    """The given callbacks that run on this task: all on the chief, elsewhere all but writers.
+
+    What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
+    every task, so each decides the same.
+
+    Raises:
+        TrainingError: a callback writes for TensorBoard, which is not installed.
+    """
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if is_chief:
+        for callback in given:
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                check_tensorboard(callback)
+        return given
+    kept = [callback for callback in given if not isinstance(callback, _WRITING_CALLBACKS)]
+    for callback in kept:
+        if getattr(callback, "verbose", 0):
+            callback.verbose = 0
+    return kept
+
+
+def looks_at_batches(callbacks: Any, kind: str) -> bool:
+    """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    if kind == "train":
+        hooks += ["on_batch_begin", "on_batch_end"]
+    return any(
+        _overrides(callback, hook)
+        for callback in keras.tree.flatten(callbacks or [])
+        if _by_batch(callback)
+        for hook in hooks
+    )
+
+
+def follow_chief_if_restored(model: keras.Model, reduction: Reduction, callbacks: Any) -> None:
+    """BackupAndRestore reads its files on the chief; the others take over what it read."""
+    given = keras.tree.flatten(callbacks or [])
+    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in given)
+    if not reduction.multi_worker or not restores:
+        return
+    epoch = kp.restored_epoch(model)
+    epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
+    if epoch < 0:
+        return
+    kp.set_restored_epoch(model, epoch)
+    follow_chief(model, reduction)
+
+
+def _by_batch(callback: keras.callbacks.Callback) -> bool:
+    """False for Keras's own that define batch hooks but, as set up, do nothing in them."""
+    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
+        return False
+    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
+        return callback.save_freq != "epoch"
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return callback.update_freq != "epoch" or kp.traces_batches(callback)
+    return True
+
+
+def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
+    method = getattr(callback, hook)
+    default = getattr(keras.callbacks.Callback, hook)
+    return getattr(method, "__func__", method) is not default
+
+
+_WRITING_METHODS = ("export", "save", "save_weights")
+
+
+def called_back_as(distributed: Any, model: keras.Model, *, is_chief: bool) -> Any:
+    """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
+
+    Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
+    `save_weights` and `export` would write the same files on all tasks at once: on those that are
+    not the chief they return without doing anything. No task waits there for the chief, as other
+    tasks may not run the callback.
+    """
+    others = {} if is_chief else dict.fromkeys(_WRITING_METHODS, _nothing)
+    return calls_go_to(model, evaluate=distributed.evaluate, predict=distributed.predict, **others)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# What a model's class may override and call by super().
+TRAINER_METHODS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+
+_TARGETS = [Target(name, keras.Model, name) for name in TRAINER_METHODS]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def overrides(model: keras.Model, name: str) -> bool:
+    """Whether the model's class has its own `fit`, `evaluate`, ... in place of `keras.Model`'s."""
+    return getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+def overridable(method: Method) -> Method:
+    """Decorator for methods of a DistributedModel that take the place of `keras.Model`'s.
+
+    Where the Keras model's class overrides the method, that one is called, with the arguments as
+    they were given, and `method` is what its `super()` call reaches. Arguments that only `method`
+    has, and the model's own method has not, are kept for that call.
+    """
+    return _Overridable(method)  # type: ignore[return-value]
+
+
+def redirected_method(distributed: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _trained_by(distributed):
+            return method(*args, **kwargs)
+
+    return call
+
+
+class _Overridable:
+    """A descriptor, so that a method that nothing overrides is called without a detour."""
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, distributed: Any, owner: Any = None) -> Any:
+        if distributed is None:
+            return self.method
+        bound = types.MethodType(self.method, distributed)
+        if not overrides(distributed.keras_model, self.method.__name__):
+            return bound
+        return functools.wraps(bound)(functools.partial(_call_own, distributed, bound))
+
+
+def _call_own(distributed: Any, bound: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model, name = distributed.keras_model, bound.__name__
+    own = getattr(type(model), name)
+    of_keras = inspect.signature(getattr(keras.Model, name)).parameters
+    known = {*of_keras, *inspect.signature(own).parameters}
+    ours = {key for key in inspect.signature(bound).parameters if not key.startswith("_")}
+    kept = {key: kwargs.pop(key) for key in list(kwargs) if key in ours - known}
+    calls = 0
+
+    def base(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1 and any(value is not None for value in kept.values()):
+            raise TrainingError(
+                f"{', '.join(kept)} must belong to one training, got a second: {name}() of"
+                f" {type(model).__name__} calls super().{name}() again. Let it take the argument"
+                " itself, and pass another value to each call."
+            )
+        return bound(*args, **{**kept, **kwargs})
+
+    with _trained_by(distributed, **{name: base}):
+        return own(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _trained_by(distributed: Any, **instead: Callable[..., Any]) -> Iterator[None]:
+    """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
+
+    Args:
+        instead: other implementations, by name.
+    """
+
+    def called(
+        name: str, outer: Any, original: Any, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model is not distributed.keras_model:  # another one, in a method of this one's
+            unchanged = original if outer is None else functools.partial(outer, original)
+            return unchanged(model, *args, **kwargs)
+        return (instead.get(name) or _implementation(distributed, name))(*args, **kwargs)
+
+    functions = {
+        name: functools.partial(called, name, substitute_of(name)) for name in TRAINER_METHODS
+    }
+    with functions_in_place(_TARGETS), substitutes(functions):
+        yield
+
+
+def _implementation(distributed: Any, name: str) -> Callable[..., Any]:
+    return types.MethodType(getattr(type(distributed), name), distributed)
+
+
+def board_among(callbacks: Iterable[Any]) -> WorkerTensorBoard | None:
+    """The one of a `fit`, if there is one.
+
+    Raises:
+        TrainingError: there are several; what is noted of a step is read once.
+    """
+    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
+    if len(boards) > 1:
+        raise TrainingError(
+            f"a fit has one WorkerTensorBoard, and {len(boards)} are among its callbacks: give one."
+        )
+    return boards[0] if boards else None

@@ -1,0 +1,171 @@
+"""TensorBoard of all workers in one folder, and a word on which of them is slow."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.protocols import Reduction, StepProgram
+from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
+
+__all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
+
+
+class WorkerTensorBoard(keras.callbacks.Callback):
+    """Writes what each worker does in a `fit` of `tfd.distribute`; give it to all of them.
+
+    Each worker writes into a folder of its own, `log_dir/worker-0` and so on, so that one
+    TensorBoard shows them as runs beside each other:
+
+    - `own_ms`: milliseconds of the worker's own in a step, from the end of the last step, its data
+      read and its gradients computed, to the moment from which it waits for the other workers;
+    - `step_ms`: milliseconds of the whole step, about the same on all workers;
+    - `gradient_norm`: of the mean gradient over the worker's own rows, as `tf.linalg.global_norm`
+      has it; where a worker has several replicas, over the rows of the first that has any in the
+      step. Steps without are left out;
+    - at the end of each epoch the loss and each metric, over the worker's own rows.
+
+    At the end of an epoch the chief prints which workers the others wait for.
+
+    XLA, which knows no time of day, does not compile these steps: `jit_compile=True` is off in such
+    a `fit`, with one warning.
+
+    Args:
+        log_dir: a folder; it need not be shared by the workers.
+        update_freq: steps of which each point of the first three is the mean.
+        slow: a worker is named when the others wait for it for more than this part of a step.
+
+    Attributes:
+        own_ms: of the last epoch, milliseconds of each worker's own in a step, their mean, as an
+            array in the order of workers; the same on every worker.
+
+    Raises:
+        TrainingError: TensorBoard is not installed; numbers out of range; later, in a `fit` that is
+            not that of `tfd.distribute`, has two of these, or has parameter servers.
+    """
+
+    def __init__(self, log_dir: str | Path, *, update_freq: int = 1, slow: float = 0.2):
+        super().__init__()
+        check_tensorboard(self)
+        if update_freq < 1 or not 0 < slow < 1:
+            raise TrainingError(
+                "update_freq is 1 step or more, and slow a part of a step between 0 and 1;"
+                f" update_freq={update_freq!r} and slow={slow!r} arrived."
+            )
+        self._log_dir = Path(log_dir)
+        self._update_freq = update_freq
+        self._slow = slow
+        self._program: Any = None
+        self._timer: Any = None
+        self._reduction: Any = None
+        self._writer: Any = None
+        self._step = 0
+        self._first_epoch = True
+        self.own_ms = np.empty(0)
+
+    def follow(
+        self,
+        program: StepProgram,
+        timer: StepTimer,
+        strategy: tf.distribute.Strategy,
+        reduction: Reduction,
+    ) -> None:
+        """Called by `fit`: whose steps are timed, by what, and who the workers are."""
+        self._program = program
+        self._timer = timer
+        self._reduction = reduction
+        self._first_epoch = True
+        self._close()  # what a fit that broke off has left open
+        self._workers = _workers(strategy, reduction)
+        self._index = reduction.first_replica // reduction.local_replicas
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._program = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._program is None:
+            raise TrainingError(
+                "WorkerTensorBoard goes into the fit of tfdist_ext.distribute(model, strategy): it"
+                " notes times inside the steps, which Keras's own fit has no place for."
+            )
+        if self._writer is None:
+            folder = self._workers[self._index].replace(":", "-")
+            self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
+            iterations = self.model.optimizer.iterations.numpy()
+            self._step = int(iterations)  # a training that goes on draws its curves further
+        self._timer.read()  # what is left of an epoch that was broken off
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        notes = self._timer.read()
+        count = len(notes.own)
+        if count == 0:
+            return
+        own, step = 1000 * notes.own, 1000 * notes.step
+        with self._writer.as_default():
+            for first in range(0, count, self._update_freq):
+                some = slice(first, first + self._update_freq)
+                at = self._step + min(some.stop, count)
+                tf.summary.scalar("own_ms", own[some].mean(), at)
+                tf.summary.scalar("step_ms", step[some].mean(), at)
+                norms = notes.norm[some]
+                norms = norms[norms != NO_ROWS]
+                if len(norms):
+                    tf.summary.scalar("gradient_norm", norms.mean(), at)
+            self._step += count
+            for name, value in self._program.logs_of_this_task().items():
+                tf.summary.scalar(name, value, self._step)
+        self._writer.flush()
+        # The first step of a training makes what all others find.
+        later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
+        self._first_epoch = False
+        mine = np.zeros((len(self._workers), 2))
+        mine[self._index] = own[later].mean(), step[later].mean()
+        self.own_ms, steps_ms = self._reduction.sum_over_workers(mine).T
+        if self._reduction.is_chief:
+            for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * self._slow):
+                print(f"\n{line}", flush=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def slow_workers(names: list[str], own_ms: Any, most_ms: float) -> list[str]:
+    """A line for each worker whose own time is more than `most_ms` above the others' median."""
+    lines = []
+    for number, name in enumerate(names if len(names) > 1 else []):
+        others = float(np.median(np.delete(own_ms, number)))
+        if own_ms[number] - others > most_ms:
+            lines.append(
+                f"{name} is slow: {own_ms[number]:.3g} ms a step of its own, the others"
+                f" {others:.3g} ms"
+            )
+    return lines
+
+
+def _workers(strategy: tf.distribute.Strategy, reduction: Reduction) -> list[str]:
+    """The names of all tasks that train, in the order of their replicas; the chief is the first."""
+    count = reduction.replicas // reduction.local_replicas
+    resolver = getattr(strategy, "cluster_resolver", None) if reduction.multi_worker else None
+    jobs = resolver.cluster_spec().jobs if resolver is not None else []
+    names = [f"worker:{number}" for number in range(count)]
+    return ["chief:0", *names[:-1]] if "chief" in jobs else names
+
+
+def check_tensorboard(callback: keras.callbacks.Callback) -> None:
+    """TensorFlow would say so after the first epoch, by an error that names no callback."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise TrainingError(
+            f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"
+            ' bring: pip install tensorboard, or install this package as "tfdist_ext[tensorboard]".'
+        )

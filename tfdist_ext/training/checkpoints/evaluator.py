@@ -1,0 +1,162 @@
+"""What fit does in an `evaluator` task: it evaluates each new checkpoint of the training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.presence import Presence, driver_of, say
+from tfdist_ext.strategies.resolvers import Described
+from tfdist_ext.strategies.serving import RoleEnded
+from tfdist_ext.training.checkpoints.atomic_write import check_writable, checkpoint_folder
+from tfdist_ext.training.checkpoints.folder import Index, Progress
+
+__all__ = ["evaluate_checkpoints"]
+
+
+_LOOK_EVERY = 1.0  # seconds
+
+
+class Evaluated(Protocol):
+    """What is used of a DistributedModel."""
+
+    @property
+    def keras_model(self) -> keras.Model: ...
+
+    def restore_checkpoint(self, path: str | Path) -> Progress: ...
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def evaluate_checkpoints(
+    model: Evaluated,
+    cluster: Described,
+    *,
+    checkpoint_dir: str | Path | None,
+    epochs: int,
+    validation_data: Any,
+    batch_size: int | None,
+    steps: int | None,
+    callbacks: Any,
+    verbose: str | int,
+) -> NoReturn:
+    """Evaluate the checkpoints that the training writes, until it is done.
+
+    The scalars are `epoch_<metric>` by epoch and `evaluation_<metric>_vs_iterations` by step, as
+    those of Keras's TensorBoard callback, in the folder `evaluator`: of the given TensorBoard
+    callback's `log_dir`, else of `checkpoint_dir`. A checkpoint in the middle of an epoch has the
+    latter only.
+    A checkpoint that was removed before its turn came is passed over.
+
+    Args:
+        model: is given the state of each checkpoint.
+        cluster: in which this task is the evaluator.
+        epochs: of the training; it is done when its `fit` has come to the end of them.
+        validation_data: as `fit` takes it; `batch_size` is that of the global batch.
+
+    Raises:
+        RoleEnded: always: with 0 when the training is done and all its checkpoints are evaluated,
+            with 1 when the task that leads it is gone before.
+        TrainingError: no `checkpoint_dir`, one that is no folder, or no validation data; or the
+            scalars cannot be written.
+    """
+    me = str(cluster.task)
+    folder = checkpoint_folder(checkpoint_dir)
+    if folder is None or validation_data is None:
+        lacks = "checkpoint_dir" if folder is None else "validation data"
+        raise TrainingError(
+            f"this task is {me}, where fit() evaluates the checkpoints of the training, and it was"
+            f" called without {lacks}: give fit(validation_data=..., checkpoint_dir=...) on every"
+            " task."
+        )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+
+    def evaluate(steps: int | None = steps) -> dict[str, float]:
+        data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+        # Keras's own argument: an evaluate() of the model's does not prepare the data again.
+        data["_use_cached_eval_dataset"] = True
+        return dict(model.evaluate(**data, steps=steps, verbose=0, return_dict=True))
+
+    if not model.keras_model.built:
+        evaluate(steps=1)  # a model that learns from data what shape it has
+    log_dir, argument = _log_dir(callbacks, folder)
+    check_writable(log_dir, argument)
+    if verbose:
+        say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
+    writer = tf.summary.create_file_writer(str(log_dir))
+    for progress in _restored(model, folder, epochs, me, cluster):
+        logs = evaluate()
+        with writer.as_default():
+            _write_scalars(logs, progress)
+        writer.flush()
+        if verbose:
+            values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
+            say(f"{me}: {_when(progress)}: {values}")
+    writer.close()
+    raise RoleEnded(0)
+
+
+def _restored(
+    model: Evaluated, folder: Path, epochs: int, me: str, cluster: Described
+) -> Iterator[Progress]:
+    """Restore the next new checkpoint at each turn, until the training is done."""
+    driver = driver_of(cluster)
+    leader = None if driver is None else Presence(me, *driver, cluster.source)
+    had: set[tuple[str, int]] = set()
+    while True:
+        gone = leader is not None and leader.gone  # asked before the index is read
+        index = Index.read(folder)
+        new = [(name, at.step) for name, at in index.checkpoints.items()]
+        new = [checkpoint for checkpoint in new if checkpoint not in had]
+        if new:
+            had.add(new[0])
+            path = folder / new[0][0]
+            try:
+                progress = model.restore_checkpoint(path)
+            except TrainingError:
+                if path.exists():
+                    raise
+                say(f"{me}: {path.name} was removed before its turn came: training is faster")
+                continue
+            yield progress
+        elif index.epochs_when_done is not None and index.epochs_when_done >= epochs:
+            return
+        elif gone:
+            say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
+            raise RoleEnded(1)
+        else:
+            time.sleep(_LOOK_EVERY)
+            if leader is not None:
+                leader.look()
+
+
+def _log_dir(callbacks: Any, folder: Path) -> tuple[Path, str]:
+    """(where the scalars go, the argument that says so)."""
+    for callback in keras.tree.flatten(callbacks or []):
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            return Path(callback.log_dir) / "evaluator", "log_dir of the TensorBoard callback"
+    return folder / "evaluator", "checkpoint_dir"
+
+
+def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:
+    # Not tf.summary.scalar, which asks for the package tensorboard.
+    kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+    scalar = tf.compat.v1.SummaryMetadata(plugin_data=kind)
+    for name, number in logs.items():
+        value = tf.constant(number, tf.float32)
+        tf.summary.write(f"evaluation_{name}_vs_iterations", value, progress.step, metadata=scalar)
+        if not progress.batches:  # Keras counts epochs from 0
+            tf.summary.write(f"epoch_{name}", value, progress.epoch - 1, metadata=scalar)
+
+
+def _when(progress: Progress) -> str:
+    """The epoch that is done, counted from 1, or how far the one that is not done has come."""
+    if not progress.batches:
+        return f"epoch {progress.epoch}"
+    return f"epoch {progress.epoch + 1}, after {progress.batches} batches"

@@ -1,0 +1,430 @@
+"""One checkpoint in one file: HDF5, whole values by name, no trace of the strategy.
+
+The file appears under its name when it is complete, or not at all.
+
+    /                attributes: format, version, epoch, step, ...
+    /<group>         model, metrics, and one for each optimizer; attributes: what it belongs to
+    /<group>/<n>     one variable; attributes: its name, its path in Keras, its dtype, its crc32
+
+`crc32` is that of the variable's bytes in the order of its rows. Of all else HDF5 has checksums of
+its own. So no byte goes unnoticed that changes what is restored. Files of version 1 have neither.
+
+The whole value of a Keras variable, whatever lies behind it: copies, pieces, a remote server.
+
+A mirrored variable has a copy on each replica, a partitioned one has pieces of its rows on
+several parameter servers. Both are read and written in blocks of rows, so that a table that needs
+several servers never has to fit into this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.checkpoints.atomic_write import replaced_when_complete
+
+__all__ = [
+    "BLOCK_BYTES",
+    "CheckpointFile",
+    "Saved",
+    "assign_rows",
+    "assign_whole",
+    "blocks",
+    "blocks_of",
+    "read_rows",
+    "whole_value",
+    "write_checkpoint",
+]
+
+
+_FORMAT = "tfdist_ext checkpoint"
+
+
+_VERSION = 2
+
+
+_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit goes on from the one before."
+
+
+_DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A variable in a checkpoint."""
+
+    name: str  # that holds in every job
+    path: str  # as Keras called it in the job that saved it
+    shape: tuple[int, ...]
+    dtype: str
+    crc: int | None  # None in a file of version 1
+    values: Any  # the dataset in the file, while that is open
+
+
+def write_checkpoint(
+    path: Path,
+    groups: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, str],
+    attributes: Mapping[str, int | str],
+    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = replaced_when_complete,
+) -> None:
+    """Write variables, a block of rows at a time.
+
+    Args:
+        path: of the file; its folder is made where there is none.
+        groups: group -> name -> Keras variable.
+        kinds: group -> what must be the same where it is restored, such as the optimizer's class.
+        attributes: of the file, such as the epoch.
+        place: gives the file to write to, and puts it where it belongs when it is complete.
+
+    Raises:
+        TrainingError: `path` is a folder.
+        OSError: the file cannot be written.
+    """
+    if path.is_dir():
+        raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
+    with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
+        file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **fixed})
+        for name, variables in groups.items():
+            group = file.create_group(name)
+            if kind := kinds.get(name, ""):
+                group.attrs["kind"] = _as_bytes(kind)
+            for number, (key, variable) in enumerate(variables.items()):
+                _write_variable(group, str(number), key, variable)
+
+
+class _Sink(io.FileIO):
+    """A new file that HDF5 writes to; what fails is raised when it is closed.
+
+    Of a write that fails, as on a full disk, HDF5 must not know: it keeps the file then, complains
+    about each object in it, and may end the process with a segmentation fault.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left and self._error is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self._error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._error = self._error or error
+            return size or 0
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+        if self._error is not None:
+            self._error.filename = self.name
+            raise self._error
+
+
+class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
+    """A checkpoint to read from.
+
+    Raises:
+        TrainingError: there is no such file, it is no checkpoint, is cut off, is damaged in
+            another place than a variable's values, or was written by a newer version of this
+            package.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        if path.is_dir():
+            raise TrainingError(f"a checkpoint is one file, and {path} is a folder.{_in(path)}")
+        if not path.exists():
+            raise TrainingError(f"there is no checkpoint {path}.{_in(path.parent)}")
+        try:
+            self._file = _open(path, "r")
+        except OSError as error:
+            raise TrainingError(
+                f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
+                f" save_checkpoint() has written; a copy must be complete. {_REMOVE}"
+            ) from error
+        try:
+            self._version = self._checked_version()
+            with self._readable():
+                # By name: of what cannot be read, h5py's items(), get() and `in` do not say why, or
+                # that it is not there.
+                groups = {name: self._file[name] for name in self._file}
+                self._kinds = {name: _text(g.attrs.get("kind", "")) for name, g in groups.items()}
+                self._variables = {
+                    name: [self._saved(group[place]) for place in group]
+                    for name, group in groups.items()
+                }
+        except TrainingError:
+            self._file.close()
+            raise
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def number(self, name: str) -> int:
+        """An attribute of the file; 0 where an older version did not write it."""
+        with self._readable():
+            return int(self._file.attrs.get(name, 0))
+
+    def text(self, name: str) -> str:
+        """An attribute that is a text; empty where an older version did not write it."""
+        with self._readable():
+            return _text(self._file.attrs.get(name, ""))
+
+    def kind(self, group: str) -> str | None:
+        """What a group belongs to; None where the checkpoint has no such group."""
+        return self._kinds.get(group)
+
+    def variables(self, group: str) -> dict[str, Saved]:
+        """name -> variable."""
+        return {saved.name: saved for saved in self._variables.get(group, [])}
+
+    def rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
+        """Rows of a saved variable; of a scalar, an array of one value.
+
+        Raises:
+            TrainingError: the file cannot be read.
+        """
+        stored = self._stored_rows(saved, start, stop)
+        held = np.dtype(tf.as_dtype(saved.dtype).as_numpy_dtype)
+        return stored.view(held) if _stored_as_bits(held) else stored
+
+    def verify(self) -> None:
+        """Read every value once, a block of rows at a time, and compare the checksums.
+
+        Raises:
+            TrainingError: names the variable that is damaged.
+        """
+        for saved in itertools.chain(*self._variables.values()):
+            crc = 0
+            for start, stop in blocks_of(saved.shape, tf.as_dtype(saved.dtype).size):
+                crc = _crc_of(self._stored_rows(saved, start, stop), crc)
+            if saved.crc not in (None, crc):
+                raise TrainingError(
+                    f"the values of {saved.path!r} in {self._path} are others than were written."
+                    f" {_DAMAGED}"
+                )
+
+    def _checked_version(self) -> int:
+        with self._readable():
+            written_by = _text(self._file.attrs.get("format"))
+        if written_by != _FORMAT:
+            raise TrainingError(
+                f"{self._path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights"
+                " that Keras saved are loaded with keras_model.load_weights()."
+            )
+        version = self.number("version")
+        if version > _VERSION:
+            raise TrainingError(
+                f"{self._path} is a checkpoint of version {version}; this package reads up to"
+                f" version {_VERSION}. Install a newer one."
+            )
+        return version
+
+    def _saved(self, dataset: Any) -> Saved:
+        attributes = dict(dataset.attrs)
+        return Saved(
+            name=_text(attributes["name"]),
+            path=_text(attributes["path"]),
+            shape=tuple(dataset.shape),
+            dtype=_text(attributes["dtype"]),
+            crc=int(attributes["crc32"]) if self._version > 1 else None,
+            values=dataset,
+        )
+
+    def _stored_rows(self, saved: Saved, start: int, stop: int) -> np.ndarray:
+        with self._readable(f"{saved.path!r} in "):
+            if saved.shape:
+                return saved.values[start:stop]
+            return saved.values[()].reshape(1)
+
+    @contextlib.contextmanager
+    def _readable(self, part: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # h5py comes upon anything in broken bytes
+            raise TrainingError(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
+
+
+def _in(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("*"))
+    return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."
+
+
+def _open(path: Path | _Sink, mode: str) -> Any:
+    # Files are written under a name of their own and never changed; shared disks may have no locks.
+    # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
+    # may end the process.
+    return h5py.File(path, mode, locking=False, libver=("v108", "latest"))
+
+
+def _write_variable(group: Any, place: str, key: str, variable: Any) -> None:
+    shape = tuple(variable.shape)
+    dataset, crc = None, 0
+    for start, stop in blocks(variable):
+        rows = read_rows(variable, start, stop)
+        if _stored_as_bits(rows.dtype):
+            rows = rows.view(f"u{rows.dtype.itemsize}")
+        if dataset is None:
+            dataset = group.create_dataset(place, shape, rows.dtype)
+        dataset[slice(start, stop) if shape else ...] = rows if shape else rows[0]
+        crc = _crc_of(rows, crc)
+    if dataset is None:  # no rows
+        dataset = group.create_dataset(place, shape, "float32")
+    for name, text in {"name": key, "path": variable.path, "dtype": variable.dtype}.items():
+        dataset.attrs[name] = _as_bytes(text)
+    dataset.attrs["crc32"] = crc
+
+
+def _crc_of(rows: np.ndarray, before: int) -> int:
+    """The checksum of these rows, as they are stored, and of those before them."""
+    return zlib.crc32(np.ascontiguousarray(rows).data, before)
+
+
+def _stored_as_bits(dtype: np.dtype) -> bool:
+    """HDF5 has no bfloat16 or 8-bit floats: they are stored as integers of the same bits."""
+    return dtype.kind == "V"
+
+
+def _as_bytes(text: str) -> np.bytes_:
+    # Of a fixed length. HDF5 keeps others in a heap without checksums, and where that is damaged it
+    # may read for ever.
+    return np.bytes_(text.encode())
+
+
+def _text(attribute: Any) -> str:
+    return attribute.decode() if isinstance(attribute, bytes) else str(attribute)
+
+
+BLOCK_BYTES = 64 * 2**20
+
+
+def whole_value(variable: Any) -> np.ndarray:
+    """The value of a Keras variable: of its first copy here, its pieces put together.
+
+    Where the strategy reads variables in a way of its own, what it reads.
+    """
+    shape = tuple(variable.shape)
+    ranges = list(blocks(variable))
+    if len(ranges) == 1:
+        return read_rows(variable, *ranges[0]).reshape(shape)
+    whole = np.empty(shape, kp.raw_value(variable).dtype.as_numpy_dtype)
+    for start, stop in ranges:
+        whole[start:stop] = read_rows(variable, start, stop)
+    return whole
+
+
+def assign_whole(variable: Any, value: Any) -> None:
+    """Give a Keras variable a value, on every copy here and on every piece.
+
+    Raises:
+        ValueError: `value` has another shape.
+    """
+    value = np.asarray(value)
+    if value.shape != tuple(variable.shape):
+        raise ValueError(
+            f"{variable.path!r} has the shape {tuple(variable.shape)}; a value of shape"
+            f" {value.shape} arrived."
+        )
+    rows = np.atleast_1d(value)
+    for start, stop in blocks(variable):
+        assign_rows(variable, start, rows[start:stop])
+
+
+def blocks(variable: Any) -> Iterator[tuple[int, int]]:
+    """The ranges of rows in which a Keras variable is read and written: `blocks_of` its value."""
+    return blocks_of(tuple(variable.shape), kp.raw_value(variable).dtype.size)
+
+
+def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first row, row after the last) of ranges of rows that are no bigger than BLOCK_BYTES.
+
+    A scalar counts as one row. A range has one row at least, however big it is.
+    """
+    rows, *rest = shape or (1,)
+    row_bytes = int(np.prod(rest, dtype=np.int64)) * item_bytes
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def read_rows(variable: Any, start: int, stop: int) -> np.ndarray:
+    """The rows from `start` up to `stop`; of a scalar, an array of one value."""
+    raw = kp.raw_value(variable)
+    strategy = getattr(raw, "distribute_strategy", None)
+    if isinstance(strategy, StrategyTemplate) and strategy.has_own_reading:
+        return np.atleast_1d(raw.numpy())[start:stop]
+    parts = []
+    for first, rows, copies in _pieces(variable):
+        low, high = max(start - first, 0), min(stop - first, rows)
+        if (low, high) == (0, rows):
+            parts.append(np.atleast_1d(copies[0].numpy()))
+        elif low < high:
+            copy = copies[0]
+            # A gather runs where the variable is: only these rows are moved.
+            taken = tf.raw_ops.ResourceGather(
+                resource=copy.handle, indices=tf.range(low, high), dtype=copy.dtype
+            )
+            parts.append(taken.numpy())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def assign_rows(variable: Any, start: int, values: np.ndarray) -> None:
+    """Give the rows from `start` on new values, on every copy here and on every piece."""
+    for first, rows, copies in _pieces(variable):
+        low, high = max(start - first, 0), min(start + len(values) - first, rows)
+        if low >= high:
+            continue
+        part = tf.constant(values[low + first - start : high + first - start], copies[0].dtype)
+        for copy in copies:
+            if (low, high) == (0, rows):
+                copy.assign(tf.reshape(part, copy.shape))
+            else:
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=copy.handle, indices=tf.range(low, high), updates=part
+                )
+
+
+def _pieces(variable: Any) -> Iterator[tuple[int, int, Sequence[Any]]]:
+    """(first row, rows, the plain variables that are its copies here) of each piece."""
+    raw = kp.raw_value(variable)
+    first = 0
+    for piece in getattr(raw, "variables", [raw]):  # those of a partitioned variable
+        rows = piece.shape[0] if piece.shape.rank else 1
+        yield first, rows, _copies(piece)
+        first += rows
+
+
+def _copies(piece: Any) -> list[Any]:
+    strategy = getattr(piece, "distribute_strategy", None)
+    copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
+    return [_unwrapped(copy) for copy in copies]
+
+
+def _unwrapped(variable: Any) -> Any:
+    # Central storage and parameter servers wrap their variables to aggregate, or to cache.
+    while hasattr(variable, "get"):
+        variable = variable.get()
+    return variable

@@ -1,0 +1,312 @@
+"""fit(checkpoint_dir=...): saved after each epoch, continued by the next job as if never ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.errors import PeerError, TrainingError
+from tfdist_ext.launch.command_line import command_line
+from tfdist_ext.strategies.presence import say
+from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
+from tfdist_ext.training.checkpoints.chief import done_by_chief
+from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError, Progress
+from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
+from tfdist_ext.training.protocols import Reduction
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.loop import Epochs
+
+__all__ = ["Resumable"]
+
+
+class Resumable:
+    """The checkpoints of one `fit`; without a folder it does nothing.
+
+    Every task makes the same calls. The folder is the chief's: the others need not see it.
+
+    Args:
+        folder: where checkpoints are, or will be.
+        data: what is trained on, where it keeps a position: that is part of the checkpoints.
+        every: also a checkpoint after so many global batches, in the middle of an epoch.
+        epochs: of the whole training.
+
+    Raises:
+        TrainingError: another callback restores the model too; no checkpoint in the folder can be
+            read, or none be written there; the folder is no path, a file, or the address of an
+            object store; or `every` is no number from 1, or for data without a position.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        model: keras.Model,
+        reduction: Reduction,
+        callbacks: Any,
+        data: ShardedDataset | None = None,
+        every: int | None = None,
+        epochs: int = 1,
+    ):
+        self._folder = None if folder is None else checkpoint_folder(folder)
+        self._model = model
+        self._reduction = reduction
+        self._progress = Progress()
+        self._opened: CheckpointFolder | None = None
+        self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
+        self._was_done = False
+        self._data = data
+        self._every = every
+        self._in_epoch = 0  # global batches of the current epoch that are done
+        self._since = 0  # global batches since the last checkpoint
+        self._check_every()
+        if self._folder is None:
+            return
+        given = keras.tree.flatten(callbacks or [])
+        if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given):
+            raise TrainingError(
+                "both checkpoint_dir and the callback BackupAndRestore would restore the model:"
+                " give one of them."
+            )
+        self._opened = CheckpointFolder(self._folder)  # opened on the chief alone
+        done_by_chief(reduction, lambda: self._chiefs.open(epochs), f"open {self._folder}")
+
+    @property
+    def _chiefs(self) -> CheckpointFolder:
+        assert self._opened is not None  # whoever asks has looked for a folder
+        return self._opened
+
+    def seed(self) -> int:
+        """Where the order of examples starts on all tasks: as in the job before, or anew.
+
+        A new one comes from Python's generator, as Keras takes its seeds.
+        """
+        latest = Progress()
+        if self._opened is not None:
+            latest = next(reversed(self._opened.index.checkpoints.values()), latest)
+        seed = latest.seed or random.randint(1, 2**31 - 1)
+        self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
+        return self._progress.seed
+
+    def resume(
+        self, data: Epochs, feed: Callable[[Any], Any], initial_epoch: int, epochs: int
+    ) -> int:
+        """The epoch to begin with, model and data brought to where they were before it.
+
+        Args:
+            feed: what makes global batches the data set that `data` iterates over.
+            initial_epoch: the epoch where there is nothing to go on from.
+            epochs: of the whole training.
+        """
+        self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
+        if self._folder is None:
+            return initial_epoch
+        index = self._chiefs.index
+        last = self._chiefs.last_state(epochs)
+        name = last or next(reversed(index.checkpoints), None)
+        if not self._reduction.any_worker(name is not None):
+            return initial_epoch
+        self._progress = restore_checkpoint(
+            self._model, self._reduction, self._folder / (name or "")
+        )
+        self._latest = (name or "", self._progress)
+        self._check_same_kind_of_data()
+        self._was_done = self._reduction.any_worker(last is not None)
+        self._say_what_is_resumed()
+        if self._was_done:
+            if self._data is not None and self._progress.data:
+                self._data.restore(json.loads(self._progress.data))
+            return max(epochs, self._progress.epoch)
+        index.epochs_when_done = None
+        self._by_chief(self._chiefs.write_index)
+        if self._data is not None and self._progress.data:
+            self._data.restore(json.loads(self._progress.data))
+            self._in_epoch = self._progress.batches
+            data.begin_at_position(feed, behind=self._in_epoch)
+            return self._progress.epoch
+        done = self._progress.epoch - self._progress.first_epoch
+        if self._data is not None:  # it was other data, without a position
+            for _ in range(done):
+                self._data.end_epoch()
+            data.begin_at_position(feed, behind=0)
+            return self._progress.epoch
+        if not data.begin_after(done, feed):
+            _read_past(data, done)
+        return self._progress.epoch
+
+    def max_steps(self) -> int | None:
+        """How many global batches there may be before the next checkpoint; None: any number."""
+        return None if self._every is None else self._every - self._since
+
+    def steps_done(self, steps: int, logs: Mapping[str, Any], *, epoch_ends: bool) -> None:
+        """Write a checkpoint whenever `every` global batches more are done."""
+        self._since += steps
+        self._in_epoch += steps
+        if self._every is None or self._since < self._every or self._data is None:
+            return
+        self._since = 0
+        # At the end of an epoch there is one anyway, when callbacks have seen it.
+        if not epoch_ends and self._data.steps_behind > 0 and _is_finite(logs):
+            self._progress = replace(self._progress, batches=self._in_epoch)
+            self._save_in_index()
+
+    def epoch_is_done(self, epoch: int, logs: dict[str, Any], *, complete: bool) -> Progress:
+        """Save what is there after an epoch, unless its loss says that the weights are lost.
+
+        Args:
+            complete: all of its global batches are done.
+        """
+        if complete or self._data is None:
+            self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
+            self._in_epoch = 0
+        else:  # told to stop in the middle
+            done = self._in_epoch if self._data.resumes_inside_epochs else 0
+            self._progress = replace(self._progress, epoch=epoch, batches=done)
+        if self._folder is None:
+            return self._progress
+        if not _is_finite(logs):
+            if self._reduction.is_chief:
+                warnings.warn(
+                    f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
+                    f" and those in {self._folder} stay.",
+                    stacklevel=3,
+                )
+            return self._progress
+        self._save_in_index()
+        return self._progress
+
+    def training_is_done(self, epochs: int, logs: dict[str, Any]) -> None:
+        """Save the state at the end of `fit`, and say in the index that it is the end."""
+        if self._folder is None or self._was_done:
+            return
+        finite = _is_finite(logs)
+        if finite:
+            self._save(f"last-{self._progress.epoch:05d}.h5", epochs_when_done=epochs)
+        self._by_chief(lambda: self._chiefs.add_last(epochs, written=finite))
+
+    def resume_hint(self) -> str:
+        """A sentence for a person: the last checkpoint, and the command that goes on from it."""
+        if self._folder is None:
+            return "There is no checkpoint: fit() was called without checkpoint_dir."
+        if self._latest is None:
+            return f"There is no checkpoint in {self._folder} yet."
+        name, progress = self._latest
+        what = str(self._folder / name) if name else f"in {self._folder} on the chief"
+        line = command_line()
+        run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
+        return (
+            f"The last checkpoint is {what}, after {_completed(progress)}. To resume from it, {run}"
+        )
+
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Scope of the training; where it fails, say on the chief how to resume it."""
+        try:
+            yield
+        except FolderTakenError:  # which says what to do, and that is not to run it again
+            raise
+        except BaseException as error:
+            if isinstance(error, PeerError) and (hint := self.resume_hint()) not in str(error):
+                error.args = (f"{error} {hint}",)
+            if self._folder is not None and self._reduction.is_chief:
+                # After a line that a progress bar has not ended.
+                say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")
+            raise
+        finally:
+            if self._opened is not None:
+                self._opened.close()
+
+    def _save_in_index(self) -> None:
+        progress = self._progress
+        middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
+        self._progress = self._save(f"epoch-{progress.epoch:05d}{middle}.h5")
+        self._by_chief(lambda: self._chiefs.add(self._progress))
+        self._latest = (self._chiefs.written, self._progress)
+
+    def _say_what_is_resumed(self) -> None:
+        if not self._reduction.is_chief or self._latest is None:
+            return
+        name, progress = self._latest
+        assert self._folder is not None
+        if self._was_done:
+            done = self._chiefs.index.epochs_when_done
+            say(f"training in {self._folder} is complete after {done} epochs; nothing to do")
+            return
+        batch = f", batch {progress.batches + 1}" if progress.batches else ""
+        say(
+            f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of"
+            f" {self._folder / name}"
+        )
+
+    def _check_same_kind_of_data(self) -> None:
+        if self._progress.batches and self._data is None:
+            raise TrainingError(
+                f"the checkpoint in {self._folder} is of the middle of an epoch: after"
+                f" {self._progress.batches} global batches of a ShardedDataset, and other data"
+                " arrived, which has no position. Go on with the data that was there."
+            )
+
+    def _check_every(self) -> None:
+        every = self._every
+        if every is None:
+            return
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise TrainingError(f"checkpoint_every is 1 or more batches; {every!r} arrived.")
+        if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
+            raise TrainingError(
+                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
+                " epoch: of tfd.data.from_arrays((x, y), global_batch=64, seed=0) or"
+                " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
+            )
+
+    def _save(self, name: str, **attributes: int) -> Progress:
+        assert self._folder is not None
+        data = "" if self._data is None else json.dumps(self._data.state())
+        progress = replace(self._progress, data=data)
+        return save_checkpoint(
+            self._model,
+            self._reduction,
+            self._folder / name,
+            progress,
+            place=self._chiefs.new_file,
+            attributes={**self._chiefs.attributes, **attributes},
+        )
+
+    def _by_chief(self, action: Callable[[], None]) -> None:
+        done_by_chief(self._reduction, action, f"write to {self._folder}")
+
+
+def _completed(progress: Progress) -> str:
+    if progress.batches:
+        return f"batch {progress.batches} of epoch {progress.epoch + 1} (step {progress.step})"
+    return f"epoch {progress.epoch} (step {progress.step})"
+
+
+def _is_finite(logs: Mapping[str, Any]) -> bool:
+    return math.isfinite(logs.get("loss", 0.0))
+
+
+def _read_past(data: Epochs, epochs: int) -> None:
+    """Read what the epochs before have used, as they did: the order may come from the reading."""
+    for _ in range(epochs):
+        with data.next() as epoch:
+            if not isinstance(epoch.iterator, Iterator):
+                return  # workers that read for themselves keep no common order
+            steps = 0
+            while epoch.steps is None or steps < epoch.steps:
+                try:
+                    next(epoch.iterator)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    break
+                steps += 1
+        data.is_done(epoch, steps, stopped=False)

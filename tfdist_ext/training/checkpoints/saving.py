@@ -1,0 +1,289 @@
+"""What a `DistributedModel` writes and reads back: models, exports, checkpoints.
+
+What a DistributedModel writes, and reads back. The chief does it, and the others wait.
+
+A SavedModel from a model on any strategy: what is exported is a copy without one.
+
+As it is, a model cannot be exported where its variables are partitioned, and one on parameter
+servers is traced with variables of other machines. The copy is the same for every strategy.
+
+Checkpoints: the whole state of a model in one file, restored on any strategy from any other.
+
+In a cluster the chief writes and reads, and the others wait and take over its state. So a folder
+on the chief's own disk is enough, and no task can come upon another file than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.building.build import build, creation_scope
+from tfdist_ext.training.building.cloning import copy_flags_and_assets, in_short, model_made_again
+from tfdist_ext.training.checkpoints.atomic_write import local_path, replaced_when_complete
+from tfdist_ext.training.checkpoints.chief import done_by_chief, follow_chief, text_from_chief
+from tfdist_ext.training.checkpoints.file import (
+    CheckpointFile,
+    assign_rows,
+    assign_whole,
+    blocks,
+    whole_value,
+    write_checkpoint,
+)
+from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
+from tfdist_ext.training.checkpoints.state import MODEL, kinds_of, matching, state_of
+from tfdist_ext.training.protocols import Reduction, on_every_worker
+
+__all__ = [
+    "Progress",
+    "Saving",
+    "export",
+    "finished_checkpoints",
+    "restore_checkpoint",
+    "save_checkpoint",
+    "training_is_done",
+]
+
+
+class Saving:
+    """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
+
+    _model: keras.Model
+    _strategy: tf.distribute.Strategy
+    _reduction: Reduction
+    _builder: Callable[[], keras.Model] | None
+    _built_for: Any  # tf.TypeSpecs of a batch, once one was seen
+    _progress: Progress
+
+    @on_every_worker
+    def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
+        """Write the model as `keras.Model.save` does; plain Keras loads it.
+
+        Call it on every task: the chief writes, and all wait until the file is there.
+        """
+        done_by_chief(
+            self._reduction,
+            lambda: self._model.save(filepath, overwrite=overwrite, **kwargs),
+            f"write {filepath}",
+        )
+
+    @on_every_worker
+    def export(self, filepath: str | Path, **kwargs: Any) -> None:
+        """Write a SavedModel as `keras.Model.export` does; `tf.saved_model.load` loads it.
+
+        Call it on every task: the chief writes, and all wait until it is there. The chief needs
+        memory for a copy of the model.
+
+        Raises:
+            TrainingError: a model without variables yet, or one that cannot be copied.
+        """
+        done_by_chief(
+            self._reduction,
+            lambda: export(self._model, str(filepath), self._builder, self._built_for, **kwargs),
+            f"export to {filepath}",
+        )
+
+    @on_every_worker
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
+
+        Call it on every task: the chief writes, and all wait until the file is there. It appears
+        when it is complete. `restore_checkpoint` reads it on any strategy.
+
+        Raises:
+            TrainingError: a model without variables yet, or a path that is a folder or the
+                address of an object store.
+        """
+        path = local_path(path)
+        self._build_optimizer()
+        self._progress = save_checkpoint(self._model, self._reduction, path, self._progress)
+
+    @on_every_worker
+    def restore_checkpoint(self, path: str | Path) -> Progress:
+        """Take over the state in a file of `save_checkpoint`, whatever strategy it was saved on.
+
+        Call it on every task: the chief reads, and the others take over what it has read. A model
+        that is not compiled takes the weights alone.
+
+        Returns:
+            `.epoch`, the epochs that were done, for `fit(initial_epoch=...)`, and `.step`.
+
+        Raises:
+            TrainingError: on every task: no such file, no checkpoint or a part of one, a damaged
+                one, or one of another model or another optimizer. Nothing is changed then.
+        """
+        path = local_path(path)
+        self._build_optimizer()
+        self._progress = restore_checkpoint(self._model, self._reduction, path)
+        return self._progress
+
+    def _build_optimizer(self) -> None:
+        """Its slots, where no step has made them yet."""
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)  # there is none before compile
+        if model.built and optimizer is not None and not optimizer.built:
+            with creation_scope(self._strategy):
+                optimizer.build(model.trainable_variables)
+
+
+_NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
+
+
+def export(
+    model: keras.Model,
+    filepath: str,
+    builder: Callable[[], keras.Model] | None,
+    spec: Any,
+    **arguments: Any,
+) -> None:
+    """As `keras.Model.export`, on this task alone.
+
+    Args:
+        builder: makes the model once more, where it cannot be copied from its config.
+        spec: tf.TypeSpecs of the batch that the model was built for; None where nobody knows.
+        arguments: those of `keras.Model.export`.
+
+    Raises:
+        TrainingError: the model has no variables yet, or there is no way to copy it.
+    """
+    policy = keras.config.dtype_policy()
+
+    def copy_and_export() -> None:
+        keras.config.set_dtype_policy(policy)  # a setting of each thread
+        copy = _plain_copy(model, builder, spec)
+        if not kp.is_graph_of_layers(model) and spec is not None:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+            arguments.setdefault("input_signature", [inputs])
+        copy.export(filepath, **arguments)
+
+    # A new thread is outside of all scopes, whatever strategy's is open in this one.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copy_and_export).result()
+
+
+def _plain_copy(
+    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Any
+) -> keras.Model:
+    """The model with its weights in ordinary variables of this process, not compiled."""
+    if not model.built:
+        raise TrainingError(
+            f"export() needs the model's variables, and {model.name!r} has none yet: begin it with"
+            " keras.Input(shape), or call fit() or predict() first."
+        )
+    copy = _made_again(model, builder, spec)
+    copy_flags_and_assets(model, copy)
+    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
+    if list(values) != list(targets):
+        differs = sorted({*values} ^ {*targets})
+        raise TrainingError(
+            f"the copy of {model.name!r} to export has other variables than the model itself:"
+            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
+        )
+    for name, target in targets.items():
+        assign_whole(target, whole_value(values[name]))
+    return copy
+
+
+def _made_again(
+    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Any
+) -> keras.Model:
+    try:
+        copy = model_made_again(model)
+    except _NO_COPY as error:
+        if builder is None:
+            raise TrainingError(
+                f"the model {model.name!r} ({type(model).__name__}) cannot be copied for export:"
+                f" {in_short(error)} Give its class a get_config()."
+            ) from error
+        copy = builder()
+    if len(copy.variables) != len(model.variables) and spec is not None:
+        build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+    return copy
+
+
+def save_checkpoint(
+    model: keras.Model,
+    reduction: Reduction,
+    path: Path,
+    progress: Progress,
+    *,
+    place: Callable[[Path], AbstractContextManager[Path]] = replaced_when_complete,
+    attributes: Mapping[str, int | str] | None = None,
+) -> Progress:
+    """Write the model's state to one file; every task must call, and returns when it is there.
+
+    Args:
+        place: on the chief: gives the file to write to, and puts it where it belongs.
+        attributes: on the chief: what else is written into the file.
+
+    Returns:
+        The progress that was saved, its step that of the optimizer.
+
+    Raises:
+        TrainingError: the model has no variables, or `path` is a folder.
+        OSError: the file cannot be written.
+    """
+    _check_has_variables(model, "save_checkpoint")
+    optimizer = getattr(model, "optimizer", None)  # there is none before compile
+    if optimizer is not None:
+        progress = replace(progress, step=int(optimizer.iterations.numpy()))
+    done_by_chief(
+        reduction,
+        lambda: write_checkpoint(
+            path,
+            state_of(model),
+            kinds_of(model),
+            {**asdict(progress), **(attributes or {})},
+            place,
+        ),
+        f"write the checkpoint {path}",
+    )
+    return progress
+
+
+def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> Progress:
+    """Give the model the state that a checkpoint holds; every task must call.
+
+    Raises:
+        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, is
+            damaged, or is one of another model or of another optimizer; nothing is changed then.
+            Or the model has no variables yet.
+    """
+    _check_has_variables(model, "restore_checkpoint")
+    progress, data = list(Progress().numbers.values()), ""
+
+    def read() -> None:
+        with CheckpointFile(path) as file:
+            pairs = matching(file, model, path)
+            numbers = [file.number(name) for name in Progress().numbers]
+            of_data = file.text("data")
+            file.verify()  # nothing is changed before all is known to be good
+            for saved, variable in pairs:
+                for start, stop in blocks(variable):
+                    assign_rows(variable, start, file.rows(saved, start, stop))
+            progress[:] = numbers
+            nonlocal data
+            data = of_data
+
+    done_by_chief(reduction, read, f"read the checkpoint {path}")
+    follow_chief(model, reduction)
+    numbers = reduction.from_chief(np.array(progress, np.int64)).tolist()
+    return replace(Progress(*numbers), data=text_from_chief(reduction, data))
+
+
+def _check_has_variables(model: keras.Model, call: str) -> None:
+    if not model.built:
+        raise TrainingError(
+            f"{call}() needs the model's variables, and {model.name!r} has none yet: begin it with"
+            " keras.Input(shape), or call build(), fit() or predict() first."
+        )

@@ -1,1 +1,0 @@
-"""Training under ParameterServerStrategy: a coordinator, workers, variables on servers."""

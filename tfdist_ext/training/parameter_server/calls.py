@@ -1,0 +1,259 @@
+"""Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
+
+Errors of remote calls, without what the way back to the coordinator has added to them.
+
+Global batches as they travel to workers: several in one remote call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.variables import outside_of_strategies
+
+__all__ = [
+    "Call",
+    "Calls",
+    "Parcel",
+    "batch_of",
+    "on_worker",
+    "parcels",
+    "remote_errors_in_short",
+    "root_message",
+    "specs_of",
+]
+
+
+class Call:
+    """Makes the calls of one execution, and keeps what they return, in the order of the calls."""
+
+    def __init__(self, coordinator: Any):
+        self._coordinator = coordinator
+        self._results: list[Any] = []
+
+    def __call__(self, function: Any, args: Sequence[Any]) -> None:
+        self._results.append(self._coordinator.schedule(function, args=tuple(args)))
+
+    def results(self) -> Iterator[Any]:
+        """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
+        for result in self._results:
+            yield keras.tree.map_structure(_array, result.fetch())
+
+
+class Calls:
+    """The workers of a cluster, as the coordinator calls them.
+
+    A call whose worker dies is made again on another one.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, silence: float = 60.0):
+        """`silence`: seconds without an answer from any worker after which there is a warning."""
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self.workers = _worker_tasks()
+        self._silence = silence
+
+    @contextlib.contextmanager
+    def all_done(self) -> Iterator[Call]:
+        """Scope that ends when every call made in it has returned.
+
+        Raises:
+            TrainingError: a parameter server is gone.
+            tf.errors.OpError: an operation of a call failed; named in one line.
+        """
+        try:
+            with remote_errors_in_short():
+                try:
+                    yield Call(self.coordinator)
+                finally:
+                    try:
+                        self._wait()
+                    except KeyboardInterrupt:
+                        self._wait()  # what is under way would disturb what comes next
+                        raise
+        except tf.errors.UnavailableError as error:
+            raise TrainingError(
+                "a parameter server does not answer, and its part of the model is lost:"
+                f" {' '.join(str(error).split())[:300]} Start the cluster again, and go on from a"
+                " checkpoint."
+            ) from error
+
+    def _wait(self) -> None:
+        pause, silent_since = 0.0002, time.monotonic()
+        while not self.coordinator.done():
+            time.sleep(pause)
+            pause = min(pause * 2, 0.005)
+            if time.monotonic() - silent_since > self._silence:
+                warnings.warn(
+                    f"no worker has finished its calls for {self._silence:.0f} s; waiting. Are the"
+                    " worker processes alive?",
+                    stacklevel=2,
+                )
+                silent_since = time.monotonic()
+
+
+def on_worker(function: Any, *specs: Any) -> Any:
+    """The function traced as workers run it: no strategy in sight, each worker a device."""
+    with outside_of_strategies():
+        return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+
+def _worker_tasks() -> int:
+    """Workers that this process is connected to; the strategy does not tell."""
+    devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
+    return len({device.task for device in devices if device.job == "worker"})
+
+
+def _array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, tf.Tensor) else value
+
+
+# The message of an operation stands before its name. Operations that were given up do not count.
+_FAILED = re.compile(r"^(?!.*\bCANCELLED\b)(.*\S)\s*\n\s*\[\[.*?\{\{node ([^}]*)\}\}", re.MULTILINE)
+
+
+_BEFORE = re.compile(r"^\s*(\(\d+\)\s*)?([A-Z_]+:)?\s*(\{\{function_node [^}]*\}\})?\s*")
+
+
+# What a table gives to a branch, which does not pass on what is known only when it is called.
+_TABLE_IN_BRANCH = re.compile(r"feed a value for placeholder tensor .* dtype resource")
+
+
+# Of the traceback of the operation, where it was made.
+_OF_USER = re.compile(
+    r"^ *File \"((?!.*/site-packages/|.*/tfdist_ext/|<)[^\"]*\", line \d+)", re.MULTILINE
+)
+
+
+# What TensorFlow's coordinator logs of an error that it raises as well.
+_LOGGED_TWICE = re.compile(
+    r" /job:worker/task:%d encountered the following error|Start cancelling closures due to error"
+)
+
+
+def root_message(text: str) -> str:
+    """The message of the operation that failed first, and the operation's name.
+
+    TensorFlow's own repeats it once for each task that passed it on.
+    """
+    found = _FAILED.search(text)
+    if found is None:
+        return text.split("\nAdditional GRPC error information", 1)[0].strip()
+    message = f"{_BEFORE.sub('', found[1])} [operation: {found[2]}]"
+    if _TABLE_IN_BRANCH.search(message):
+        message = (
+            "a lookup table made in the strategy's scope cannot be used inside of tf.cond,"
+            " tf.switch_case or an `if` on a tensor: each worker's own table is chosen when the"
+            f" function is called, and TensorFlow does not pass it on. Look up before it. {message}"
+        )
+    traceback = text.split("Detected at node", 2)[1:2]
+    lines = _OF_USER.findall(traceback[0]) if traceback else []
+    return f'{message}, made at "{lines[-1]}' if lines else message
+
+
+@contextlib.contextmanager
+def remote_errors_in_short() -> Iterator[None]:
+    """Scope in which an error of TensorFlow's says what failed, in one line and only once."""
+    logger = tf.get_logger()
+    logger.addFilter(_not_logged_twice)
+    try:
+        yield
+    except Exception as error:
+        # TensorFlow wraps an error that was met while a worker made its data set.
+        original: Any = getattr(error, "original_exception", error)
+        if not isinstance(original, tf.errors.OpError):
+            raise
+        raise type(original)(
+            original.node_def, original.op, root_message(original.message)
+        ) from None
+    finally:
+        logger.removeFilter(_not_logged_twice)
+
+
+def _not_logged_twice(record: logging.LogRecord) -> bool:
+    return not _LOGGED_TWICE.match(str(record.msg))
+
+
+class Parcel(NamedTuple):
+    """Global batches, one after another in each tensor, and the rows at which each one ends.
+
+    Without any it stands for a step that has nothing to compute with.
+    """
+
+    tensors: list[Any]
+    ends: list[int]
+
+
+def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
+    """`n` global batches, or fewer where the data ends, at most `most` in a parcel.
+
+    Batches go together where their rows are of the same shape, however many they are.
+    """
+    waiting: list[list[Any]] = []
+    for _ in range(n):
+        try:
+            (part,) = next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+        if not int(part[0]):  # all of its records are damaged
+            yield Parcel([], [])
+            continue
+        tensors = _tensors(part[-1])
+        if waiting and (len(waiting) == most or not _go_together(waiting[0], tensors)):
+            yield from _packed(waiting, most)
+            waiting = []
+        waiting.append(tensors)
+    yield from _packed(waiting, most)
+
+
+def specs_of(iterator: Any) -> tuple[Any, list[Any]]:
+    """(structure of a global batch, specs of its tensors) that `batch_of` and `Parcel` use."""
+    (part,) = iterator.element_spec
+    return part[-1], _tensors(part[-1])
+
+
+def batch_of(
+    structure: Any, tensors: Sequence[Any], ends: tf.Tensor, number: int, batches: int
+) -> Any:
+    """One global batch out of a parcel, in its own structure."""
+    if batches > 1:
+        start = ends[number - 1] if number else 0
+        tensors = [tensor[start : ends[number]] for tensor in tensors]
+    left = iter(tensors)
+    return keras.tree.map_structure(lambda spec: None if spec is None else next(left), structure)
+
+
+def _tensors(batch: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+
+
+def _go_together(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(
+        isinstance(a, tf.Tensor)
+        and isinstance(b, tf.Tensor)
+        and a.shape.rank > 0
+        and a.shape[1:] == b.shape[1:]
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _packed(batches: list[list[Any]], most: int) -> Iterator[Parcel]:
+    """One parcel of `most` batches, or one for each: two sizes, so two functions to compile."""
+    if len(batches) < most:
+        for tensors in batches:
+            yield Parcel(tensors, [0])
+        return
+    ends, end = [], 0
+    for tensors in batches:
+        end += int(tensors[0].shape[0]) if len(batches) > 1 else 0
+        ends.append(end)
+    yield Parcel([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)

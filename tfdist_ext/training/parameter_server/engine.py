@@ -1,0 +1,160 @@
+"""Training under ParameterServerStrategy: this process coordinates, workers run the steps."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.shards import Shard
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
+from tfdist_ext.training.parameter_server.calls import Calls
+from tfdist_ext.training.parameter_server.program import CoordinatedPredictor, CoordinatedSteps
+from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
+from tfdist_ext.training.parameter_server.worker_data import (
+    SpareRecords,
+    WorkerBatches,
+    datasets_of_function,
+    in_turn,
+    what_keeps_here,
+    what_keeps_made_here,
+)
+from tfdist_ext.training.programs import EngineBase, step_of
+from tfdist_ext.training.protocols import BatchSource, NullStepTimer, SingleTask
+from tfdist_ext.training.variables import outside_of_strategies
+
+__all__ = ["CoordinatorEngine", "CoordinatorReduction"]
+
+
+class CoordinatorReduction:
+    """The one task that drives the training: it agrees with itself, and is the chief."""
+
+    is_chief = True
+    multi_worker = False
+    replicas = local_replicas = 1  # of global batches, which are read here as they are
+    first_replica = worker = 0
+    workers = 1
+    peers = SingleTask()
+
+    def call(self, name: str) -> Any:
+        return self.peers.call(name)
+
+    def task_names(self) -> list[str]:
+        return ["the chief"]
+
+    def any_worker(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def from_chief(self, value: Any) -> np.ndarray:
+        return np.asarray(value)
+
+    sum_over_workers = from_chief
+
+
+class CoordinatorEngine(EngineBase[CoordinatorReduction]):
+    """Steps on the workers of a parameter server cluster, asynchronously.
+
+    Each global batch is one step, on one worker. A step starts from whatever the weights are when
+    its worker reads them.
+    """
+
+    seconds_per_execution = 1.0  # at its end workers wait for the slowest one
+
+    def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
+        super().__init__(strategy, CoordinatorReduction())
+        self._calls = Calls(strategy)
+        self._spare = SpareRecords()
+        self._why_here: weakref.WeakKeyDictionary[FunctionDataset, str] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def saves_to(self, folder: Path | None) -> None:
+        watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
+        if watcher is not None:
+            watcher.checkpoints_in("" if folder is None else str(folder.absolute()))
+
+    def read(self, *data: Any, **options: Any) -> BatchSource:
+        """Data for this process to read, or a function of the input context, for each worker."""
+        if isinstance(data[0], FunctionDataset):
+            return self._read_by_shard(*data, **options)
+        if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
+            workers = self._calls.workers
+            dataset_of = datasets_of_function(data[0], workers, *data[1:], **options)
+            if why := what_keeps_made_here(lambda: dataset_of(0)):
+                self._warn_reads_here(why)
+                return read(in_turn(dataset_of, workers), *data[1:], **options)
+            return WorkerBatches(self._calls, self._spare, dataset_of)
+        return read(*data, **options)
+
+    @staticmethod
+    def _warn_reads_here(why: str) -> None:
+        warnings.warn(
+            f"the workers cannot read this data for themselves: {why}. This process reads all of"
+            " it, and hands out the batches.",
+            stacklevel=5,
+        )
+
+    def keeps_position(self, data: Any) -> bool:
+        workers_read = isinstance(data, FunctionDataset) and not self._kept_here(data)
+        return super().keeps_position(data) and not workers_read
+
+    def _kept_here(self, data: FunctionDataset) -> str:
+        """Why this process reads the data and hands it out; "" where the workers read."""
+        if data not in self._why_here:
+            self._why_here[data] = what_keeps_here(data, Shard(0, self._calls.workers))
+        return self._why_here[data]
+
+    def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> BatchSource:
+        if why := self._kept_here(data):
+            if not data.takes_epoch:
+                self._warn_reads_here(why)
+            return batches_of_function(data, self.reduction, *beside, **options)
+        given = (options.get("batch_size"), options.get("class_weight"))
+        check_says_nothing_else(data, beside, *given)
+        shards = [Shard(worker, self._calls.workers) for worker in range(self._calls.workers)]
+        return WorkerBatches(
+            self._calls, self._spare, lambda worker: data.made(shards[worker], alone=True)
+        )
+
+    def feed(self, batches: Any) -> Any:
+        if isinstance(batches, WorkerBatches):
+            return batches
+        with tf.device("CPU:0"):
+            return batches.on_host(0, 1, 1)
+
+    def prepare(self, model: keras.Model) -> None:
+        for name in ("jit_compile", "run_eagerly"):
+            if getattr(model, name):
+                warnings.warn(
+                    f"{name}=True is off: steps run in the workers' processes, in graphs that"
+                    " reach over to the parameter servers.",
+                    stacklevel=5,
+                )
+                setattr(model, name, False)
+
+    def step_timer(self) -> NoReturn:
+        raise TrainingError(
+            "WorkerTensorBoard measures workers whose steps wait for each other; under"
+            f" {type(self._strategy).__name__} they do not, and the coordinator alone runs"
+            " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
+        )
+
+    def finalize(self, model: keras.Model) -> None:
+        with outside_of_strategies(), updates_on_servers(WorkerScope([]), model):
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def _make_program(
+        self, model: keras.Model, kind: str, timer: NullStepTimer
+    ) -> CoordinatedSteps:
+        del timer  # of steps that wait for each other
+        return CoordinatedSteps(model, self._calls, kind, step_of(model, kind))
+
+    def _make_predictor(self, model: keras.Model) -> CoordinatedPredictor:
+        return CoordinatedPredictor(model, self._calls, step_of(model, "predict"))

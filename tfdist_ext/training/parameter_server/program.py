@@ -1,0 +1,319 @@
+"""Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
+
+The global batches are read on the coordinator and travel with the remote calls. So a call that is
+made again because its worker died sees the same examples, and each example counts once: what the
+workers return, not what they write on the way, becomes the metrics and the number of steps.
+
+predict on the workers of a parameter server cluster: every row once, in input order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.parameter_server.calls import (
+    Calls,
+    Parcel,
+    batch_of,
+    on_worker,
+    parcels,
+    specs_of,
+)
+from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
+from tfdist_ext.training.parameter_server.worker_data import Steps, WorkerIterators, WorkerLoop
+from tfdist_ext.training.programs import ProgramBase
+from tfdist_ext.training.protocols import Epoch, Execution, StepFunction
+from tfdist_ext.training.steps.logs import is_carried, own_outputs, results
+from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.steps.scope import metrics_and_others
+from tfdist_ext.training.variables import optimizers_of
+
+__all__ = ["BATCHES_IN_A_CALL", "CoordinatedPredictor", "CoordinatedSteps"]
+
+
+BATCHES_IN_A_CALL = 8
+
+
+class CoordinatedSteps(ProgramBase):
+    """The remote calls of one step of a model."""
+
+    def __init__(self, model: keras.Model, calls: Calls, kind: str, step: StepFunction):
+        super().__init__(model, kind, step)
+        self._calls = calls
+        self._training = kind == "train"
+        self._watched = [v for v in self._others if not v.trainable]
+        self._counter: Any = None
+        self._rate: Any = None
+        if isinstance(model.optimizer, keras.optimizers.Optimizer):
+            self._counter, self._rate = kp.step_variables(model.optimizer)
+        # Other optimizers count in the servers' variables: what a step adds is added there.
+        self._watched += [
+            kp.step_variables(other)[0]
+            for other in optimizers_of(model).values()
+            if other is not model.optimizer
+        ]
+        self._counted = 0  # how often a step counts itself
+        self._logs_in_graph: Any = None
+        self._functions: dict[Any, Any] = {}
+        self._start = self._reset_values()
+        self.reset(resume=True)
+        steps = Steps(
+            tf.function(self._one_step, autograph=False),
+            self._start,
+            [variable.aggregation == "sum" for variable in self._metrics],
+            "float32" if self._rate is None else self._rate.dtype,
+            lambda: self._counted,
+        )
+        self._on_own_data = WorkerLoop(calls, steps, BATCHES_IN_A_CALL)
+
+    def reset(self, *, resume: bool = False) -> None:
+        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+        if not resume:
+            self._model.reset_metrics()
+        # Float32 would lose counts above 16 million, and the ends of sums long before.
+        self._totals = [_wide(kp.raw_value(variable).numpy()) for variable in self._metrics]
+
+    def _reset_values(self) -> list[np.ndarray]:
+        """The metrics' states after a reset: each remote call starts from them.
+
+        They become constants of the traced functions, so they must not depend on what the metrics
+        hold at the moment: the results of another data set, or those of an interrupted epoch.
+        """
+        raw_values = [kp.raw_value(variable) for variable in self._metrics]
+        before = [raw.numpy() for raw in raw_values]
+        self._model.reset_metrics()
+        start = [raw.numpy() for raw in raw_values]
+        for raw, value in zip(raw_values, before, strict=True):
+            raw.assign(value)
+        return start
+
+    def run(
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
+    ) -> Execution:
+        """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
+
+        Raises:
+            TrainingError: a parameter server is gone.
+        """
+        del known_length, agreed  # workers do not wait for each other
+        if isinstance(iterator, WorkerIterators):
+            return self._run_where_data_is(iterator, n, seconds)
+        first, rate = self._number_and_rate()
+        done = passed_over = 0
+        with self._calls.all_done() as call:
+            together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
+            for parcel in parcels(iterator, n, BATCHES_IN_A_CALL if together else 1):
+                if not parcel.ends:
+                    passed_over += 1
+                    continue
+                function = self._function(iterator, parcel)
+                step = np.int64(first + done * self._counted)
+                call(function, [parcel.tensors, parcel.ends, step, rate])
+                done += len(parcel.ends)
+        outputs: dict[str, Any] = {}
+        for packed, of_call in call.results():
+            self._add(_unpacked(packed, self._start))
+            outputs = of_call
+        return self._finish(first, done, outputs, seconds, passed_over)
+
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics of the epoch so far: the coordinator has those of all workers."""
+        values = [
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
+        return {name: v for name, v in self._logs(values, {}).items() if isinstance(v, float)}
+
+    def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
+        """The same with batches that the workers read for themselves."""
+        first, rate = self._number_and_rate()
+        done, of_workers, outputs = self._on_own_data.run(data, n, first, rate)
+        for states in of_workers:
+            self._add(states)
+        return self._finish(first, done, outputs, seconds)
+
+    def _number_and_rate(self) -> tuple[int, Any]:
+        """(steps before this execution, learning rate in it)."""
+        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
+        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
+        return first, rate
+
+    def _finish(
+        self, first: int, done: int, outputs: Any, seconds: float, passed_over: int = 0
+    ) -> Execution:
+        if self._training and self._counter is not None and done:
+            kp.raw_value(self._counter).assign(first + done * self._counted)
+        values = [
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
+        for variable, value in zip(self._metrics, values, strict=True):
+            kp.raw_value(variable).assign(value)
+        return Execution(self._logs(values, outputs), done + passed_over, seconds)
+
+    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+        structure, specs = specs_of(iterator)
+        count = len(parcel.ends)
+        key = (count, str(specs))
+        if key not in self._functions:
+            one = tf.function(self._one_step, autograph=False)
+
+            def steps(tensors: Any, ends: Any, first: Any, rate: Any) -> Any:
+                states: list[Any] = [tf.constant(value) for value in self._start]
+                outputs: dict[str, Any] = {}
+                for number in range(count):
+                    batch = batch_of(structure, tensors, ends, number, count)
+                    step = first + number * self._counted
+                    states, outputs = one(batch, step, rate, states)
+                return _packed(states), outputs
+
+            rate = self._rate.dtype if self._rate is not None else "float32"
+            self._functions[key] = on_worker(
+                steps,
+                specs,
+                tf.TensorSpec([count], tf.int64),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], rate),
+            )
+        return self._functions[key]
+
+    def _one_step(self, batch: Any, step: Any, rate: Any, states: Sequence[Any]) -> Any:
+        values = list(zip(self._metrics, states, strict=True))
+        if self._training and self._counter is not None:
+            values.append((self._counter, tf.cast(step, self._counter.dtype)))
+        if self._rate is not None:
+            values.append((self._rate, rate))
+        scope = WorkerScope(values, self._watched, self._counter, self._metrics)
+        with updates_on_servers(scope, self._model):
+            returned = self._step(batch)
+            logs = own_outputs(self._model, returned) if self._own_outputs else {}
+        outputs = self._carried(logs, scope) if self._own_outputs else {}
+        scope.write_watched()
+        self._counted = scope.counted
+        self._updated |= scope.updated
+        states = [scope.get_current_value(variable) for variable in self._metrics]
+        return states, outputs
+
+    def _carried(self, logs: dict[str, Any], scope: WorkerScope) -> dict[str, Any]:
+        """The values of a step from which the logs are computed in the end."""
+        numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
+        final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
+        # Before its step a worker has counted its own call alone.
+        final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
+        derived = self._derive_logs(logs, scope.versions, final, is_carried)
+        self._logs_in_graph = tf.function(derived.compute, autograph=False)
+        return {str(i): value for i, (value, _) in enumerate(derived.returned)}
+
+    def _add(self, states: Sequence[np.ndarray]) -> None:
+        """Take the metrics' states of steps that began with `_start` into those of the epoch."""
+        for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
+            if variable.aggregation == "sum":
+                self._totals[i] = self._totals[i] + (_wide(states[i]) - start)
+            else:
+                self._totals[i] = states[i]
+
+    def _logs(self, values: list[tf.Tensor], outputs: dict[str, Any]) -> dict[str, Any]:
+        of_metrics: set[str] = set()
+        if self._derived is not None:
+            carried = [
+                # Zeros where no worker had a batch left.
+                outputs.get(
+                    str(i), np.zeros([n or 0 for n in value.shape], value.dtype.as_numpy_dtype)
+                )
+                for i, (value, _) in enumerate(self._derived.returned)
+            ]
+            outputs, of_metrics = self._logs_in_graph(values, carried), self._derived.names
+        with keras.StatelessScope(zip(self._metrics, values, strict=True)):
+            found = results(self._model, outputs, of_metrics, self._updated)
+        logs = {name: value.numpy() for name, value in sorted(found.items())}
+        return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
+
+
+def _packed(states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """One vector for each dtype: each tensor that comes back is a call of its own."""
+    dtypes = dict.fromkeys(state.dtype for state in states)
+    return [
+        tf.concat([tf.reshape(state, [-1]) for state in states if state.dtype == dtype], axis=0)
+        for dtype in dtypes
+    ]
+
+
+def _unpacked(packed: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    vectors = {vector.dtype: vector for vector in packed}
+    places = dict.fromkeys(vectors, 0)
+    states = []
+    for value in like:
+        start = places[value.dtype]
+        places[value.dtype] += value.size
+        states.append(vectors[value.dtype][start : start + value.size].reshape(value.shape))
+    return states
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float64) if value.dtype.kind == "f" else value
+
+
+class CoordinatedPredictor:
+    """The remote calls of a model's predict_step."""
+
+    def __init__(self, model: keras.Model, calls: Calls, step: StepFunction):
+        self._model = model
+        self._calls = calls
+        self._step = step
+        # Layers may write while they predict: masked kernels, counters.
+        self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
+        self._functions: dict[Any, Any] = {}
+
+    def outputs(self, data: Epoch) -> Iterator[Any]:
+        """The outputs for each global batch, in order; None for one without a row that is whole."""
+        done = 0
+        turn = self._calls.workers  # a short one first: it shows early that all is well
+        while data.steps is None or done < data.steps:
+            n = turn if data.steps is None else min(turn, data.steps - done)
+            outputs, read = self._outputs(data.iterator, n)
+            done += read
+            yield from outputs
+            yield from [None] * (read - len(outputs))
+            if read < n:
+                return
+            turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
+
+    def _outputs(self, iterator: Any, n: int) -> tuple[list[Any], int]:
+        """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
+        read = 0
+        with self._calls.all_done() as call:
+            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
+            for parcel in parcels(iterator, n, most):
+                read += max(1, len(parcel.ends))
+                if parcel.ends:
+                    call(self._function(iterator, parcel), [parcel.tensors, parcel.ends])
+        return [outputs for of_call in call.results() for outputs in of_call], read
+
+    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+        structure, specs = specs_of(iterator)
+        count = len(parcel.ends)
+        key = (count, str(specs))
+        if key not in self._functions:
+            one = tf.function(self._one_batch, autograph=False)
+
+            def batches(tensors: Any, ends: Any) -> list[Any]:
+                return [
+                    one(batch_of(structure, tensors, ends, number, count))
+                    for number in range(count)
+                ]
+
+            self._functions[key] = on_worker(batches, specs, tf.TensorSpec([count], tf.int64))
+        return self._functions[key]
+
+    def _one_batch(self, batch: Any) -> Any:
+        scope = WorkerScope([], self._watched)
+        with scope, functions_in_place(step_targets()), substitutes(scope.substitutes):
+            outputs = self._step(batch)
+        scope.write_watched()
+        return outputs

@@ -1,0 +1,256 @@
+"""Variables as a step on a worker of a parameter server cluster sees and writes them.
+
+The values are on parameter servers and other workers write them meanwhile. So what counts is
+added, never overwritten by a value computed from an old one, and updates run where the variable is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
+from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.steps.context import current_graph
+from tfdist_ext.training.steps.logs import MetricVersions
+from tfdist_ext.training.steps.replaced import (
+    StepRecord,
+    check_lookups,
+    functions_in_place,
+    requiring,
+    step_targets,
+    substitutes,
+)
+from tfdist_ext.training.steps.scope import taken_by
+from tfdist_ext.training.variables import (
+    PartitionedRead,
+    UpdatesVariables,
+    optimizers_of,
+    take_rows,
+    with_inner,
+)
+
+__all__ = ["WorkerScope", "updates_on_servers"]
+
+
+class WorkerScope(keras.StatelessScope):
+    """Scope of one step.
+
+    Args:
+        values: (variable, value) of those that are values of the step: metrics, the step's
+            number, the learning rate. Writes to them change the value, and nothing else.
+        watched: variables that the step may write (moving statistics, seeds): what it adds to
+            them is added on the server when the step is done.
+        counter: the one of `values` that counts steps; how often it is written is counted.
+        metrics: those of `values` that are metrics' variables.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[tuple[Any, Any]],
+        watched: Sequence[Any] = (),
+        counter: Any = None,
+        metrics: Sequence[Any] = (),
+    ):
+        super().__init__(values, collect_losses=True, initialize_variables=False)
+        self._metrics = {id(variable) for variable in metrics}
+        self.versions = MetricVersions()
+        for variable in metrics:
+            value = self.state_mapping[id(variable)]
+            self.state_mapping[id(variable)] = self.versions.add(variable, value)
+        self.first_versions = dict(self.versions.variables)
+        self._counter = counter
+        self.counted = 0
+        self._values = set(self.state_mapping)
+        self._watched = {id(variable): variable for variable in watched}
+        self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
+        self._reads: dict[int, PartitionedRead] = {}
+        self._graph = current_graph()
+        self._piece: int | None = None
+        self._as_one = False
+        self.updated: set[int] = set()  # ids of the given values that were written
+        self._sources: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key in self.state_mapping:
+            return self.state_mapping[key]
+        raw = kp.raw_value(variable)
+        if raw is None:
+            return None
+        if key in self._watched and self._in_step():
+            # A tensor: what is written is compared with what was read.
+            self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
+            return self.state_mapping[key]
+        if not is_partitioned(raw) or self._as_one:
+            return raw
+        if self._piece is not None:
+            return raw.variables[self._piece]
+        read = self._read_of(raw)
+        if read.written and not self._in_step():  # in a cond of the optimizer
+            return read.whole_now()
+        with self._step():  # not in a loop of a layer, whose gradient has the shape of its inputs
+            return read.whole()
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        key = id(variable)
+        if variable is self._counter:
+            self.counted += 1
+            if not self._in_step():  # in a cond of the optimizer: the step's number stays
+                return
+        if self._in_step() and key in self._watched:
+            self.get_current_value(variable)  # what it was
+        if self._in_step() and (key in self._values or key in self._watched):
+            self.updated |= {key} & self._values
+            if key in self._metrics:
+                value = self.versions.add(variable, value)
+            super().add_update((variable, value))
+        elif key not in self._values:
+            self._write(variable, value)
+        else:
+            raise TrainingError(
+                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
+                " a loop of train_step's own. Update metrics directly in the body of train_step;"
+                " the step is compiled as a whole already."
+            )
+
+    def write_watched(self) -> None:
+        """Add to the servers' variables what the step has added to those that it read."""
+        for key, before in self._before.items():
+            after = self.state_mapping[key]
+            if after is not before:
+                _add_difference(kp.raw_value(self._watched[key]), after, before)
+
+    def rows(self, variable: Any, ids: Any) -> Any:
+        """The rows of a variable, moved without the rest of it; None where that cannot be."""
+        raw = kp.raw_value(variable)
+        written = id(variable) in self.state_mapping and id(variable) not in self._before
+        if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
+            return None
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(self.rows(variable, ids.flat_values))
+        if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
+            ids = tf.sparse.to_dense(ids)
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
+        if not is_partitioned(raw):
+            taken = tf.gather(raw, ids)
+        elif not variable.trainable:
+            taken = take_rows(raw, ids)
+        elif self._in_step():
+            taken = self._read_of(raw).rows(ids)
+        else:
+            return None
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+
+    @property
+    def substitutes(self) -> dict[str, Callable[..., Any]]:
+        """What stands in for Keras's functions in this step, by key."""
+
+        def key(original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+            raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+            return original(optimizer, self.owner_of(raw))
+
+        return {"take": functools.partial(taken_by, self.rows), "variable_key": key}
+
+    def read_whole(self, model: keras.Model) -> set[int]:
+        """Ids of the model's variables that the step has read as one tensor."""
+        raws = {id(kp.raw_value(variable)): variable for variable in model.variables}
+        return {id(raws[key]) for key, read in self._reads.items() if read.read_whole}
+
+    def owner_of(self, value: Any) -> Any:
+        """The raw value that a piece, or a tensor read from the pieces, belongs to."""
+        handle = getattr(value, "handle", None)
+        return self._sources.get(id(handle), value)
+
+    @contextlib.contextmanager
+    def updating(self, raw: Any, piece: int | None) -> Iterator[None]:
+        """Scope in which partitioned variables are their pieces of a number, or as they are."""
+        if is_partitioned(raw):
+            self._read_of(raw).written = True
+            if piece is not None:
+                self._sources[id(raw.variables[piece].handle)] = raw
+            before = self._piece, self._as_one
+            self._piece, self._as_one = piece, piece is None
+            try:
+                yield
+            finally:
+                self._piece, self._as_one = before
+        else:
+            yield
+
+    def _read_of(self, raw: Any) -> PartitionedRead:
+        if id(raw) not in self._reads:
+            with self._step():
+                read = self._reads[id(raw)] = PartitionedRead(raw)
+            self._sources[id(read.handle)] = raw
+        return self._reads[id(raw)]
+
+    def _write(self, variable: Any, value: Any) -> None:
+        raw = kp.raw_value(variable)
+        if is_partitioned(raw):
+            self._read_of(raw).written = True
+            if self._piece is not None:
+                raw = raw.variables[self._piece]
+        _add_difference(raw, value, tf.convert_to_tensor(raw))
+
+    def _step(self) -> Any:
+        return self._graph.as_default() if self._graph else contextlib.nullcontext()
+
+    def _in_step(self) -> bool:
+        return current_graph() is self._graph
+
+
+@contextlib.contextmanager
+def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
+    """The scope of a step, in which the model's optimizers update variables where they are."""
+    called: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scope)
+        stack.enter_context(functions_in_place(step_targets()))
+        stack.enter_context(substitutes(scope.substitutes, called))
+        stack.enter_context(requiring("variable_key", called))
+        for optimizer in optimizers_of(model).values():
+            updates = _UpdatesOnServers(scope, optimizer)
+            stack.enter_context(kp.distribution_strategy_of(with_inner(optimizer), updates))
+        yield
+    check_lookups(model, StepRecord(called, read_whole=scope.read_whole(model)))
+
+
+class _UpdatesOnServers(UpdatesVariables):
+    """Updates of a step run where the variable is."""
+
+    def __init__(self, scope: WorkerScope, optimizer: Any):
+        self._scope = scope
+        self._by_row = updates_by_row(optimizer)
+
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
+        raw = self._scope.owner_of(var)
+        if is_partitioned(raw) and not self._by_row:
+            with self._scope.updating(raw, None):
+                fn(raw, *args)
+            return
+        for number, piece, mine in with_each_piece(raw, args):
+            with tf.device(piece.device), self._scope.updating(raw, number):
+                fn(piece, *mine)
+
+
+def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:
+    for piece, first, end in pieces_of(raw):
+        new, old = tf.cast(after, piece.dtype), tf.cast(before, piece.dtype)
+        if is_partitioned(raw):
+            new, old = new[first:end], old[first:end]
+        if piece.dtype.is_floating or piece.dtype.is_integer:
+            with tf.device(piece.device):
+                piece.assign_add(new - old)
+        else:
+            piece.assign(new)

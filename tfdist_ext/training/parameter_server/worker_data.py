@@ -1,0 +1,521 @@
+"""Data that each worker reads for itself: its iterators, what was read, and the loop over it.
+
+Data that each worker of a parameter server cluster reads for itself.
+
+Whether a function's data set can be made on a worker, in a process that is not this one.
+
+What workers have done with data that they read for themselves, so that a loss costs nothing.
+
+A worker that dies takes along its place in the data, and the coordinator cannot tell whether a call
+whose answer it never saw was done. So each call ends by writing one row, on a parameter server, in
+one operation: how many batches of the worker's data have been used, and the metrics of them. Either
+both count or none. Who goes on with that data, the worker started again or another one, goes on
+behind what the row counts.
+
+Steps over data that the workers of a parameter server cluster read for themselves.
+
+A call goes on with the data of whichever worker takes it. The data of a worker that stays away is
+taken over: another one makes it again, from where the records say that it was left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.python_calls import python_calls_in
+from tfdist_ext.data.shards import Shard
+from tfdist_ext.data.untuned import untuned
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.parameter_server.calls import Calls, on_worker
+
+__all__ = [
+    "PATIENCE",
+    "SpareRecords",
+    "Steps",
+    "WorkerBatches",
+    "WorkerIterators",
+    "WorkerLoop",
+    "WorkerRecords",
+    "captures_resources",
+    "datasets_of_function",
+    "in_turn",
+    "what_keeps_here",
+    "what_keeps_made_here",
+]
+
+
+class WorkerIterators:
+    """One pass: an iterator on each worker, and which workers' data has not come to its end.
+
+    Elements are (number of the batch in the worker's data, batch).
+    """
+
+    def __init__(self, batches: WorkerBatches):
+        self._batches = batches
+        self.unfinished = set(range(batches.workers))
+        self.of_workers: Any = None
+
+    @property
+    def records(self) -> WorkerRecords:
+        return self._batches.records
+
+    def begin(self, start: Sequence[np.ndarray]) -> np.ndarray:
+        """Begin an execution in which metrics start like that; returns the workers' positions."""
+        if self.of_workers is None:
+            self._batches.keep_records_of(start)
+            self.records.begin_pass()
+            self.restart()
+        return self.records.begin_execution(start)
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of one batch."""
+        return self._batches.element_spec
+
+    def restart(self) -> None:
+        """Let all workers go on where the records say that they are."""
+        self.of_workers = self._batches.iterators()
+
+    def of_worker(self, worker: tf.Tensor) -> Any:
+        """In a graph: an iterator over the rest of a worker's data, on whichever worker it runs."""
+        return iter(self._batches.rest_of(worker))
+
+    def __next__(self) -> Any:
+        raise TrainingError(
+            "a function of the input context arrived as data: each worker reads its own, and this"
+            " process reads none of it. So predict(), whose rows have an order, and going on in"
+            " the middle of the data (checkpoint_dir) need arrays or a tf.data.Dataset instead."
+        )
+
+
+class WorkerBatches:
+    """The data sets that a function makes, one for each worker; batches are those of a step.
+
+    A `BatchSource`.
+    """
+
+    steps: int | None = None
+    batch_size: int | None = None
+    begin = 0
+    agreed = False
+    dataset: Any = None
+    arrays: Any = None
+
+    def __init__(
+        self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]
+    ):
+        self._calls = calls
+        self._dataset_of = dataset_of
+        self.workers = calls.workers
+        with tf.device("CPU:0"):
+            here = [dataset_of(worker) for worker in range(calls.workers)]
+        self.element_spec = here[0].element_spec
+        self.endless = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
+        self._spare = spare
+        self._records: WorkerRecords | None = None
+        self._datasets: Any = None
+
+    @property
+    def records(self) -> WorkerRecords:
+        assert self._records is not None  # each pass begins with keep_records_of()
+        return self._records
+
+    def keep_records_of(self, states: Sequence[np.ndarray]) -> None:
+        """Have records of steps whose metrics have states like these."""
+        if self._records is None:
+            numbers = sum(value.size for value in states)
+            self._records = self._spare.lend(self, self.workers, numbers)
+
+    def rest_of(self, worker: tf.Tensor) -> tf.data.Dataset:
+        """In a graph: the batches of a worker's data that are not used yet, each with its number.
+
+        A branch for each worker, so that the user's function gets a number, not a tensor.
+        """
+        branches = [
+            lambda worker=worker: tf.data.experimental.to_variant(self._dataset_of(worker))
+            for worker in range(self.workers)
+        ]
+        worker_index = tf.cast(worker, tf.int32)
+        if self.workers == 1:
+            variant = branches[0]()
+        elif self._captures_resources():
+            # Each worker has its own copy of a lookup table, chosen when the function is called. A
+            # branch of a switch_case does not pass that on ("You must feed a value for placeholder
+            # tensor"), so all data sets are made here, and one of them is read.
+            variant = tf.stack([branch() for branch in branches])[worker_index]
+        else:
+            variant = tf.switch_case(worker_index, branches)
+        dataset = tf.data.experimental.from_variant(variant, self.element_spec)
+        position = self.records.position(worker)
+        # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
+        return untuned(dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE))
+
+    def _captures_resources(self) -> bool:
+        with tf.init_scope():
+            return captures_resources(lambda: self._dataset_of(0))
+
+    def iterators(self) -> Any:
+        """An iterator on each worker; one for a worker that is started again is made by itself."""
+        if self._datasets is None:
+            index = tf.distribute.coordinator.experimental_get_current_worker_index
+            self._datasets = self._calls.coordinator.create_per_worker_dataset(
+                lambda: self.rest_of(tf.identity(index()))
+            )
+        return iter(self._datasets)
+
+    def __iter__(self) -> WorkerIterators:
+        return WorkerIterators(self)
+
+    def on_epoch_begin(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def advance(self, steps: int) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+
+def datasets_of_function(
+    function: Any, workers: int, y: Any = None, sample_weight: Any = None, **options: Any
+) -> Callable[[int], tf.data.Dataset]:
+    """What calls `function(tf.distribute.InputContext)` for a worker of that number.
+
+    Raises:
+        TrainingError: it takes no argument, or (when it is called) does not return a data set of
+            batches; other arguments beside it.
+    """
+    given = {"y": y, "sample_weight": sample_weight, **options}
+    for name in ("y", "sample_weight", "batch_size", "class_weight"):
+        if given.get(name) is not None:
+            raise TrainingError(
+                f"{name} goes with arrays; a function of the input context arrived as data."
+                " Its data set yields all that belongs to a batch."
+            )
+
+    _check_takes_context(function)
+
+    def dataset_of(worker: int) -> tf.data.Dataset:
+        dataset = function(tf.distribute.InputContext(workers, worker, 1))
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TrainingError(
+                "the function given as data must return a tf.data.Dataset of batches; it"
+                f" returned {dataset!r}."
+            )
+        return dataset
+
+    return dataset_of
+
+
+def in_turn(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf.data.Dataset:
+    """The batches of all workers' data sets, one of each in turn, for this process to read."""
+    return tf.data.Dataset.choose_from_datasets(
+        [dataset_of(worker) for worker in range(workers)],
+        tf.data.Dataset.range(workers).repeat(),
+        stop_on_empty_dataset=False,
+    )
+
+
+def _check_takes_context(function: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables do not tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TrainingError(
+            "a function given as data is called with one tf.distribute.InputContext for each"
+            f" worker; this one takes {signature}. Write"
+            " `def data(context): ... dataset.shard(context.num_input_pipelines,"
+            " context.input_pipeline_id)`, or pass the tf.data.Dataset itself."
+        ) from error
+
+
+def what_keeps_here(data: FunctionDataset, shard: Shard) -> str:
+    """Why only this process can read the data, in words; "" where any can.
+
+    Workers are sent graphs and tensors: no data set that is there already, and no Python function.
+    """
+    if data.takes_epoch:
+        return "its function has an argument epoch, so it is called for each epoch"
+    if data.service is not None:
+        return "its batches come from a tf.data service, to whoever asks first"
+    return what_keeps_made_here(lambda: data.made(shard, alone=True))
+
+
+def what_keeps_made_here(make: Callable[[], tf.data.Dataset]) -> str:
+    """The same of the data set that `make` returns."""
+    traced = _traced(make)
+    if tf.variant in _captured_dtypes(traced):
+        return "its data set is made outside of the function; make it inside"
+    if python_calls_in(traced.graph.as_graph_def()):
+        return "it calls Python (from_generator, py_function, numpy_function)"
+    return ""
+
+
+def captures_resources(make: Callable[[], tf.data.Dataset]) -> bool:
+    """Whether the data set that `make` returns uses lookup tables or variables made outside."""
+    return tf.resource in _captured_dtypes(_traced(make))
+
+
+def _traced(make: Callable[[], tf.data.Dataset]) -> Any:
+    return tf.function(
+        lambda: tf.data.experimental.to_variant(make()), autograph=False
+    ).get_concrete_function()
+
+
+def _captured_dtypes(traced: Any) -> set[tf.DType]:
+    return {tensor.dtype for tensor in traced.captured_inputs}
+
+
+class WorkerRecords:
+    """A row for each worker's data: its position, then the metrics' states in one vector.
+
+    Args:
+        numbers: in the metrics' states.
+    """
+
+    def __init__(self, workers: int, numbers: int):
+        self._workers = workers
+        # All float64: it holds every count below 2**53, and one row is written at once.
+        with tf.device("/job:ps/task:0/device:CPU:0"):
+            self._rows = tf.Variable(tf.zeros([workers, 1 + numbers], tf.float64), trainable=False)
+
+    def begin_pass(self) -> None:
+        """Each worker is at the beginning of its data."""
+        self._rows.assign(tf.zeros_like(self._rows))
+
+    def begin_execution(self, start: Sequence[np.ndarray]) -> np.ndarray:
+        """Set the metrics' states, for every worker; returns the positions, which stay."""
+        positions = self._rows.numpy()[:, 0]
+        states = np.tile(_in_one([tf.constant(value) for value in start]), (self._workers, 1))
+        self._rows.assign(np.column_stack([positions, states]))
+        return positions
+
+    def read(self, like: Sequence[np.ndarray]) -> tuple[np.ndarray, list[list[np.ndarray]]]:
+        """(position of each worker, the metrics' states of each worker)."""
+        rows = self._rows.numpy()
+        ends = np.cumsum([value.size for value in like])[:-1]
+        states = [
+            [part.reshape(value.shape) for part, value in zip(parts, like, strict=True)]
+            for parts in (np.split(row[1:], ends) for row in rows)
+        ]
+        return rows[:, 0], states
+
+    def position(self, worker: tf.Tensor) -> tf.Tensor:
+        """In a graph: batches of a worker's data that are used."""
+        return tf.cast(tf.gather(self._rows, worker)[0], tf.int64)
+
+    def write(
+        self,
+        worker: tf.Tensor,
+        steps: tf.Tensor,
+        states: Sequence[tf.Tensor],
+        start: Sequence[np.ndarray],
+        adds: Sequence[bool],
+    ) -> None:
+        """In a graph: count the steps of a call.
+
+        Args:
+            states: of the metrics after the call, which began with `start`.
+            adds: for each one, whether what was added to it is added; else it is replaced.
+        """
+        before = tf.gather(self._rows, worker)
+        first = _in_one([tf.constant(value) for value in start])
+        adding = np.repeat(np.array(adds, bool), [value.size for value in start])
+        after = _in_one(states)
+        after = tf.where(adding, before[1:] + (after - first), after)
+        row = tf.concat([before[:1] + tf.cast([steps], tf.float64), after], axis=0)
+        self._rows.scatter_update(tf.IndexedSlices(row[tf.newaxis], worker[tf.newaxis]))
+
+
+def _in_one(states: Sequence[Any]) -> tf.Tensor:
+    flat = [tf.reshape(tf.cast(state, tf.float64), [-1]) for state in states]
+    return tf.concat(flat, axis=0) if flat else tf.zeros([0], tf.float64)
+
+
+class SpareRecords:
+    """Records that no data uses any more: functions that were traced with them are used again."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[WorkerRecords]] = {}
+
+    def lend(self, user: Any, workers: int, numbers: int) -> WorkerRecords:
+        """Records for as long as the user is alive."""
+        spare = self._spare.setdefault(numbers, [])
+        records = spare.pop() if spare else WorkerRecords(workers, numbers)
+        weakref.finalize(user, spare.append, records)
+        return records
+
+
+# Seconds without an answer from a worker, while all others are done with their data, after which
+# they take over the rest of its data. A process takes as long to start again.
+PATIENCE = 10.0
+
+
+class Steps(NamedTuple):
+    """What a step is, to the loop.
+
+    Args:
+        one: tf.function of (batch, number of the step, learning rate, metrics' states), which
+            gives (states, outputs).
+        start: the metrics' states at first.
+        adds: for each of them, whether steps add to it.
+        rate: dtype of the learning rate.
+        counted: how often a step counts itself; known when `one` has been traced.
+    """
+
+    one: Any
+    start: Sequence[np.ndarray]
+    adds: Sequence[bool]
+    rate: Any
+    counted: Callable[[], int]
+
+
+class WorkerLoop:
+    """The remote calls of steps on the data of each worker, `batches_in_a_call` at most."""
+
+    def __init__(self, calls: Calls, steps: Steps, batches_in_a_call: int):
+        self._calls = calls
+        self._steps = steps
+        self._most = batches_in_a_call
+        self._functions: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    def run(
+        self, data: WorkerIterators, n: int, first: int, rate: Any
+    ) -> tuple[int, list[list[np.ndarray]], dict[str, Any]]:
+        """(steps done, the metrics' states of each worker's data, what the last step returned).
+
+        Args:
+            n: steps to do; fewer are done where all workers' data ends.
+            first: number of the first step.
+        """
+        begun = data.begin(self._steps.start)
+        own, rest = self._functions_for(data)
+        outputs: dict[str, Any] = {}
+        done = 0
+        heard = dict.fromkeys(data.unfinished, time.monotonic())
+        while done < n and data.unfinished:
+            most = max(1, min(self._most, (n - done) // (4 * self._calls.workers)))
+            with self._calls.all_done() as call:
+                for start in range(done, n, most):
+                    step = np.int64(first + start * self._steps.counted())
+                    call(own, [data.of_workers, np.int64(min(most, n - start)), step, rate])
+            left_behind = False
+            for worker, steps, ended, elsewhere, of_call in call.results():
+                outputs = of_call if steps else outputs
+                heard[int(worker)] = time.monotonic()
+                data.unfinished -= {int(worker)} if ended else set()
+                left_behind = left_behind or bool(elsewhere)
+            if left_behind:
+                data.restart()
+            before, done = done, self._done(data, begun)
+            if done == before and data.unfinished:  # only workers that are done have answered
+                silent = [
+                    worker
+                    for worker in sorted(data.unfinished)
+                    if time.monotonic() - heard[worker] > PATIENCE
+                ]
+                for worker in silent:
+                    outputs = self._take_over(data, rest, worker, n - done, first + done, rate)
+                    done = self._done(data, begun)
+                time.sleep(0.1)
+        _, states = data.records.read(self._steps.start)
+        return done, states, outputs
+
+    def _take_over(
+        self, data: WorkerIterators, rest: Any, worker: int, n: int, first: int, rate: Any
+    ) -> dict[str, Any]:
+        warnings.warn(
+            f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
+            " are done with their data: one of them goes on with the rest of its data.",
+            stacklevel=2,
+        )
+        with self._calls.all_done() as call:
+            call(rest, [np.int64(worker), np.int64(n), np.int64(first), rate])
+        ((_, _, ended, _, outputs),) = call.results()
+        data.unfinished -= {worker} if ended else set()
+        return dict(outputs)
+
+    def _done(self, data: WorkerIterators, begun: np.ndarray) -> int:
+        positions, _ = data.records.read(self._steps.start)
+        return int((positions - begun).sum())
+
+    def _functions_for(self, data: WorkerIterators) -> tuple[Any, Any]:
+        """(calls on the worker's own iterator, calls on the rest of another one's data)."""
+        key = (str(data.element_spec), id(data.records))
+        if key not in self._functions:
+            number = tf.TensorSpec([], tf.int64)
+            rate = tf.TensorSpec([], self._steps.rate)
+            index = tf.TensorSpec([], tf.int64)
+            element = (index, data.element_spec)
+
+            def own(iterator: Any, count: Any, first: Any, rate: Any) -> Any:
+                worker = tf.distribute.coordinator.experimental_get_current_worker_index()
+                return self._loop(data, iterator, tf.identity(worker), count, first, rate)
+
+            def rest(worker: Any, count: Any, first: Any, rate: Any) -> Any:
+                iterator = data.of_worker(worker)
+                return self._loop(data, iterator, worker, count, first, rate)
+
+            self._functions[key] = (
+                on_worker(own, tf.data.IteratorSpec(element), number, number, rate),
+                on_worker(rest, index, number, number, rate),
+            )
+        return self._functions[key]
+
+    def _loop(
+        self, data: WorkerIterators, iterator: Any, worker: Any, count: Any, first: Any, rate: Any
+    ) -> tuple[Any, ...]:
+        """In a graph: `count` steps, or fewer where the data ends or the iterator is elsewhere.
+
+        Returns (worker, steps done, whether the data has ended, whether the iterator is not where
+        the records say, what the last step returned).
+        """
+        start: list[Any] = [tf.constant(value) for value in self._steps.start]
+        # Traced beforehand: a loop must know what comes out of it, and how steps count.
+        spec = self._steps.one.get_concrete_function(data.element_spec, first, rate, start)
+        empty = {
+            name: tf.zeros([n or 0 for n in output.shape], output.dtype)
+            for name, output in spec.structured_outputs[1].items()
+        }
+        counted = self._steps.counted()
+        position = data.records.position(worker)
+
+        def body(i: Any, _: Any, __: Any, states: Any, outputs: Any) -> Any:
+            element = iterator.get_next_as_optional()
+            more = element.has_value()
+            expected = tf.cond(
+                more,
+                lambda: tf.equal(element.get_value()[0], position + i),
+                lambda: tf.constant(True),
+            )
+            go_on = tf.logical_and(more, expected)
+            states, outputs = tf.cond(
+                go_on,
+                lambda: self._steps.one(element.get_value()[1], first + i * counted, rate, states),
+                lambda: (states, outputs),
+            )
+            return i + tf.cast(go_on, tf.int64), more, expected, states, outputs
+
+        done, more, expected, states, outputs = tf.while_loop(
+            lambda i, more, expected, *_: (i < count) & more & expected,
+            body,
+            (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), start, empty),
+        )
+        with tf.control_dependencies([done]):  # all that the steps have written is written
+            data.records.write(worker, done, states, self._steps.start, self._steps.adds)
+        return worker, done, tf.logical_not(more), tf.logical_not(expected), outputs

@@ -1,0 +1,548 @@
+"""Which part of a global batch the running replica holds.
+
+A replica's step computes on its part what one device would compute on the whole batch. The share
+of the part, its rows over those of the global batch, says how much the result counts.
+
+`tfd.all_rows`: the rows of the global batch, inside of a replica's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_reduce
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training.steps.replaced import not_called, substitutes
+from tfdist_ext.training.steps.rows import (
+    BatchDependence,
+    RowTrace,
+    finished,
+    may_compare_rows,
+    may_place_rows,
+    places_rows,
+    to_reduce,
+)
+from tfdist_ext.training.steps.step_timer import ReplicaTimer
+
+__all__ = [
+    "Part",
+    "all_rows",
+    "current_graph",
+    "outside_of_inner_graphs",
+    "part",
+    "reduced_for",
+    "set_part",
+]
+
+
+_COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
+
+
+_here = threading.local()  # TensorFlow runs each replica in a thread of its own
+
+
+class Part:
+    """The rows that the running replica holds, as a part of the global batch.
+
+    Args:
+        rows: examples of this part, a scalar tensor. A part of 0 rows has read another's row, and
+            counts for nothing.
+        of: examples of the global batch, over all replicas of all workers.
+        replicas: parts of the global batch, over all workers.
+        local_replicas: parts on this worker.
+        batch: what the replica's step gets, a structure of tensors.
+        keras_step: it is Keras's own, which gives its gradients to an optimizer as they are.
+        turn: the number of the step in a loop in the graph; None where there is no loop.
+        timer: of a step whose time is wanted.
+
+    Attributes:
+        substitutes: what stands in for Keras's functions while this is the running part, by key.
+        called: the keys of those that were called.
+        gradients_are_weighted: those that Keras's own step has are, with the share, and not summed.
+        computes_gradients: a tape does, now.
+        reduced_losses: how many losses were reduced.
+        synchronized_moments: how many statistics were taken over all replicas.
+    """
+
+    def __init__(
+        self,
+        rows: tf.Tensor,
+        of: tf.Tensor,
+        replicas: int,
+        local_replicas: int,
+        batch: Any,
+        keras_step: bool = False,
+        turn: tf.Tensor | None = None,
+        timer: ReplicaTimer | None = None,
+    ):
+        self.replicas = replicas
+        self.local_replicas = local_replicas
+        self._rows = tf.cast(rows, tf.int64)
+        self._batch = [leaf for leaf in tf.nest.flatten(batch) if tf.is_symbolic_tensor(leaf)]
+        self._gathered: list[tf.Tensor] = []  # results of all_rows
+        self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
+        self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
+        leaves = tf.nest.flatten(batch)
+        self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
+        self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
+        self._graph = current_graph()
+        self.keras_step = keras_step
+        self.substitutes: Mapping[str, Callable[..., Any]] = {}
+        self.called: set[str] = set()
+        self.gradients_are_weighted = False
+        self.computes_gradients = False
+        self.reduced_losses = 0
+        self.synchronized_moments = 0
+        self._turn = turn
+        self.timer = timer
+        self.dependence = BatchDependence(batch, self._size)
+        self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
+
+    def share(self, dtype: Any) -> tf.Tensor:
+        """Rows over the rows of the global batch."""
+        return tf.cast(self._share, dtype)
+
+    def present(self, dtype: Any) -> tf.Tensor:
+        """1, or 0 where this replica has no row of its own."""
+        return tf.cast(self._rows > 0, dtype)
+
+    def if_present(self, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+        """`value`, or `otherwise` where this replica has no row of its own."""
+        return tf.where(self._rows > 0, value, otherwise)
+
+    def has_rows(self, value: Any) -> bool:
+        """Whether a floating tensor has numbers for each row of the part.
+
+        Where the size of the part is not known (nearly always, while a graph is built), it has them
+        in a dimension of unknown size; else in a first dimension as long as the part.
+        """
+        sizes = _sizes(value)
+        if self.has_all_rows(value):
+            return False
+        if None in sizes or self._size is None:
+            return None in sizes
+        return sizes[:1] == [self._size]
+
+    def has_all_rows(self, value: Any) -> bool:
+        """Whether a tensor has numbers for each row of the global batch, from `all_rows`.
+
+        It is the same on all replicas.
+        """
+        sizes = _sizes(value)
+        if not self._gathered or not sizes:
+            return False
+        if tf.is_symbolic_tensor(value):
+            if None not in sizes:
+                return False
+            trace = self.trace([value])
+            return trace is not None and not trace.is_of_part(trace.targets[0])
+        of_all, of_part = int(self._place()[1]), max(int(self._rows), 1)
+        return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
+
+    def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
+        """Where this part's rows are in tensors of a graph; None where that cannot be told."""
+        if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
+            return None
+        try:
+            return RowTrace(targets, self._batch, self._gathered, self._summed)
+        except ValueError:  # a shape that cannot be with these numbers of rows
+            return None
+
+    def check_written(self, variable: Any, value: Any) -> None:
+        """Raise TrainingError if rows of this part are written into a variable's rows."""
+        if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
+            return
+        if self._size is None and not may_place_rows(value):
+            return
+        trace = self.trace([value])
+        if trace is None or trace.crosses_replicas:
+            return
+        if (op := places_rows(trace.targets[0], trace.is_of_part)) is not None:
+            raise TrainingError(
+                f"what is assigned to {variable.path!r} must be the same on all {self.replicas}"
+                f" replicas, got rows of this replica's part of the batch (from {op.type}): each"
+                " replica would write other rows. Use the rows of all replicas:"
+                f" rows = tfd.all_rows(rows), before they are put into {variable.name!r}."
+            )
+
+    def _is_traced_first(self) -> bool:
+        """Whether this is the worker's first replica, in a graph: what it does, all do."""
+        if self.replicas == 1 or not self._batch:
+            return False
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.get_static_value(number)
+        return number is not None and int(number) % self.local_replicas == 0
+
+    def warn_of_rows_compared(self, targets: Sequence[Any]) -> None:
+        """Warn if a loss compares this part's rows with each other."""
+        tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
+        if not tensors or not self._is_traced_first():
+            return
+        if not may_compare_rows(tensors, self._batch):
+            return
+        trace = self.trace(tensors)
+        op = None if trace is None else trace.compares_rows()
+        if op is not None:
+            warnings.warn(
+                "the loss compares rows of the batch with each other (in-batch negatives:"
+                f" {op.type} {op.name.split('/', 1)[1]!r}). On {self.replicas} replicas each"
+                " compares the rows of its own part only, which is another loss than on one"
+                " device. Take one side from tfd.all_rows: logits ="
+                " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True).",
+                stacklevel=2,
+            )
+
+    def may_have_rows(self, value: Any) -> bool:
+        """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
+        sizes = _sizes(value)
+        if self._size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
+            return False
+        first = sizes[0]
+        return first is not None and first > 0 and first % self._size == 0
+
+    def weighted(self, values: Sequence[Any]) -> list[Any]:
+        """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
+        if self.replicas == 1:
+            return list(values)
+        return [
+            tf.IndexedSlices(self._times_share(value.values), value.indices, value.dense_shape)
+            if isinstance(value, tf.IndexedSlices)
+            else self._times_share(value)
+            for value in values
+        ]
+
+    def contribution(self, value: tf.Tensor) -> tf.Tensor:
+        """What this replica adds to the mean over all rows; what is no float stays as it is."""
+        return self._times_share(value) if value.dtype.is_floating else value
+
+    def mean(self, values: dict[Any, Any], variables: dict[Any, Any]) -> dict[Any, Any]:
+        """The mean over all rows of each floating value that is a mean over the part's.
+
+        Other values (seeds, counters) are the same on every replica already.
+
+        Args:
+            variables: by the same keys, the Keras variables that the values are written to.
+        """
+        floats = [key for key, value in values.items() if value.dtype.is_floating]
+        what = [reduced_for("statistic", variables[key]) for key in floats]
+        reduced = self.sum_up(self.weighted([values[key] for key in floats]), what)
+        return {**values, **dict(zip(floats, reduced, strict=True))}
+
+    def sum_up(self, values: Sequence[Any], what: Sequence[Reduced] | None = None) -> list[Any]:
+        """The sum of each value over all replicas. It has no gradient.
+
+        Args:
+            what: what each value is, for a StrategyTemplate; statistics unless told.
+        """
+        if not values or self.replicas == 1:
+            return list(values)
+        self.check_graph()
+        what = [STATISTIC] * len(values) if what is None else what
+        parts = [to_reduce(value, self.dependence) for value in values]
+        of_parts = [each for part, each in zip(parts, what, strict=True) for _ in part.values]
+        reduced = self._sum_up([value for part in parts for value in part.values], of_parts)
+        summed = finished(parts, reduced)
+        self.dependence.set_equal(summed)
+        self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
+        return summed
+
+    def _sum_up(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
+        summed: list[Any] = [None] * len(values)
+        kinds = [_kind_of_sum(value) for value in values]
+        for kind in sorted(set(kinds)):
+            places = [place for place, other in enumerate(kinds) if other == kind]
+            varies = kind != "dense" and self._turn is not None
+            with self._keys_of_turn() if varies else contextlib.nullcontext():
+                mine = [values[place] for place in places], [what[place] for place in places]
+                totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine)
+            for place, total in zip(places, totals, strict=True):
+                summed[place] = total
+        return summed
+
+    @contextlib.contextmanager
+    def _keys_of_turn(self) -> Iterator[None]:
+        """Scope in which collectives have other keys in each turn of a loop in the graph.
+
+        Each call of a function gets new keys, and all turns of a loop in it the same ones. What is
+        gathered under a key must have one shape, and a worker's slices of a gradient have not: the
+        last batch is smaller.
+        """
+
+        shift = 0 if self._turn is None else self._turn * _COLLECTIVES
+
+        def key(original: Callable[[Any], Any], launcher: Any) -> Any:
+            return original(launcher) + shift
+
+        with substitutes({"collective_key": key}, self.called):
+            yield
+        strategy = tf.distribute.get_strategy()
+        by_tensorflow = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if by_tensorflow and "collective_key" not in self.called:
+            raise not_called("collective_key")
+
+    @contextlib.contextmanager
+    def computing_gradients(self, *, weighted: bool) -> Iterator[None]:
+        """Scope in which a tape computes gradients; tapes inside of that give a part's own.
+
+        Args:
+            weighted: the upstream gradient has the share in it.
+        """
+        self.computes_gradients, self.gradients_are_weighted = True, weighted
+        try:
+            yield
+        finally:
+            self.computes_gradients = False
+
+    def can_sum_gradients(self) -> bool:
+        """Whether gradients can be summed when a tape gives them.
+
+        Not in graphs inside the step's, where replicas cannot meet, nor while another tape records,
+        which would want the gradient of the sum; then each part's go to the optimizer. On TPUs
+        Keras's optimizer sums.
+        """
+        strategy = tf.distribute.get_strategy()
+        in_step = current_graph() is self._graph and not is_recording()
+        return in_step and not isinstance(strategy, tf.distribute.TPUStrategy)
+
+    def of_all_rows(self, gradients: Any, variables: Any) -> Any:
+        """A structure of this part's gradients as those of the global batch."""
+        flat = tf.nest.flatten(gradients)
+        weighted = self.weighted([each for each in flat if each is not None])
+        pairs = zip(flat, tf.nest.flatten(variables), strict=True)
+        what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
+        summed = self.meeting(lambda mine: self.sum_up(mine, what), weighted)
+        for own, gradient in zip(weighted, summed, strict=True):
+            self._own_gradients[id(gradient)] = gradient, own
+        rest = iter(summed)
+        return tf.nest.pack_sequence_as(
+            gradients, [None if each is None else next(rest) for each in flat]
+        )
+
+    def is_equal(self, gradient: Any) -> bool:
+        """Whether a gradient is the same on every replica, as of the global batch."""
+        return self.replicas > 1 and self.dependence.is_equal(gradient)
+
+    def own_gradient(self, gradient: Any) -> Any:
+        """This part's share in a gradient of the global batch."""
+        known = self._own_gradients.get(id(gradient))
+        return self.weighted([gradient])[0] if known is None else known[1]
+
+    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+        """`meet(values)`, in which this replica waits for the others; noted for who asks."""
+        return meet(values) if self.timer is None else self.timer.meeting(meet, values)
+
+    def total(self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC) -> list[tf.Tensor]:
+        """The sum of each tensor over all replicas, to be used inside a model.
+
+        Its gradient is that of the loss of the global batch, in which this replica's loss counts
+        with its share; to be weighted by the share once more when gradients are summed, if the
+        loss is not weighted already.
+        """
+
+        def sum_up(parts: Sequence[Any]) -> list[Any]:
+            return self.meeting(lambda mine: self.sum_up(mine, [what] * len(mine)), parts)
+
+        @tf.custom_gradient
+        def summed(*parts: tf.Tensor) -> Any:
+            def gradient(*upstream: tf.Tensor) -> Any:
+                upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
+                if self.computes_gradients and self.gradients_are_weighted:
+                    # Of a part without rows it may be NaN, and would be so on all replicas.
+                    mine = [tf.where(self._rows > 0, value, 0) for value in upstream]
+                    return sum_up(mine)
+                reduced = sum_up(self.weighted(upstream))
+                shares = [self.share(value.dtype) for value in reduced]
+                return [
+                    tf.math.divide_no_nan(value, share)
+                    for value, share in zip(reduced, shares, strict=True)
+                ]
+
+            return sum_up([tf.identity(value) for value in parts]), gradient
+
+        return list(summed(*values))
+
+    def all_rows(self, values: Sequence[Any]) -> list[tf.Tensor]:
+        """The rows of all replicas, for each dense tensor of this part's rows; differentiable.
+
+        Each replica puts its rows where they belong among zeros, and these are summed: parts may
+        be of any size, and each strategy and each gradient can do it.
+        """
+        self.check_graph()
+        tensors = [_dense(value) for value in values]
+        before, count = self._place()
+        padded = []
+        for tensor in tensors:
+            check = tf.debugging.assert_equal(
+                tf.shape(tensor, tf.int64)[0], tf.maximum(self._rows, 1), message=_NOT_THE_ROWS
+            )
+            with tf.control_dependencies([] if check is None else [check]):
+                mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: self._rows]
+            others = [[0, 0]] * (tensor.shape.rank - 1)
+            padded.append(tf.pad(mine, [[before, count - before - self._rows], *others]))
+        sums = self._totals(padded)
+        gathered = []
+        for tensor, total in zip(tensors, sums, strict=True):
+            rows = tf.cast(total, tensor.dtype)
+            rows.set_shape([None, *tensor.shape[1:]])
+            gathered.append(rows)
+        self._gathered += gathered
+        return gathered
+
+    def _totals(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`total` of a user's own values, of which some may be integers: these have no gradient."""
+        floats = [value for value in values if value.dtype.is_floating]
+        others = [value for value in values if not value.dtype.is_floating]
+        of_floats = iter(self.total(floats, OTHER) if floats else ())
+        of_others = iter(self.sum_up(others, [OTHER] * len(others)))
+        return [next(of_floats if value.dtype.is_floating else of_others) for value in values]
+
+    def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """(rows of the parts before this one, rows of all parts), by the replicas' numbers."""
+        if self._offset is None:
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            numbers = tf.range(self.replicas)
+            mine = tf.where(numbers == number, self._rows, 0)
+            (counts,) = self.meeting(lambda mine: self.sum_up(mine, [OTHER]), [mine])
+            before = tf.reduce_sum(tf.where(numbers < number, counts, 0))
+            self._offset = before, tf.reduce_sum(counts)
+        return self._offset
+
+    def check_graph(self) -> None:
+        """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""
+        if current_graph() is not self._graph:
+            raise TrainingError(
+                "a value is summed over replicas inside a tf.function, a cond or a loop of the"
+                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss, a"
+                " synchronized BatchNormalization or tfd.all_rows. Call it directly in the body of"
+                " train_step or call; the step is compiled as a whole already."
+            )
+
+    def _times_share(self, value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        return tf.math.multiply_no_nan(value, self.share(value.dtype))
+
+
+_NOT_THE_ROWS = (
+    "tfd.all_rows(x): axis 0 of x must hold the rows of this replica's part of the batch, one entry"
+    " for each row. Call tfd.all_rows before rows are dropped, repeated or put together:"
+    " tf.concat([tfd.all_rows(a), tfd.all_rows(b)], axis=0)."
+)
+
+
+def _dense(value: Any) -> tf.Tensor:
+    """A tensor that `all_rows` takes, or TrainingError."""
+    what = type(value).__name__
+    if not isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+        if value.shape.rank and (
+            value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+        ):
+            return value
+        what = f"a tensor of shape {value.shape} and {value.dtype.name}"
+    raise TrainingError(
+        "tfd.all_rows takes dense tensors of numbers or booleans, whose axis 0 is the batch; got"
+        f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
+    )
+
+
+def _dtype_of_sums(dtype: tf.DType) -> tf.DType:
+    """The dtype in which a tensor travels: collectives sum few of them."""
+    return dtype if dtype.is_floating or dtype in (tf.int32, tf.int64) else tf.int64
+
+
+def _sizes(value: Any) -> list[int | None]:
+    """The static shape of a floating tensor; empty for all else."""
+    if not tf.is_tensor(value) or not value.dtype.is_floating or value.shape.rank is None:
+        return []
+    return value.shape.as_list()
+
+
+def _kind_of_sum(value: Any) -> str:
+    """What is summed in one collective; all but "dense" may have another size in another step."""
+    if isinstance(value, tf.IndexedSlices):
+        return "slices"
+    return "dense" if value.shape.is_fully_defined() else "rows"
+
+
+def reduced_for(kind: Any, variable: Any) -> Reduced:
+    """What a value of this kind for a Keras variable is."""
+    path = getattr(variable, "path", "")
+    raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+    return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
+
+
+def part() -> Part | None:
+    """The part of the replica whose step is running, None outside of one."""
+    return getattr(_here, "part", None)
+
+
+@contextlib.contextmanager
+def set_part(value: Part | None) -> Iterator[None]:
+    """Scope of a replica's step; with None, a scope in which there is none."""
+    before, _here.part = part(), value
+    functions, called = (value.substitutes, value.called) if value else (None, None)
+    try:
+        with substitutes(functions, called):
+            yield
+    finally:
+        _here.part = before
+
+
+def current_graph() -> Any:
+    """The graph that is being built, None in eager code."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def outside_of_inner_graphs(graph: Any) -> Any:
+    """Scope in which operations go to the given outer graph, or run at once where it is None."""
+    if current_graph() is graph:
+        return contextlib.nullcontext()
+    return tf.init_scope() if graph is None else graph.as_default()
+
+
+def all_rows(x: Any) -> Any:
+    """The rows of all replicas, in the order of the global batch.
+
+    For what looks at more than one row at a time: losses over in-batch negatives (SimCLR, CLIP,
+    retrieval), statistics over the batch (Barlow Twins), queues of features (MoCo, NNCLR). Use it
+    in `call`, `train_step`, `test_step`, a loss or a metric; every replica must call it.
+
+        z = tfd.all_rows(self.projector(x))      # (rows of the global batch, width)
+        loss = contrastive_loss(z)               # the same number on each replica
+        self.queue.assign(tf.concat([z, self.queue[: -tf.shape(z)[0]]], axis=0))
+
+    It is differentiable. The gradient equals that of one device, whether each replica computes the
+    loss of all rows, or the mean loss of its own rows against all rows.
+
+    Args:
+        x: a tensor of numbers or booleans, or a structure of them (tuples, lists, dicts, None).
+            Axis 0 holds this replica's rows of the batch, one entry for each row: call it before
+            rows are dropped, repeated or put together.
+
+    Returns:
+        The same structure. Axis 0 holds the rows of the global batch. Outside of a step, on one
+        replica, and under ParameterServerStrategy (where a global batch is one worker's step), `x`
+        as it is.
+
+    Raises:
+        TrainingError: not a dense tensor of numbers or booleans; a call inside of a tf.function, a
+            cond or a loop of the step's own, where replicas cannot wait for each other.
+        tf.errors.InvalidArgumentError: axis 0 has another length than this replica's rows.
+    """
+    here = part()
+    if here is None or here.replicas == 1:
+        return x
+    values = tf.nest.flatten(x)
+    given = [number for number, value in enumerate(values) if value is not None]
+    for number, rows in zip(given, here.all_rows([values[n] for n in given]), strict=True):
+        values[number] = rows
+    return tf.nest.pack_sequence_as(x, values)

@@ -1,0 +1,463 @@
+"""Keras in a replica's step: as on one device with the whole batch.
+
+Inside the step of a `DistributedModel` on several replicas
+
+- code sees one replica (`num_replicas_in_sync` is 1): every loss is the mean over the examples
+  at hand, and nothing is to be divided by the number of replicas, nor is it when it is;
+- losses are parts of the one loss of the global batch (py);
+- an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its
+  share of the examples, before it clips, accumulates or applies it, and works on this replica's
+  copies as if there were no strategy. So does an `apply` or `apply_gradients` of its own;
+- in a step of the user's, a tape's gradients of variables are those of the global batch already;
+- statistics that are synchronized over replicas count each example once.
+
+Elsewhere nothing is changed.
+
+Losses in a replica's step: parts of the one loss of the global batch.
+
+A replica's loss counts with its share of the rows, as a mean over its part does. What is no plain
+mean is corrected for the share of what it sums or divides by, and what is not reduced at all counts
+as the sum over all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.reductions import batch_reduce_to
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training.steps.context import Part, reduced_for, set_part
+from tfdist_ext.training.steps.replaced import (
+    Target,
+    not_called,
+    own_targets,
+    requiring,
+    substitutes,
+)
+from tfdist_ext.training.steps.rows import ToReduce, finished, to_reduce
+from tfdist_ext.training.steps.scope import ReplicaScope
+from tfdist_ext.training.steps.step_timer import timestamp_after
+from tfdist_ext.training.variables import (
+    LocalCopies,
+    UpdatesInPlace,
+    device_of_update,
+    is_updated_once,
+    local_copy,
+    optimizers_of,
+    outside_of_strategies,
+    owner_copy,
+    send_out,
+    with_inner,
+)
+
+__all__ = [
+    "added_loss",
+    "clear_losses",
+    "gradient",
+    "loss_of_batch",
+    "of_part",
+    "own_applies",
+    "reduce_loss",
+]
+
+
+def of_part(here: Part, take: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
+
+    Args:
+        take: of rows of a table, which the variables know.
+    """
+    functions: dict[str, Callable[..., Any]] = {
+        "apply": _apply,
+        "apply_gradients": _apply_gradients,
+        "reduce_loss": reduce_loss,
+        "loss": loss_of_batch,
+        "clear_losses": clear_losses,
+        "added_loss": added_loss,
+        "gradient": gradient,
+        "update_mean": _update_mean,
+        "moments": _moments,
+        "moments_of_layer": _moments_of_layer,
+    }
+    bound = {key: functools.partial(function, here) for key, function in functions.items()}
+    return {**bound, "replicas": lambda original, strategy: 1, "take": take}
+
+
+def own_applies(model: keras.Model) -> list[Target]:
+    """What the classes of the model's optimizers define themselves in the place of Keras's."""
+    kinds = [type(optimizer) for optimizer in optimizers_of(model).values()]
+    of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    return own_targets(kinds, of_keras, ("apply", "apply_gradients"))
+
+
+def _apply(
+    here: Part, original: Callable[..., Any], optimizer: Any, grads: Any, *more: Any, **named: Any
+) -> Any:
+    """`optimizer.apply(grads, variables)` in a replica's context, with this replica's gradients."""
+    given = [*more, *named.values()]
+    variables = next((list(each) for each in given if isinstance(each, list | tuple)), None)
+
+    def apply(summed: list[Any]) -> Any:
+        return original(optimizer, summed, *more, **named)
+
+    return _with_sums(here, optimizer, list(grads), variables, apply)
+
+
+def _apply_gradients(
+    here: Part, original: Callable[..., Any], optimizer: Any, pairs: Any, *more: Any, **named: Any
+) -> Any:
+    """`optimizer.apply_gradients(zip(grads, variables))`, the same."""
+    pairs = list(pairs)
+
+    def apply(summed: list[Any]) -> Any:
+        of_all = [(g, variable) for g, (_, variable) in zip(summed, pairs, strict=True)]
+        return original(optimizer, of_all, *more, **named)
+
+    return _with_sums(here, optimizer, [g for g, _ in pairs], [v for _, v in pairs], apply)
+
+
+def _with_sums(
+    here: Part,
+    optimizer: Any,
+    grads: list[Any],
+    variables: list[Any] | None,
+    apply: Callable[[list[Any]], Any],
+) -> Any:
+    """Call `apply` with the gradients of the global batch; nothing in it sums once more.
+
+    It may be an optimizer's own, which is not linear, or keeps a state of its own.
+    """
+    variables = kp.trained_by(optimizer) if variables is None else variables
+    # Where the numbers of gradients and variables differ, Keras says what is wrong.
+    places = [i for i, g in enumerate(grads[: len(variables)]) if g is not None]
+    # Where the step has summed them already they are the same on every replica, whatever it has
+    # made of them since.
+    apart = [i for i in places if not here.is_equal(grads[i])]
+    weighted = [grads[i] for i in apart]
+    if not here.gradients_are_weighted:
+        weighted = here.weighted(weighted)
+
+    if here.timer is not None:
+        of_part = dict(zip(apart, weighted, strict=True))
+        own = [of_part[i] if i in of_part else here.own_gradient(grads[i]) for i in places]
+        with set_part(None):
+            loss_scale = optimizer.scale_loss(tf.constant(1.0))
+        here.timer.gradients(own, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
+
+    def apply_to(summed: list[Any]) -> Any:
+        sums = dict(zip(apart, summed, strict=True))
+        return apply([sums.get(i, g) for i, g in enumerate(grads)])
+
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        # A replica's copies cannot be had one by one there: Keras sums, after it has clipped.
+        with set_part(None):
+            return apply_to(weighted)
+
+    optimizers = with_inner(optimizer)
+    touched = [*variables, *(v for each in optimizers for v in each.variables)]
+    if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
+        parts = [to_reduce(gradient, here.dependence) for gradient in weighted]
+
+        called: set[str] = set()
+
+        def apply_once(_: Any, values: list[list[Any]]) -> Any:
+            owned = [variables[i] for i in apart]
+            summed = _on_owners(parts, values, owned, strategy)
+            copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
+            updates = UpdatesInPlace(optimizer, copies)
+            with (
+                set_part(None),
+                outside_of_strategies(optimizers, updates),
+                copies,
+                substitutes({"variable_key": updates.key_of}, called),
+                requiring("variable_key", called),
+            ):
+                result = apply_to(summed)
+            send_out([*touched, *copies.used], strategy)
+            return result, () if here.timer is None else timestamp_after(summed)
+
+        here.check_graph()
+        merge_call = tf.distribute.get_replica_context().merge_call
+        return here.meeting(
+            lambda values: merge_call(apply_once, args=(values,)), [each.values for each in parts]
+        )[0]
+    what = [reduced_for("gradient", variables[i]) for i in apart]
+    summed = here.meeting(lambda gradients: here.sum_up(gradients, what), weighted)
+    number = int(tf.get_static_value(_replica_number()))
+    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
+    with set_part(None), outside_of_strategies(optimizers), copies:
+        return apply_to(summed)
+
+
+def _on_owners(
+    parts: Sequence[ToReduce],
+    values: Sequence[Sequence[Any]],
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+) -> list[Any]:
+    """The sum over replicas of each gradient, on the device that computes its update alone."""
+    devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
+    of_all = list(zip(values, devices, variables, strict=True))
+    pairs = [(value, device) for of_one, device, _ in of_all for value in of_one]
+    what = [reduced_for("gradient", variable) for of_one, _, variable in of_all for _ in of_one]
+    if not pairs:
+        return []
+    return finished(parts, batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what))
+
+
+def _replica_number() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def _update_mean(
+    here: Part,
+    original: Callable[..., Any],
+    metric: Any,
+    values: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """A single number is the part's mean: as on one device it counts once a step."""
+    share = here.share(metric.dtype)
+    if sample_weight is None and len(getattr(values, "shape", ())) == 0:
+        sample_weight = share
+    elif here.has_all_rows(values):  # each replica has the same ones
+        weights = tf.ones_like(values) if sample_weight is None else sample_weight
+        sample_weight = tf.cast(weights, metric.dtype) * share
+    return original(metric, values, sample_weight)
+
+
+def _moments(
+    here: Part, original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
+) -> tuple[Any, Any]:
+    """Mean and variance over the rows of all replicas, by Keras's formula."""
+    del original
+    here.synchronized_moments += 1
+    present = here.present(x.dtype)
+    sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
+    total, squares, count = here.total([value * present for value in sums])
+    mean = tf.math.divide_no_nan(total, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    if not keepdims:
+        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+    return mean, variance
+
+
+def _moments_of_layer(
+    here: Part, original: Callable[..., Any], layer: Any, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Those of a BatchNormalization; over the entries of all replicas that a mask leaves."""
+    if mask is None or not layer.synchronized:
+        before = here.synchronized_moments
+        moments: tuple[Any, Any] = original(layer, inputs, mask)
+        if layer.synchronized and here.synchronized_moments == before:
+            raise not_called("moments")
+        return moments
+    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
+    mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+    present = here.present(inputs.dtype)
+
+    def sum_of(value: Any) -> Any:
+        value = tf.where(mask, value, tf.zeros_like(value))
+        return tf.reduce_sum(value, axes, keepdims=True) * present
+
+    total, count = here.total([sum_of(inputs), sum_of(tf.ones_like(inputs))])
+    epsilon = keras.config.epsilon()
+    mean = total / (count + epsilon)
+    (squares,) = here.total([sum_of(tf.square(inputs - mean))])
+    return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))
+
+
+_RATIOS = (keras.losses.dice, keras.losses.tversky)
+
+
+def reduce_loss(
+    here: Part,
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    """Keras's reduction of a loss over the part; its weighted mean over parts is the global one."""
+    here.reduced_losses += 1
+    loss = original(
+        values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype
+    )
+    if loss.shape.rank != 0:
+        return loss  # not reduced here
+    if values.shape.rank == 0:
+        return _weighted_number(here, original, values, sample_weight, mask, reduction, loss)
+    if reduction == "sum":
+        if here.has_all_rows(values):
+            return loss
+        return tf.math.divide_no_nan(loss, here.share(loss.dtype))
+    # What the mean divides by, where that is not the number of rows.
+    if reduction == "mean_with_sample_weight":
+        divisor = kp.loss_weights(sample_weight, mask, reduction, loss.dtype)
+    else:
+        divisor = mask
+    if divisor is None:
+        return loss
+    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * here.present(loss.dtype)
+    (whole,) = here.sum_up([mine])
+    return loss * tf.math.divide_no_nan(mine, whole * here.share(loss.dtype))
+
+
+def _weighted_number(
+    here: Part,
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any,
+    mask: Any,
+    reduction: str | None,
+    loss: Any,
+) -> Any:
+    """A loss function's one number for the batch: the mean over parts, times the weights of all."""
+    if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
+        return loss
+    weights = original(tf.ones_like(values), sample_weight=sample_weight, reduction=reduction)
+    if reduction == "sum":
+        mine = tf.math.multiply_no_nan(weights, here.present(weights.dtype))
+    else:
+        mine = here.contribution(weights)
+    return values * here.sum_up([mine])[0]
+
+
+def loss_of_batch(
+    here: Part, original: Callable[..., Any], loss: Any, *given: Any, **named: Any
+) -> Any:
+    """A loss of Keras's or the user's; Dice and Tversky are ratios of sums over the whole batch."""
+    before = here.reduced_losses
+    is_function = type(loss).call is keras.losses.Dice.call
+    config = loss.get_config() if is_function and loss.fn in _RATIOS else {"axis": "any"}
+    if config.get("axis") is None:
+        loss = _RatioOfSums(here, loss, config)
+    value = original(loss, *given, **named)
+    if here.reduced_losses == before:
+        raise not_called("reduce_loss")
+    return value
+
+
+class _RatioOfSums(keras.losses.Loss):
+    """Dice or Tversky over the rows of all replicas."""
+
+    def __init__(self, here: Part, loss: Any, config: dict[str, Any]):
+        super().__init__(loss.name, loss.reduction, loss.dtype)
+        self._here = here
+        is_dice = loss.fn is keras.losses.dice
+        # Dice is Tversky with equal weights, but for the epsilon above.
+        self._weights = None if is_dice else (config.get("alpha", 0.5), config.get("beta", 0.5))
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        here = self._here
+        y_pred = tf.convert_to_tensor(y_pred)
+        y_true = tf.cast(y_true, y_pred.dtype)
+        present, zero = here.present(y_pred.dtype), keras.config.epsilon()
+        sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
+        both, wanted, found = here.total(sums)
+        if self._weights is None:
+            return 1 - 2 * both / (wanted + found + zero)
+        alpha, beta = self._weights
+        return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
+
+
+def clear_losses(here: Part, original: Callable[..., Any], layer: Any) -> None:
+    """Forget the losses that this replica's last call of a layer has added.
+
+    Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
+    waits for the others in the middle of its step would find its losses forgotten by their calls.
+    """
+    del here
+    if (scope := _scope()) is None:
+        return original(layer)
+    scope.forget_losses(layer)
+
+
+def _scope() -> ReplicaScope | None:
+    scope = kp.stateless_scope()
+    return scope if isinstance(scope, ReplicaScope) else None
+
+
+def added_loss(here: Part, original: Callable[..., Any], model: Any, loss: Any) -> Any:
+    """A layer's `add_loss`; of one number for each example Keras takes the sum, as of all."""
+    total = original(model, loss)
+    if not here.has_rows(loss):
+        return total
+    return tf.math.divide_no_nan(total, here.share(total.dtype))
+
+
+def gradient(
+    here: Part,
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *options: Any,
+    **named_options: Any,
+) -> Any:
+    """A tape's gradient with respect to variables: that of the global batch.
+
+    Of a loss for each example it is that of their sum, which is no mean. What belongs to a row
+    stays with it. Keras's own step gives the gradients of its loss to an optimizer, as they are:
+    they are weighted with the part's share here, and summed there.
+    """
+    to_variables = all(
+        isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources)
+    )
+    if not to_variables or here.replicas == 1 or here.computes_gradients:
+        return original(tape, target, sources, output_gradients, *options, **named_options)
+    variables = sources
+    if (scope := _scope()) is not None:
+        sources = tf.nest.map_structure(scope.source_of, sources)
+    targets = tf.nest.flatten(target)
+    here.warn_of_rows_compared(targets)
+    output_gradients = _of_sums(here, targets, output_gradients)
+    # What a model's own tape gives is taken while the step's tape still records.
+    of_step = here.keras_step and not is_recording()
+    if of_step:
+        output_gradients = here.weighted(_upstream(targets, output_gradients))
+    with here.computing_gradients(weighted=of_step):
+        made = original(tape, target, sources, output_gradients, *options, **named_options)
+    if of_step or not here.can_sum_gradients():
+        return made
+    return here.of_all_rows(made, variables)
+
+
+def _of_sums(here: Part, targets: list[Any], output_gradients: Any) -> Any:
+    """The upstream gradients of targets, over the part's share for those that have rows.
+
+    Raises:
+        TrainingError: it cannot be told of one.
+    """
+    for target in targets:
+        if here.may_have_rows(target):
+            raise TrainingError(
+                f"the gradient of a loss of shape {target.shape} is asked for, which may or may"
+                " not be several numbers for each row of this replica's part of the batch. Sum it"
+                " up first, which leaves the gradient as it is on one device: to one number for"
+                " each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
+                " tf.reduce_sum(loss) if not."
+            )
+    if not any(map(here.has_rows, targets)):
+        return output_gradients
+    return [
+        upstream * tf.math.reciprocal_no_nan(here.share(upstream.dtype))
+        if here.has_rows(target)
+        else upstream
+        for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)
+    ]
+
+
+def _upstream(targets: list[Any], given: Any) -> list[Any]:
+    """The upstream gradient of each target, ones where none is given."""
+    return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

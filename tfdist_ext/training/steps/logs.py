@@ -1,0 +1,336 @@
+"""What a step logs: results of metrics, and what an overridden step returned.
+
+What is shown of a step: results of metrics, and what an overridden step returned.
+
+Logs that a step computes from its metrics, computed again from the metrics of all replicas.
+
+A step of the user's returns values such as `{"acc": self.accuracy.result()}`, or an F1 score of two
+metrics' results. While a replica runs its step, a metric there has seen that replica's rows alone.
+The traced graph tells which returned values depend on metrics, and how: that part of it is copied
+and runs at the end of the execution, on the states combined over all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = [
+    "DerivedLogs",
+    "MetricVersions",
+    "flat",
+    "has_own_outputs",
+    "is_carried",
+    "metric_variables",
+    "metrics_of",
+    "mixed_warning",
+    "names_of_updated",
+    "own_outputs",
+    "results",
+]
+
+
+def has_own_outputs(model: keras.Model, kind: str) -> bool:
+    """Whether "train" or "test" steps return more than metrics, as Keras's own do not."""
+    return any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in (f"{kind}_step", "compute_metrics")
+    )
+
+
+def own_outputs(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+    """What an overridden step returned, by name, as tensors.
+
+    To be called in the step's scope: a metric's result may be a variable itself.
+
+    Raises:
+        TrainingError: it is no dict.
+    """
+    if not isinstance(outputs, dict):
+        raise TrainingError(
+            f"{type(model).__name__}'s own step must return a dict of names and values; it"
+            f" returned {outputs!r}."
+        )
+    return {name: tf.convert_to_tensor(value) for name, value in flat(outputs).items()}
+
+
+def results(
+    model: keras.Model, outputs: dict[str, Any], of_metrics: Set[str], updated: set[int]
+) -> dict[str, tf.Tensor]:
+    """Logs, in a scope that holds the metrics' states of the whole epoch.
+
+    Args:
+        outputs: what an overridden step returned, over all replicas; empty without one.
+        of_metrics: names of the outputs that are computed from metrics. Another output has the
+            value of the metric of its name, if the step updates one.
+        updated: ids of the metric variables that the step writes. A step of its own may return a
+            "loss" and leave the model's tracker of that name at zero.
+    """
+    found = flat(model.get_metrics_result())
+    if outputs:
+        live = names_of_updated(model, updated) - of_metrics
+        known = {name: found[name] for name in outputs if name in live and name in found}
+        found = {**outputs, **known}
+    return {name: tf.convert_to_tensor(value) for name, value in found.items()}
+
+
+def mixed_warning(model: keras.Model, kind: str, names: Sequence[str]) -> str:
+    """Of logs that are not computed from the metrics of all replicas."""
+    return (
+        f"{type(model).__name__}.{kind}_step returns {', '.join(map(repr, names))}, computed from a"
+        " metric's result() and from numbers of single examples, or from a variable in a"
+        " tf.function of its own. It is the value of the replicas' own rows. Reduce the numbers to"
+        " one, or return them and the metric's result under keys of their own, to log the values"
+        " over all examples."
+    )
+
+
+def names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:
+    """Names of the values of those metrics that have one of these variables, by id."""
+    names = set()
+    for metric in model.metrics:
+        if any(id(variable) in updated for variable in metric.variables):
+            value = metric.result()
+            names |= set(value) if isinstance(value, dict) else {metric.name}
+    return names
+
+
+def metrics_of(model: keras.Model) -> list[Any]:
+    """The model's metrics, those that a `metrics` property of its own leaves out too."""
+    found = list(model.metrics)
+    for layer in kp.flat_layers(model):
+        kind = keras.Model if isinstance(layer, keras.Model) else keras.Layer
+        found += kind.metrics.fget(layer)
+    return list({id(metric): metric for metric in found}.values())
+
+
+def metric_variables(metrics: Iterable[Any]) -> list[Any]:
+    """The variables of metrics, each once."""
+    variables = [variable for metric in metrics for variable in metric.variables]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def flat(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Without dicts in the dict, which a metric of several values leaves; as Keras flattens."""
+    found: dict[str, Any] = {}
+    for name, value in outputs.items():
+        found.update(flat(value) if isinstance(value, dict) else {name: value})
+    return found
+
+
+class MetricVersions:
+    """The tensors that the metrics' variables were while a step was traced."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, Any] = {}  # name of a tensor -> the variable that had its value
+
+    def add(self, variable: Any, value: Any) -> Any:
+        """The tensor to use as the variable's value, which is the value of nothing else."""
+        value = tf.identity(value)
+        if not tf.executing_eagerly():
+            self.variables[value.name] = variable
+        return value
+
+
+class _Feed(NamedTuple):
+    """What an input of the copied graph is: a final state, or a value that the step returns."""
+
+    is_state: bool
+    number: int
+
+
+class DerivedLogs:
+    """How the logs of a traced step are computed from metrics and from the rest of the step.
+
+    A log that depends on no metric is one of the returned values. One that depends on metrics is
+    computed from them and, if it depends on the rest of the step too, from the returned values that
+    enter the computation.
+
+    Args:
+        logs: name -> tensor that the step returned.
+        versions: the tensors that the metrics' variables were.
+        final: name of a tensor -> number of the state that it is at the end of the step.
+        has_mean: whether the values of a tensor on several replicas have a mean.
+
+    Attributes:
+        names: the logs that are computed from metrics.
+        returned: (tensor, the metric's variable that it is a value of or None) of each value that
+            the step must return.
+        mixed: the logs that depend on metrics and on values without a mean over replicas. They
+            are returned values.
+    """
+
+    def __init__(
+        self,
+        logs: dict[str, Any],
+        versions: MetricVersions,
+        final: dict[str, int],
+        has_mean: Callable[[Any], bool],
+    ):
+        self._versions = versions.variables
+        self._final = final
+        self.returned: list[tuple[Any, Any]] = []
+        self._feeds: dict[str, _Feed] = {}
+        self._shapes = {name: value.shape for name, value in logs.items()}
+        ops = self._operations(list(logs.values()))
+        derived = {
+            name: value
+            for name, value in logs.items()
+            if value.name in self._versions or value.op.name in ops
+        }
+        mixed = _reached(
+            ops, lambda value: value.name not in self._versions and not has_mean(value)
+        )
+        self.mixed = [name for name, value in derived.items() if value.op.name in mixed]
+        self.names = set(derived) - set(self.mixed)
+        beside = _reached(ops, lambda value: value.name not in final)
+        self._of_states = [
+            name
+            for name in sorted(self.names)
+            if derived[name].op.name not in beside
+            and (derived[name].op.name in ops or derived[name].name in final)
+        ]
+        needed = self._operations([logs[name] for name in self.names])
+        self._graph = self._copied(needed)
+        self._logs = {
+            name: f"{value.op.name}:{value.value_index}"
+            if name in self.names and value.op.name in needed
+            else self._feed(value)
+            for name, value in logs.items()
+        }
+
+    def compute(self, states: Sequence[Any], returned: Sequence[Any]) -> dict[str, Any]:
+        """The logs.
+
+        Args:
+            states: the value of each metric variable over all replicas.
+            returned: the values of `returned` over all replicas.
+        """
+        typed = [
+            tf.cast(value, like.dtype)
+            for value, (like, _) in zip(returned, self.returned, strict=True)
+        ]
+        feeds = {
+            name: (states if feed.is_state else typed)[feed.number]
+            for name, feed in self._feeds.items()
+        }
+        computed = [name for name in self._logs.values() if name not in feeds]
+        if computed:
+            values = tf.graph_util.import_graph_def(
+                self._graph,
+                input_map={name: feeds[name] for name in self._inputs},
+                return_elements=computed,
+                name="logs",
+            )
+            feeds.update(zip(computed, values, strict=True))
+        logs = {}
+        for name, source in self._logs.items():
+            logs[name] = tf.ensure_shape(feeds[source], self._shapes[name])
+        return logs
+
+    def of_states(self, states: Sequence[Any]) -> dict[str, Any]:
+        """Those of the logs that are computed from the metrics' states alone."""
+        zeros = [tf.zeros(value.shape, value.dtype) for value, _ in self.returned]
+        logs = self.compute(states, zeros)
+        return {name: logs[name] for name in self._of_states}
+
+    def _operations(self, tensors: list[Any]) -> dict[str, Any]:
+        """Name -> operation that depends on a metric's variable, each after its inputs."""
+        found: dict[str, Any] = {}
+        depends: dict[str, bool] = {}
+        left = [(value.op, False) for value in tensors if value.name not in self._versions]
+        while left:
+            op, inputs_done = left.pop()
+            if op.name in depends:
+                continue
+            if not inputs_done:
+                left.append((op, True))
+                left += [(v.op, False) for v in op.inputs if v.name not in self._versions]
+                continue
+            depends[op.name] = any(
+                value.name in self._versions or depends.get(value.op.name, False)
+                for value in op.inputs
+            )
+            if depends[op.name]:
+                found[op.name] = op
+        return found
+
+    def _copied(self, ops: dict[str, Any]) -> Any:
+        """The operations as a graph of their own, whose inputs are feeds."""
+        graph = tf.compat.v1.GraphDef()
+        self._inputs: set[str] = set()
+        calls_functions = False
+        constants: set[str] = set()
+        for op in ops.values():
+            node = _node(graph, op)
+            for value in op.inputs:
+                if value.op.name not in ops:
+                    if _is_constant(value):
+                        if value.op.name not in constants:
+                            constants.add(value.op.name)
+                            _node(graph, value.op)
+                    else:
+                        feed = self._feed(value)
+                        self._inputs.add(feed)
+                        node.input.append(feed)
+                        continue
+                node.input.append(f"{value.op.name}:{value.value_index}")
+            calls_functions = calls_functions or any(
+                attr.HasField("func") or attr.list.func for attr in node.attr.values()
+            )
+        if ops:
+            graph.versions.CopyFrom(next(iter(ops.values())).graph.graph_def_versions)
+        if calls_functions:
+            whole = next(iter(ops.values())).graph.as_graph_def()
+            graph.library.CopyFrom(whole.library)
+        return graph
+
+    def _feed(self, value: Any) -> str:
+        """The name of an input of the copied graph."""
+        name = f"feed/{value.op.name}:{value.value_index}"
+        if name not in self._feeds:
+            if value.name in self._final:
+                self._feeds[name] = _Feed(True, self._final[value.name])
+            else:
+                self._feeds[name] = _Feed(False, len(self.returned))
+                self.returned.append((value, self._versions.get(value.name)))
+        return name
+
+
+def is_carried(value: Any) -> bool:
+    """Whether a tensor can go from the step to the end of the execution: its size is known."""
+    return value.dtype not in (tf.resource, tf.variant) and value.shape.is_fully_defined()
+
+
+def _reached(ops: dict[str, Any], begins: Callable[[Any], bool]) -> set[str]:
+    """Names of the operations, sorted, that depend on inputs from outside with a property."""
+    reached: set[str] = set()
+    for op in ops.values():
+        if any(
+            value.op.name in reached
+            if value.op.name in ops
+            else not _is_constant(value) and begins(value)
+            for value in op.inputs
+        ):
+            reached.add(op.name)
+    return reached
+
+
+def _node(graph: Any, op: Any) -> Any:
+    """A copy of an operation without inputs and without a place."""
+    node = graph.node.add()
+    node.CopyFrom(op.node_def)
+    del node.input[:]
+    node.device = ""
+    node.attr.pop("_class", None)  # operations to be placed with, which are not copied
+    return node
+
+
+def _is_constant(value: Any) -> bool:
+    return bool(value.op.type == "Const")

@@ -1,0 +1,362 @@
+"""Functions of Keras and TensorFlow that do something else in the threads of a running step.
+
+They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
+other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each with
+its reason. They are in place only while a step is traced, or runs eagerly; other threads, and
+nested code that is not to be changed, get the original then, too. (`overrides.py` does the same
+while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
+
+What was called is noted, so that `passed.py` can tell when a release of Keras takes another way.
+
+That a step went through the functions that are replaced for it.
+
+A release of Keras may compute something in another way, past a function that `replaced.py` has put
+in place. The step would then train on other numbers, without a word. So what a step must have
+called is looked at when it is traced, or first runs eagerly: what follows from the model where the
+step is Keras's own, and what follows from what the step wrote where it is a user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._keras_private import REPLACED, find
+from tfdist_ext.training.variables import optimizers_of
+
+__all__ = [
+    "StepRecord",
+    "Target",
+    "calls_go_to",
+    "check_lookups",
+    "check_passed",
+    "functions_in_place",
+    "has_own_apply",
+    "not_called",
+    "own_targets",
+    "requiring",
+    "step_targets",
+    "substitute_of",
+    "substitutes",
+    "uses_keras_step",
+]
+
+
+class Target(NamedTuple):
+    """A function, or a property, that can be replaced.
+
+    Attributes:
+        key: what `substitutes` knows it by. Several functions may do the same job.
+        owner: the class or module that holds it.
+        name: its attribute there.
+    """
+
+    key: str
+    owner: Any
+    name: str
+
+
+class _Step(threading.local):
+    """What stands in for the originals in this thread: by key, `substitute(original, *args)`."""
+
+    substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    called: set[str] | None = None  # keys; None where nobody asks
+
+
+class _InPlace(NamedTuple):
+    """A function that is replaced now.
+
+    Attributes:
+        original: as it was found in the owner; of an inherited one, in a base.
+        inherited: whether the owner itself had none.
+        users: the scopes that need it in place.
+    """
+
+    original: Any
+    inherited: bool
+    users: set[object]
+
+
+_step = _Step()
+
+
+_lock = threading.RLock()  # Ctrl-C may come, and leave a scope, while this thread has it
+
+
+_in_place: dict[tuple[Any, str], _InPlace] = {}  # by owner and name
+
+
+@contextlib.contextmanager
+def substitutes(
+    functions: Mapping[str, Callable[..., Any]] | None, called: set[str] | None = None
+) -> Iterator[None]:
+    """Scope in which, in this thread, originals are replaced by the functions of their keys.
+
+    Args:
+        functions: called with the original and its arguments, beside those of the scope around
+            this one; None: every original is itself.
+        called: the keys of those that were called are added to it.
+    """
+    before = _step.substitutes, _step.called
+    _step.substitutes = {} if functions is None else {**_step.substitutes, **functions}
+    _step.called = called
+    try:
+        yield
+    finally:
+        _step.substitutes, _step.called = before
+
+
+def substitute_of(key: str) -> Callable[..., Any] | None:
+    """What stands in for the functions of a key in this thread now."""
+    return _step.substitutes.get(key)
+
+
+@contextlib.contextmanager
+def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
+    """Scope in which originals ask for their substitutes.
+
+    Several threads may be inside at once. When the last one leaves, everything is as before.
+    """
+    user = object()
+    try:
+        for target in targets:
+            _put_in_place(target, user)
+        yield
+    finally:
+        _restore(targets, user)
+
+
+def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[str]) -> list[Target]:
+    """What classes, and their bases above `bases`, define themselves under some names.
+
+    What is called first in a step must be replaced, and calls that of Keras only then.
+    """
+    found = {}
+    for kind in kinds:
+        for owner in kind.__mro__:
+            if owner in bases:
+                break
+            for name in names:
+                if name in vars(owner):
+                    found[owner, name] = Target(name, owner, name)
+    return list(found.values())
+
+
+@functools.cache
+def step_targets() -> list[Target]:
+    """Those of a step: what of `REPLACED` is there. `passed.py` misses what a step needs."""
+    found = []
+    for replaced in REPLACED:
+        owner = find(replaced.module, replaced.owner)
+        if owner is not None and hasattr(owner, replaced.name):
+            found.append(Target(replaced.key, owner, replaced.name))
+    return found
+
+
+def _put_in_place(target: Target, user: object) -> None:
+    key, owner, name = target
+    with _lock:
+        replaced = _in_place.get((owner, name))
+        if replaced is None:
+            original = inspect.getattr_static(owner, name)
+            inherited = name not in vars(owner)
+            replaced = _in_place[owner, name] = _InPlace(original, inherited, set())
+            setattr(owner, name, _asking(key, original))
+        replaced.users.add(user)
+
+
+def _restore(targets: Sequence[Target], user: object) -> None:
+    """Leave everything as it was, unless others need it; may be called again, after Ctrl-C."""
+    try:
+        for _, owner, name in targets:
+            with _lock:
+                replaced = _in_place.get((owner, name))
+                if replaced is None:
+                    continue
+                replaced.users.discard(user)
+                if replaced.users:
+                    continue
+                if not replaced.inherited:
+                    setattr(owner, name, replaced.original)
+                elif name in vars(owner):
+                    delattr(owner, name)
+                del _in_place[owner, name]
+    except KeyboardInterrupt:
+        _restore(targets, user)
+        raise
+
+
+def _asking(key: str, original: Any) -> Any:
+    """In the place of an original: it asks which function this thread is to call."""
+    if isinstance(original, property):
+        return property(_function_asking(key, original.fget), doc=original.__doc__)
+    return _function_asking(key, original)
+
+
+def _function_asking(key: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        substitute = _step.substitutes.get(key)
+        if substitute is None:
+            return original(*args, **kwargs)
+        if _step.called is not None:
+            _step.called.add(key)
+        return substitute(original, *args, **kwargs)
+
+    return chosen
+
+
+_APPLIES = ("apply", "apply_gradients")
+
+
+def uses_keras_step(model: keras.Model, kind: str) -> bool:
+    """Whether a "train", "test" or "predict" step is the one that Keras's own models have."""
+    step = getattr(model, f"{kind}_step")
+    return getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step")
+
+
+def has_own_apply(optimizer: object) -> bool:
+    """Whether an optimizer has an `apply` of the object alone, which may do anything."""
+    return not vars(optimizer).keys().isdisjoint(_APPLIES)
+
+
+class StepRecord(NamedTuple):
+    """What one replica's step has done, by which it is told what it must have called.
+
+    Attributes:
+        called: keys of `REPLACED`.
+        written: ids of the Keras variables that it wrote, other than those of metrics, and other
+            than what an optimizer's `apply` wrote.
+        metrics: ids of the metrics' variables that it wrote.
+        read_whole: ids of the variables in shards that it read as one tensor.
+        has_losses: layers gave something to add_loss, or have weights that are regularized.
+    """
+
+    called: Set[str]
+    written: Set[int] = frozenset()
+    metrics: Set[int] = frozenset()
+    read_whole: Set[int] = frozenset()
+    has_losses: bool = False
+
+
+def check_passed(model: keras.Model, kind: str, step: StepRecord) -> None:
+    """Check what one replica's "train", "test" or "predict" step has called.
+
+    Raises:
+        TrainingError: a function that is replaced for it was not called.
+    """
+    for keys in _expected(model, kind, step):
+        if not step.called & set(keys):
+            raise not_called(keys[0])
+
+
+def check_lookups(model: keras.Model, step: StepRecord) -> None:
+    """Check that rows of tables in shards were gathered where they are.
+
+    Raises:
+        TrainingError: a whole table was read instead.
+    """
+    if "take" in step.called or not step.read_whole:
+        return
+    for layer in kp.flat_layers(model):
+        if isinstance(layer, keras.layers.Embedding) and id(layer.embeddings) in step.read_whole:
+            raise not_called("take")
+
+
+def not_called(key: str) -> TrainingError:
+    """The error of a step that did not call a function which is replaced for it."""
+    functions = [replaced for replaced in kp.REPLACED if replaced.key == key]
+    names = " or ".join(str(replaced) for replaced in functions)
+    return TrainingError(
+        f"the step must call {names}, where its numbers become those of the global batch"
+        f" ({functions[0].why}), and Keras {keras.__version__} with TensorFlow {tf.__version__} did"
+        " not. This release takes another way, and the training would be wrong: install versions"
+        " that docs/compatibility.md lists as tested, or a newer tfdist_ext."
+    )
+
+
+@contextlib.contextmanager
+def requiring(key: str, called: Set[str]) -> Iterator[None]:
+    """Scope in which a KeyError means that the function of a key was not called."""
+    try:
+        yield
+    except KeyError as error:
+        if key in called:
+            raise
+        raise not_called(key) from error
+
+
+def _expected(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
+    """Keys of which the step must have called one at least."""
+    if kind != "predict" and uses_keras_step(model, kind):
+        yield from _of_keras_step(model, kind, step)
+    if kind == "train":
+        yield from _of_optimizers(model, step)
+    for metric in model.metrics:
+        inherits = type(metric).update_state is keras.metrics.Mean.update_state
+        if inherits and any(id(variable) in step.metrics for variable in metric.variables):
+            yield ("update_mean",)
+    for layer in kp.flat_layers(model):
+        is_normal = isinstance(layer, keras.layers.BatchNormalization)
+        if is_normal and layer.synchronized and id(layer.moving_mean) in step.written:
+            yield ("moments_of_layer",)
+
+
+def _of_keras_step(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:
+    yield ("clear_losses",)
+    yield ("update_mean",)  # of the tracker of the loss
+    if type(model).compute_loss is keras.Model.compute_loss:
+        if model.loss is not None:
+            yield ("replicas",)
+            if any(map(_is_reduced, keras.tree.flatten(model.loss))):
+                yield ("loss",)
+                yield ("reduce_loss",)
+        if step.has_losses:
+            yield ("added_loss",)
+    if kind == "train" and model.trainable_variables:
+        yield ("gradient",)
+        yield _APPLIES
+
+
+def _is_reduced(loss: object) -> bool:
+    """Whether one of the losses given to `compile` is called as Keras's own are."""
+    if isinstance(loss, keras.losses.Loss):
+        return type(loss).__call__ is keras.losses.Loss.__call__
+    return loss is not None
+
+
+def _of_optimizers(model: keras.Model, step: StepRecord) -> Iterator[tuple[str, ...]]:
+    """An optimizer that counted a step has applied gradients.
+
+    A step that assigns weights by hand may count by hand, too.
+    """
+    by_hand = any(id(weight) in step.written for weight in model.trainable_weights)
+    if "gradient" not in step.called or by_hand:
+        return
+    for optimizer in optimizers_of(model).values():
+        if id(kp.step_variables(optimizer)[0]) in step.written:
+            yield _APPLIES
+
+
+@contextlib.contextmanager
+def calls_go_to(model: keras.Model, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Scope in which these methods of a Keras model are others."""
+    attributes = vars(model)
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del attributes[name]
+        attributes.update(before)

@@ -1,0 +1,749 @@
+"""Which tensors of a step depend on rows of the batch, told from its graph.
+
+Where the rows of a batch go in a traced step, found from shapes.
+
+In a graph the number of rows of a batch is unknown, and so are other sizes. To tell them apart, the
+operations that lead to a tensor are copied to a scratch graph. There this replica's part has a
+prime number of rows, and the global batch another prime. TensorFlow infers all shapes again; a
+dimension that is a multiple of one of the primes is one of rows. The scratch graph never runs.
+
+Which tensors of a replica's step depend on its part of the batch, told from the graph.
+
+What does not depend on it is the same on every replica: positions made by `range`, a layer's
+constants, sums over replicas and all that is computed from them. What is looked up by such indices
+brings the same slices on each replica, where one device has them once.
+
+The walk goes backward from a tensor, through functions, branches and loops, to the batch. In eager
+steps it goes through a record of what was run.
+
+Sums over replicas of gradients, with the slices that one device would have.
+
+Optimizers with second moments square the slices of a sparse gradient (`tf.IndexedSlices`) one by
+one, so it matters how many there are for a row of a table. Slices of the batch's rows stay apart,
+as on one device. What each replica looks up by the same constant indices, as positions, is one
+lookup on one device: its slices are summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training._tf_private import function_graph, is_stateful, recording_operations
+
+__all__ = [
+    "BATCH",
+    "CONSTANT",
+    "DISTINCT",
+    "BatchDependence",
+    "RowTrace",
+    "ToReduce",
+    "finished",
+    "may_compare_rows",
+    "places_rows",
+    "to_reduce",
+]
+
+
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+
+
+# Operations that put single rows into something without rows.
+_PLACING = {
+    "Concat",
+    "ConcatV2",
+    "DynamicStitch",
+    "Gather",
+    "GatherNd",
+    "GatherV2",
+    "Pack",
+    "Pad",
+    "PadV2",
+    "Reshape",
+    "Slice",
+    "Split",
+    "SplitV",
+    "StridedSlice",
+    "TensorScatterUpdate",
+    "TensorStridedSliceUpdate",
+    "TopK",
+    "TopKV2",
+    "Unpack",
+    "XlaDynamicUpdateSlice",
+}
+
+
+# Operations behind which no single row is left: their result is a statistic of the rows.
+_REDUCING = {
+    *("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum", "EuclideanNorm"),
+    *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "L2Loss"),
+    *("Bincount", "DenseBincount", "ScatterNd", "TensorScatterAdd", "TensorScatterSub"),
+    *("SegmentSum", "SegmentMean", "UnsortedSegmentSum", "UnsortedSegmentMax", "Shape", "Size"),
+}
+
+
+# The number of inputs that are data, of operations whose other inputs are shapes or places.
+_DATA_INPUTS = {
+    **dict.fromkeys(("BroadcastTo", "ExpandDims", "Gather", "GatherNd", "GatherV2", "Pad"), 1),
+    **dict.fromkeys(("PadV2", "Reshape", "Slice", "SplitV", "StridedSlice", "Tile"), 1),
+    **dict.fromkeys(("TopKV2", "Transpose"), 1),
+    **dict.fromkeys(("Fill", "OneHot", "Range", "RandomStandardNormal", "RandomUniform"), 0),
+    "XlaDynamicUpdateSlice": 2,
+}
+
+
+_CALLS = (
+    *("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If"),
+    *("StatelessIf", "Case", "StatelessCase", "XlaLaunch"),
+)
+
+
+HasRows = Callable[[tf.Tensor], bool]
+
+
+class RowTrace:
+    """A scratch copy of the operations that lead to tensors.
+
+    Args:
+        targets: symbolic tensors, of a step's graph or of graphs inside of it.
+        batch: the tensors of this replica's part of the batch; axis 0 is the rows.
+        gathered: results of `tfd.all_rows`.
+        fixed: other tensors that are the same on all replicas.
+
+    Raises:
+        ValueError: the shapes cannot be inferred.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[tf.Tensor],
+        batch: Sequence[tf.Tensor],
+        gathered: Sequence[tf.Tensor] = (),
+        fixed: Iterable[tf.Tensor] = (),
+    ):
+        graph = batch[0].graph
+        roots, of_all = set(map(_name_of, batch)), set(map(_name_of, gathered))
+        found = _Slice(targets, roots | of_all | set(map(_name_of, fixed)), graph)
+        self._rows, self._all_rows = _primes_for(found)
+        kinds = {tensor.op.type for tensor in batch} - {"Placeholder"}
+        # Of another replica's batch: what is made of it is the same on all replicas.
+        self.crosses_replicas = any(
+            tensor.op.type in kinds for key, tensor in found.cut.items() if key not in roots
+        )
+        definition = tf.compat.v1.GraphDef(versions=graph.graph_def_versions)
+        dependent = set()
+        for key, tensor in found.cut.items():
+            shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
+            of_argument = tensor.graph is not graph and tensor.op.type == "Placeholder"
+            if key in roots or of_argument:
+                shape = _with_rows(shape, self._rows)
+            elif key in of_all:
+                shape = _with_rows(shape, self._all_rows)
+            if key in roots or of_argument or tensor.op.type in _CALLS:
+                dependent.add(found.name(tensor).split(":")[0])
+            node = definition.node.add(op="Placeholder", name=found.name(tensor).split(":")[0])
+            node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+        for op in found.operations:
+            definition.node.append(found.node(op))
+        with tf.Graph().as_default() as self.graph:
+            tf.graph_util.import_graph_def(definition, name="")
+        self._dependent = dependent
+        for op in self.graph.get_operations():  # in the order of their making
+            if any(tensor.op.name in dependent for tensor in op.inputs):
+                dependent.add(op.name)
+        self.targets = [self.graph.get_tensor_by_name(found.name(each)) for each in targets]
+
+    def is_of_part(self, tensor: tf.Tensor) -> bool:
+        """Whether a scratch tensor has this replica's rows in one of its dimensions."""
+        if tensor.shape.rank is None:
+            return tensor.op.name in self._dependent
+        sizes = tensor.shape.as_list()
+        if any(size and size % self._rows == 0 for size in sizes):
+            return True
+        of_all = any(size and size % self._all_rows == 0 for size in sizes)
+        return None in sizes and not of_all and tensor.op.name in self._dependent
+
+    def compares_rows(self) -> tf.Operation | None:
+        """An operation that makes a dimension of this replica's rows beside another one."""
+
+        def dimensions(tensor: tf.Tensor) -> int:
+            sizes = [] if tensor.shape.rank is None else tensor.shape.as_list()
+            return sum(bool(size) and size % self._rows == 0 for size in sizes)
+
+        for op in self.graph.get_operations():
+            most = max(map(dimensions, op.inputs), default=0)
+            if most == 1 and any(dimensions(output) > 1 for output in op.outputs):
+                return op
+        return None
+
+
+def may_place_rows(value: tf.Tensor) -> bool:
+    """Whether a `RowTrace` of it is worth its time: unknown sizes end in what is no statistic."""
+
+    def unknown(tensor: tf.Tensor) -> bool:
+        return tensor.shape.rank is None or None in tensor.shape.as_list()
+
+    def ends(op: tf.Operation) -> bool:
+        return op.type not in _REDUCING
+
+    return unknown(value) or places_rows(value, unknown, ends) is not None
+
+
+def places_rows(
+    value: tf.Tensor,
+    has_rows: HasRows,
+    places: Callable[[tf.Operation], bool] = lambda op: op.type in _PLACING,
+) -> tf.Operation | None:
+    """The operation by which single rows came into a tensor without rows, if there is one."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = waiting.pop()
+        op = tensor.op
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        data = list(op.inputs)[: _DATA_INPUTS.get(op.type)]
+        with_rows = [each for each in data if has_rows(each)]
+        if with_rows and places(op):
+            return op
+        if op.type not in _REDUCING:
+            waiting += [each for each in data if not has_rows(each)]
+    return None
+
+
+def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -> bool:
+    """Whether a `RowTrace` of them is worth its time: an unknown size comes beside another one."""
+
+    def unknown(tensor: tf.Tensor) -> int:
+        return 0 if tensor.shape.rank is None else tensor.shape.as_list().count(None)
+
+    found = _Slice(targets, set(map(_name_of, batch)), batch[0].graph)
+    return any(
+        unknown(output) > max([1, *map(unknown, op.inputs)])
+        for op in found.operations
+        for output in op.outputs
+    )
+
+
+class _Slice:
+    """The operations that lead to tensors, across the graphs in which they are.
+
+    Attributes:
+        operations: those that can be copied.
+        cut: by key, the tensors with which they begin: batches, variables, results of functions.
+    """
+
+    def __init__(self, targets: Sequence[tf.Tensor], stops: set[Any], graph: Any):
+        self.operations: list[tf.Operation] = []
+        self.cut: dict[Any, tf.Tensor] = {}
+        self._captured: dict[Any, tf.Tensor] = {}  # placeholder -> the tensor of the outer graph
+        self._graphs: list[Any] = []
+        waiting, seen, copied = list(targets), set(), set()
+        while waiting:
+            tensor = waiting.pop()
+            key = _name_of(tensor)
+            if key in seen:
+                continue
+            seen.add(key)
+            op = tensor.op
+            outer = None if tensor.graph is graph else _captured_as(tensor)
+            if key in stops:
+                self.cut[key] = tensor
+            elif outer is not None:
+                self._captured[key] = outer
+                waiting.append(outer)
+            elif _begins(op):
+                self.cut[key] = tensor
+            elif (id(op.graph), op.name) not in copied:
+                copied.add((id(op.graph), op.name))
+                self.operations.append(op)
+                waiting.extend(op.inputs)
+
+    def name(self, tensor: tf.Tensor) -> str:
+        """The name of a tensor in the scratch graph."""
+        while _name_of(tensor) in self._captured:
+            tensor = self._captured[_name_of(tensor)]
+        name = self._name(tensor.op)
+        if _name_of(tensor) in self.cut:
+            return f"cut/{name}_{tensor.value_index}:0"
+        return f"{name}:{tensor.value_index}"
+
+    def node(self, op: tf.Operation) -> Any:
+        """An operation as it is in the scratch graph."""
+        node = tf.compat.v1.NodeDef()
+        node.CopyFrom(op.node_def)
+        node.name = self._name(op)
+        node.device = ""
+        del node.input[:]
+        node.input.extend(self.name(tensor) for tensor in op.inputs)
+        for name in [name for name in node.attr if name.startswith("_")]:
+            del node.attr[name]
+        return node
+
+    def sizes(self) -> Iterator[int]:
+        """All sizes that are known."""
+        outputs = [output for op in self.operations for output in op.outputs]
+        for tensor in [*outputs, *self.cut.values()]:
+            yield from filter(None, tensor.shape.as_list() if tensor.shape.rank else ())
+
+    def _name(self, op: tf.Operation) -> str:
+        if not any(graph is op.graph for graph in self._graphs):
+            self._graphs.append(op.graph)
+        number = next(n for n, graph in enumerate(self._graphs) if graph is op.graph)
+        return f"graph_{number}/{op.name}"
+
+
+def _name_of(tensor: tf.Tensor) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
+
+
+def _captured_as(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The tensor of the outer graph that a placeholder of a function's graph stands for."""
+    if tensor.op.type != "Placeholder":
+        return None
+    for outer, inner in getattr(tensor.graph, "captures", ()):
+        if inner is tensor and tf.is_symbolic_tensor(outer):
+            return outer
+    return None
+
+
+def _begins(op: tf.Operation) -> bool:
+    """Whether an operation is left out, and its results taken as they are."""
+    kinds = {tensor.dtype.base_dtype for tensor in (*op.inputs, *op.outputs)}
+    return (
+        op.type == "Placeholder"
+        or op.type in _CALLS
+        or op.type.startswith("Collective")
+        or not kinds.isdisjoint({tf.resource, tf.variant})
+    )
+
+
+def _with_rows(shape: list[int | None] | None, rows: int) -> list[int | None] | None:
+    if not shape or shape[0] is not None:
+        return shape
+    return [rows, *shape[1:]]
+
+
+def _primes_for(found: _Slice) -> tuple[int, int]:
+    """Two primes that divide no known size."""
+    sizes = set(found.sizes())
+    free = [prime for prime in _PRIMES if not any(size % prime == 0 for size in sizes)]
+    if len(free) < 2:
+        raise ValueError("no two primes are left for the rows")
+    return free[0], free[1]
+
+
+# What indices are, on several replicas.
+BATCH = "batch"  # of each replica's rows
+
+
+CONSTANT = "constant"  # the same on every replica
+
+
+DISTINCT = "distinct"  # of each replica's rows, without duplicates
+
+
+# How a tensor depends on the batch.
+_SAME = 0  # not at all
+
+
+_SHAPE = 1  # a shape, of which the first number counts rows
+
+
+_VARIES = 2
+
+
+_READS = frozenset(  # of the stateful operations, those whose result follows from what they get
+    [
+        "LookupTableFindV2",
+        "LookupTableSizeV2",
+        "PartitionedCall",
+        "ReadVariableOp",
+        "ResourceGather",
+        "ResourceGatherNd",
+        "StatefulPartitionedCall",
+        "If",
+        "While",
+        "VarHandleOp",
+    ]
+)
+
+
+_SAME_NUMBERS = frozenset(["Cast", "Identity", "PreventGradient", "Snapshot", "StopGradient"])
+
+
+_SAME_ORDER = _SAME_NUMBERS | {"ExpandDims", "Reshape", "Squeeze"}
+
+
+def _no_attribute(name: str) -> Any:
+    raise KeyError(name)
+
+
+class _Operation(NamedTuple):
+    """One operation, of a graph or run eagerly."""
+
+    type: str
+    inputs: Sequence[Any]
+    output: int  # which of its outputs
+    attribute: Callable[[str], Any]
+    graph: Any = None
+
+
+_CONSTANT_OPERATION = _Operation("Const", (), 0, _no_attribute)
+
+
+class BatchDependence:
+    """What depends on the batch in one replica's step.
+
+    Args:
+        batch: what the step gets, a structure of tensors.
+        part_size: rows of the part where that is known when the step is traced, else None.
+    """
+
+    def __init__(self, batch: Any, part_size: int | None = None):
+        self._part_size = part_size
+        self._states: dict[Any, int] = {}
+        self._captures: dict[int, dict[str, Any]] = {}  # id of a graph -> name inside -> outside
+        self._recorded: dict[int, _Operation] = {}
+        self._alive: list[Any] = []  # eager tensors are known by their ids
+        self._set(_leaves(batch), _VARIES)
+
+    def set_equal(self, values: Any) -> None:
+        """Tell that these tensors are the same on every replica."""
+        self._set(_leaves(values), _SAME)
+
+    def is_equal(self, value: Any) -> bool:
+        """Whether a tensor, or IndexedSlices, is the same on every replica."""
+        return all(self._state(leaf) == _SAME for leaf in _leaves(value))
+
+    def parts_of(self, indices: Any) -> list[tuple[Any, str]]:
+        """(part, kind) of indices that were concatenated, as those of several lookups are."""
+        operation = self._source(indices)
+        if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
+            return [part for each in operation.inputs[:-1] for part in self.parts_of(each)]
+        return [(indices, self._kind(indices))]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Scope of an eager step, in which what is run is recorded."""
+        with recording_operations(self._record):
+            yield
+
+    def _record(
+        self, kind: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: Sequence[Any]
+    ) -> None:
+        for number, output in enumerate(outputs):
+            self._recorded[id(output)] = _Operation(kind, inputs, number, attributes.__getitem__)
+        self._alive.extend(outputs)
+
+    def _kind(self, indices: Any) -> str:
+        if self._state(indices) != _SAME:
+            return DISTINCT if self._is_distinct(indices) else BATCH
+        return BATCH if self._repeats_by_row(indices) else CONSTANT
+
+    def _is_distinct(self, indices: Any) -> bool:
+        source = self._source(indices)
+        return source.type in ("Unique", "UniqueV2") and source.output == 0
+
+    def _source(self, indices: Any) -> _Operation:
+        """The operation that has made these numbers, in this order."""
+        operation = self._operation(indices)
+        while operation.type in _SAME_ORDER:
+            operation = self._operation(operation.inputs[0])
+        return operation
+
+    def _repeats_by_row(self, indices: Any) -> bool:
+        """Whether each index is there for each row: constants made with the part's known size."""
+        size = self._part_size
+        if size is None or size < 2:
+            return False
+        values = self._constant_value(indices)
+        if values is None or not values.size:
+            return False
+        _, counts = np.unique(values, return_counts=True)
+        return bool((counts % size == 0).all())
+
+    def _state(self, tensor: Any) -> int:
+        """How a tensor depends on the batch."""
+        stack = [tensor]
+        while stack:
+            key = _key(stack[-1])
+            if key not in self._states:
+                operation = self._operation(stack[-1])
+                missing = self._missing(operation)
+                if missing is not None:
+                    stack.append(missing)
+                    continue
+                self._states[key] = self._outcome(operation)
+            stack.pop()
+        return self._states[_key(tensor)]
+
+    def _missing(self, operation: _Operation) -> Any:
+        """An input of which it is still to be found out; None where that is not needed."""
+        states = [self._states.get(_key(each)) for each in operation.inputs]
+        if _VARIES in states and operation.type not in _BY_OUTPUT:
+            return None
+        unknown = (i for i, s in zip(operation.inputs, states, strict=True) if s is None)
+        return next(unknown, None)
+
+    def _outcome(self, operation: _Operation) -> int:
+        if operation.type == "Placeholder":  # an argument of which nothing is known
+            return _VARIES
+        if is_stateful(operation.type) and operation.type not in _READS:
+            return _VARIES  # random numbers, data, Python
+        states = [self._states.get(_key(each), _SAME) for each in operation.inputs]
+        if max(states, default=_SAME) == _SAME:
+            return _SAME
+        return _BY_OUTPUT.get(operation.type, _joined)(self, operation, states)
+
+    def _operation(self, tensor: Any) -> _Operation:
+        if not tf.is_symbolic_tensor(tensor):
+            return self._recorded.get(id(tensor), _CONSTANT_OPERATION)
+        outer = self._captured(tensor)
+        if outer is not None:  # from outside of this function
+            return _Operation("Identity", (outer,), 0, _no_attribute)
+        made_by = tensor.op
+        return _Operation(
+            made_by.type, made_by.inputs, tensor.value_index, made_by.get_attr, made_by.graph
+        )
+
+    def _captured(self, tensor: Any) -> Any:
+        if tensor.op.type != "Placeholder":
+            return None
+        captures = getattr(tensor.graph, "captures", ())
+        known = self._captures.get(id(tensor.graph), {})
+        if len(known) != len(captures):
+            known = {inner.name: outer for outer, inner in captures}
+            self._captures[id(tensor.graph)] = known
+        return known.get(tensor.name)
+
+    def _set(self, tensors: Iterable[Any], state: int) -> None:
+        for tensor in tensors:
+            self._states[_key(tensor)] = state
+            self._alive.append(tensor)
+
+    def _constant_value(self, tensor: Any) -> Any:
+        """The numbers of a tensor that depends on constants alone, else None; an array."""
+        if not tf.is_symbolic_tensor(tensor):
+            return None if tensor.dtype == tf.resource else tensor.numpy()
+        value = tf.get_static_value(tensor)
+        if value is not None:
+            return value
+        outer = self._captured(tensor)
+        if outer is not None:
+            return self._constant_value(outer)
+        made_by = tensor.op
+        run = getattr(tf.raw_ops, made_by.type, None)
+        if run is None or is_stateful(made_by.type) or len(made_by.outputs) > 1:
+            return None
+        inputs = [self._constant_value(each) for each in made_by.inputs]
+        if any(each is None for each in inputs):
+            return None
+        definition = made_by.op_def
+        named: dict[str, Any] = {}
+        for each in definition.input_arg:
+            number = made_by.get_attr(each.number_attr) if each.number_attr else 1
+            named[each.name] = inputs[:number] if each.number_attr else inputs[0]
+            del inputs[:number]
+        told_by_inputs = {
+            a for each in definition.input_arg for a in (each.type_attr, each.number_attr)
+        }
+        for attribute in definition.attr:
+            if attribute.name not in told_by_inputs:
+                named[attribute.name] = made_by.get_attr(attribute.name)
+        with tf.init_scope():
+            return run(**named).numpy()
+
+
+def _joined(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    """Of an operation whose outputs depend on all that it gets."""
+    same_numbers = operation.type in _SAME_NUMBERS
+    return max(states) if same_numbers else _VARIES
+
+
+def _of_its_input(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    return states[operation.output]
+
+
+def _shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    return _SHAPE if states[operation.output] == _VARIES else _SAME
+
+
+def _nothing(*_: Any) -> int:
+    return _SAME
+
+
+def _slice_of_shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    if states[0] != _SHAPE or max(states[1:]) != _SAME:
+        return _VARIES
+    begin, stride = (
+        tf.get_static_value(operation.inputs[1]),
+        tf.get_static_value(operation.inputs[3]),
+    )
+    if begin is None or stride is None or len(begin) != 1 or stride[0] != 1:
+        return _VARIES
+    first = 0 if operation.attribute("begin_mask") else int(begin[0])
+    if first < 0:
+        rank = operation.inputs[0].shape[0]
+        if rank is None:
+            return _VARIES
+        first += rank
+    if first > 0:
+        return _SAME
+    return _VARIES if operation.attribute("shrink_axis_mask") else _SHAPE
+
+
+def _number_of_shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    return _SAME if states[0] == _SHAPE and operation.output > 0 else _VARIES
+
+
+def _gathered(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    places = tf.get_static_value(operation.inputs[1])
+    if states[0] != _SHAPE or places is None or places.size == 0:
+        return _VARIES
+    return _SAME if (places > 0).all() else _VARIES
+
+
+def _call(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    graph = function_graph(operation.graph, operation.attribute("f").name)
+    return _VARIES if graph is None else _of_function(graph, states, [operation.output])[0]
+
+
+def _branch(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    if states[0] != _SAME:
+        return _VARIES
+    graphs = [
+        function_graph(operation.graph, operation.attribute(name).name)
+        for name in ("then_branch", "else_branch")
+    ]
+    if None in graphs:
+        return _VARIES
+    return max(_of_function(graph, states[1:], [operation.output])[0] for graph in graphs)
+
+
+def _loop(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+    body = function_graph(operation.graph, operation.attribute("body").name)
+    condition = function_graph(operation.graph, operation.attribute("cond").name)
+    if body is None or condition is None:
+        return _VARIES
+    states = list(states)
+    while True:
+        after = _of_function(body, states, range(len(states)))
+        after = [max(pair) for pair in zip(states, after, strict=True)]
+        if after == states:
+            break
+        states = after
+    turns = _of_function(condition, states, [0])[0]
+    return states[operation.output] if turns == _SAME else _VARIES
+
+
+def _of_function(graph: Any, states: Sequence[int], outputs: Iterable[int]) -> list[int]:
+    """How outputs of a function depend on the batch when its inputs do in the given ways."""
+    inside = BatchDependence(())
+    for tensor, state in zip(graph.inputs, states, strict=True):
+        inside._set([tensor], state)
+    return [inside._state(graph.outputs[number]) for number in outputs]
+
+
+_BY_OUTPUT: dict[str, Callable[[BatchDependence, _Operation, Sequence[int]], int]] = {
+    "IdentityN": _of_its_input,
+    "Shape": _shape,
+    "ShapeN": _shape,
+    "Rank": _nothing,
+    "StridedSlice": _slice_of_shape,
+    "Unpack": _number_of_shape,
+    "GatherV2": _gathered,
+    "PartitionedCall": _call,
+    "StatefulPartitionedCall": _call,
+    "If": _branch,
+    "StatelessIf": _branch,
+    "While": _loop,
+    "StatelessWhile": _loop,
+}
+
+
+def _leaves(values: Any) -> list[Any]:
+    leaves = tf.nest.flatten(values, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def _key(tensor: Any) -> Any:
+    return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
+
+
+_INDICES = 1 << 32  # more than a table has rows
+
+
+class ToReduce(NamedTuple):
+    """What of one gradient is to be summed over replicas, and what makes the gradient of it."""
+
+    values: list[Any]
+    finish: Callable[[list[Any]], Any]
+
+
+def to_reduce(gradient: Any, dependence: BatchDependence) -> ToReduce:
+    """Of a replica's dense or sparse gradient, which counts with its share already."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return ToReduce([gradient], lambda reduced: reduced[0])
+    parts = dependence.parts_of(gradient.indices)
+    if len(parts) == 1:
+        return _of_one_lookup(gradient, parts[0][1])
+    # The lookups of one table, concatenated by TensorFlow.
+    sizes = tf.stack([tf.size(indices) for indices, _ in parts])
+    values = tf.split(gradient.values, sizes, num=len(parts))
+    indices = tf.split(gradient.indices, sizes, num=len(parts))
+    lookups = [
+        _of_one_lookup(tf.IndexedSlices(v, i, gradient.dense_shape), kind)
+        for v, i, (_, kind) in zip(values, indices, parts, strict=True)
+    ]
+    return ToReduce(
+        [value for lookup in lookups for value in lookup.values],
+        lambda reduced: _together(finished(lookups, reduced)),
+    )
+
+
+def finished(gradients: Sequence[ToReduce], reduced: Iterable[Any]) -> list[Any]:
+    """The gradients, of all their `values` in order, each reduced."""
+    rest = iter(reduced)
+    return [each.finish([next(rest) for _ in each.values]) for each in gradients]
+
+
+def _of_one_lookup(slices: tf.IndexedSlices, kind: str) -> ToReduce:
+    if kind == BATCH:
+        return ToReduce([slices], lambda reduced: reduced[0])
+    if kind == CONSTANT:
+        # An index may be there several times, and a sequence be longer on another worker.
+        places = tf.range(tf.size(slices.indices, tf.int64))
+        places = tf.IndexedSlices(places, slices.indices, slices.dense_shape[:1])
+        return ToReduce([slices, places], lambda reduced: _summed(*reduced))
+    return ToReduce([slices], lambda reduced: _summed(reduced[0]))
+
+
+def _summed(slices: Any, places: Any = None) -> Any:
+    """One slice for each index, or for each pair of index and place."""
+    if not isinstance(slices, tf.IndexedSlices):
+        return slices  # a strategy of the user's has made it dense
+    keys = tf.cast(slices.indices, tf.int64)
+    if places is not None:
+        keys += places.values * _INDICES
+    keys, number = tf.unique(keys, tf.int64)
+    return tf.IndexedSlices(
+        tf.math.unsorted_segment_sum(slices.values, number, tf.size(keys)),
+        tf.cast(keys % _INDICES, slices.indices.dtype),
+        slices.dense_shape,
+    )
+
+
+def _together(lookups: list[Any]) -> Any:
+    if not all(isinstance(slices, tf.IndexedSlices) for slices in lookups):
+        return tf.add_n([tf.convert_to_tensor(slices) for slices in lookups])
+    return tf.IndexedSlices(
+        tf.concat([slices.values for slices in lookups], 0),
+        tf.concat([slices.indices for slices in lookups], 0),
+        lookups[0].dense_shape,
+    )

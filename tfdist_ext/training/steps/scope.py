@@ -1,0 +1,466 @@
+"""What one replica's step writes, collected instead of done.
+
+Keras writes metrics and moving statistics from inside each replica's step. Under a strategy these
+writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
+values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
+written once.
+
+What is written inside a `cond` or a loop of a layer's own cannot leave it as a value. It goes to
+the replica's own copy of the variable, which is read when the step ends.
+
+Methods of metrics while the step of a replica runs.
+
+Lookups of rows in a variable of which all replicas share one copy: rows move, not the table.
+
+Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
+of each replica. Here the rows are gathered where the table is, or its pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.steps.context import (
+    Part,
+    current_graph,
+    outside_of_inner_graphs,
+    part,
+    set_part,
+)
+from tfdist_ext.training.steps.logs import MetricVersions, metric_variables, metrics_of
+from tfdist_ext.training.steps.replaced import StepRecord, calls_go_to
+from tfdist_ext.training.variables import (
+    OwnCopies,
+    PartitionedRead,
+    copies_per_worker,
+    local_copy,
+    take_rows,
+)
+
+__all__ = [
+    "ReplicaScope",
+    "assign_written",
+    "contribution",
+    "contribution_of_part",
+    "metric_methods",
+    "metric_variables_on_one_copy",
+    "metrics_and_others",
+    "rows_of_shared",
+    "taken_by",
+]
+
+
+class ReplicaScope(keras.StatelessScope):
+    """Holds the metrics' state and collects writes to the model's other variables.
+
+    Args:
+        metrics: (variable, value) of each metric's variable.
+        watched: the model's other variables. What a replica writes to them becomes the mean over
+            all rows: when the step ends, or at once for those that an optimizer trains.
+        own: where the replica keeps what is written in inner graphs.
+    """
+
+    def __init__(
+        self,
+        metrics: Iterable[tuple[Any, Any]],
+        watched: Sequence[Any] = (),
+        own: OwnCopies | None = None,
+    ):
+        metrics = list(metrics)
+        super().__init__(metrics, collect_losses=True, initialize_variables=False)
+        self._metrics = {id(variable): variable for variable, _ in metrics}
+        self._others = list(watched)
+        self.versions = MetricVersions()
+        for variable, _ in metrics:
+            key = id(variable)
+            self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
+        self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
+        self.resetting = False
+        self.results: list[Any] = []  # what metrics returned in eager steps
+        self._watched = {id(variable): number for number, variable in enumerate(watched)}
+        self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
+        self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
+        self._graph = current_graph()
+        self._reads: dict[int, PartitionedRead] = {}
+        self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
+        self.updated: set[int] = set()  # ids of the metrics' variables that were written
+        for variable in self._own.written.values():
+            # Not only when one is met: inner graphs of eager steps are traced in the first alone.
+            self._move_to_own(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        key = id(variable)
+        if (here := part()) is not None:
+            here.check_written(variable, value)
+        if key in self._metrics:
+            self._check_metric(variable)
+            self.updated.add(key)
+            if self.resetting:
+                value = self.without_rows[key] = _on_first_replica(variable, value)
+            super().add_update((variable, self.versions.add(variable, value)))
+        elif key not in self._watched:
+            _check_is_no_metric(variable)
+            self.written_apart.add(key)
+            self._write(variable, value)
+        elif self._in_inner_graph():
+            self._move_to_own(variable)
+            self._own.write(variable, value)
+        elif variable.trainable:
+            self.written_apart.add(key)
+            self._write(variable, value)
+        else:
+            self.written_apart.add(key)
+            super().add_update(update)
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key in self._watched and self._in_inner_graph():
+            self._move_to_own(variable)  # the graph may be a loop that goes on to write it
+        if key in self.state_mapping:
+            return self.state_mapping[key]
+        # Never None: Keras reads regularized weights through the scope.
+        if key in self._apart:
+            return self._own.of(variable)
+        raw = kp.raw_value(variable)
+        if not is_partitioned(raw) or not variable.trainable:
+            return raw
+        read = self._read_of(raw)
+        # Not in a loop of a layer's, whose gradient has the shape of its inputs.
+        with outside_of_inner_graphs(self._graph):
+            return read.whole()
+
+    def record(self, called: Set[str]) -> StepRecord:
+        """What the step has done so far; `called` are keys of `REPLACED`."""
+        read_whole = {
+            id(variable)
+            for variable in self._others
+            if (read := self._reads.get(id(kp.raw_value(variable)))) and read.read_whole
+        }
+        has_losses = bool(self.losses)
+        return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
+
+    def forget_losses(self, layer: keras.Layer) -> None:
+        """Those that a layer, and the layers inside of it, gave to add_loss in this step."""
+        for each in kp.flat_layers(layer) if self.losses else ():
+            ids = kp.loss_ids(each)
+            mine = {id(loss) for loss in self.losses} & ids
+            self.losses[:] = [loss for loss in self.losses if id(loss) not in mine]
+            ids -= mine
+
+    def rows(self, variable: Any, ids: tf.Tensor) -> Any:
+        """The rows of a variable in pieces, moved without the rest of it.
+
+        None in inner graphs, and where the step has given it another value.
+        """
+        key = id(variable)
+        if self._in_inner_graph() or key in self.state_mapping or key in self._apart:
+            return None
+        raw = kp.raw_value(variable)
+        return self._read_of(raw).rows(ids) if variable.trainable else take_rows(raw, ids)
+
+    def source_of(self, variable: Any) -> Any:
+        """What a tape knows a variable by: one in pieces is no source, its reads have one."""
+        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
+        return self._read_of(raw).handle if is_partitioned(raw) else variable
+
+    def _read_of(self, raw: Any) -> PartitionedRead:
+        if id(raw) not in self._reads:
+            with outside_of_inner_graphs(self._graph):
+                self._reads[id(raw)] = PartitionedRead(raw)
+        return self._reads[id(raw)]
+
+    @property
+    def written(self) -> dict[int, Any]:
+        """Number of a watched variable -> the value that the step gave it, on this replica."""
+        values = {
+            self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
+            for key, variable in self._own.written.items()
+        }
+        for key, number in self._watched.items():
+            if key in self.state_mapping:
+                values[number] = self.state_mapping[key]
+        return values
+
+    def outcome(self, here: Part | None) -> tuple[list[Any], dict[str, Any]]:
+        """What a replica's step returns: (the metrics' states, the values that it wrote).
+
+        To be called in the replica's context, after the scope.
+
+        Returns:
+            The state of each metric variable on this replica; and by the number of a watched
+            variable, as a string, its new value, equal on all replicas, for `assign_written`.
+        """
+        states = [self.get_current_value(variable) for variable in self._metrics.values()]
+        written = self.written
+        if here is not None:
+            # A row that is another's must not be added twice.
+            states = [
+                here.if_present(after, self.without_rows[key])
+                if variable.aggregation == "sum"
+                else after
+                for after, (key, variable) in zip(states, self._metrics.items(), strict=True)
+            ]
+            written = here.mean(written, dict(enumerate(self._others)))
+        return states, {str(number): value for number, value in written.items()}
+
+    def _in_inner_graph(self) -> bool:
+        return current_graph() is not self._graph
+
+    def _move_to_own(self, variable: Any) -> None:
+        """See to it that the replica's own copy has the value that is current before this graph."""
+        key = id(variable)
+        collected = self.state_mapping.pop(key, None)
+        is_apart = self._own.is_apart(variable)
+        if collected is not None or (is_apart and key not in self._apart):
+            with outside_of_inner_graphs(self._graph):
+                value = kp.raw_value(variable) if collected is None else collected
+                self._own.of(variable).assign(value)
+        if collected is not None:
+            self._own.written[key] = variable
+        if is_apart:
+            self._apart.add(key)
+
+    def _write(self, variable: Any, value: Any) -> None:
+        """Assign at once, as some layers do to weights that they read in the same call."""
+        here = part()
+        if here and not self._in_inner_graph():
+            # Where one copy is all replicas', all write the same.
+            value = here.mean({0: value}, {0: variable})[0]
+        raw = kp.raw_value(variable)
+        if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
+            kp.write(variable, value)
+        else:  # the one copy of all replicas, in a wrapper that asks how they combine
+            raw.get().assign(tf.cast(value, raw.dtype))
+
+    def _check_metric(self, variable: Any) -> None:
+        if self._in_inner_graph():
+            raise TrainingError(
+                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
+                " a loop of train_step's own. Update metrics directly in the body of train_step;"
+                " the step is compiled as a whole already."
+            )
+
+
+def metrics_and_others(model: keras.Model) -> tuple[list[Any], list[Any]]:
+    """(the variables of a model's metrics, its other variables), each variable once."""
+    metrics = metric_variables(metrics_of(model))
+    known = {id(variable) for variable in metrics}
+    return metrics, [variable for variable in model.variables if id(variable) not in known]
+
+
+def assign_written(
+    strategy: tf.distribute.Strategy, watched: Sequence[Any], written: dict[str, Any]
+) -> None:
+    """Assign what the replicas' steps wrote, in cross-replica context.
+
+    Args:
+        watched: as given to the ReplicaScope.
+        written: from `ReplicaScope.outcome`, as `strategy.run` returned it.
+    """
+    for number, value in written.items():
+        strategy.extended.update(
+            kp.raw_value(watched[int(number)]),
+            lambda variable, value: variable.assign(value),
+            # The value is equal on all replicas, so any of them will do.
+            args=(strategy.experimental_local_results(value)[0],),
+            group=False,
+        )
+
+
+def _check_is_no_metric(variable: Any) -> None:
+    """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
+    here = part()
+    if here and here.replicas > 1 and variable.synchronization == "on_read":
+        raise TrainingError(
+            f"the step updates the metric variable {variable.path!r}, and the model does not know"
+            " its metric, so its values on several replicas cannot be combined. Make the metric an"
+            " attribute of the model or of one of its layers (self.tracker = ...), or return it"
+            " from the model's metrics property."
+        )
+
+
+def _on_first_replica(variable: Any, value: Any) -> Any:
+    """What a replica contributes to a value that is the same on all of them."""
+    if variable.aggregation != "sum" or not tf.distribute.has_strategy():
+        return value
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
+
+
+def metric_variables_on_one_copy() -> Any:
+    """Scope in which metrics' variables are ordinary mirrored ones.
+
+    Keras creates them to be summed over replicas when read. Reading such a variable is a
+    collective, so a callback that looks at a metric on the chief alone would wait for ever. The
+    replicas' own states are in the loop; the variable only shows their aggregate.
+    """
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+            kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return next_creator(**kwargs)
+
+    return tf.variable_creator_scope(creator)
+
+
+@contextlib.contextmanager
+def metric_methods(metrics: Iterable[Any], *, eager: bool) -> Iterator[None]:
+    """Scope in which a step may reset metrics and, if it is eager, reads them over all replicas.
+
+    A reset counts on replicas without rows too, and its value once. The results that a step
+    returns are known from its graph where it has one (see `DerivedLogs`); in an eager step
+    `result()` itself is computed from the states of all replicas.
+    """
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            methods = {"reset_state": _resetting(metric.reset_state)}
+            if eager:
+                methods["result"] = _result_over_all(metric, metric.result)
+            stack.enter_context(calls_go_to(metric, **methods))
+        yield
+
+
+def contribution_of_part(here: Part, variable: Any, value: Any, without_rows: Any) -> Any:
+    """What a replica's state of a metric adds to the state over all replicas, in its context."""
+    if variable.aggregation == "sum":
+        value = tf.where(here.present(tf.float32) > 0, value, without_rows)
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return contribution(variable, value, here.replicas, tf.equal(number, 0))
+
+
+def _resetting(original: Any) -> Any:
+    def reset_state(*args: Any, **kwargs: Any) -> Any:
+        scope = kp.stateless_scope()
+        if not isinstance(scope, ReplicaScope):
+            return original(*args, **kwargs)
+        before, scope.resetting = scope.resetting, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scope.resetting = before
+
+    return reset_state
+
+
+def _result_over_all(metric: Any, original: Any) -> Any:
+    def result(*args: Any, **kwargs: Any) -> Any:
+        here, scope = part(), kp.stateless_scope()
+        if not isinstance(scope, ReplicaScope):
+            return original(*args, **kwargs)
+        if here is None or here.replicas == 1:
+            value = original(*args, **kwargs)
+        else:
+            if current_graph() is not None:
+                raise TrainingError(
+                    f"result() of the metric {metric.name!r} is called inside a tf.function of an"
+                    " eager step, where replicas cannot combine their states. Call it directly in"
+                    " the step, or compile the model without run_eagerly=True."
+                )
+            with set_part(None), ReplicaScope(_over_all(here, scope, metric.variables)):
+                value = original(*args, **kwargs)
+        scope.results += keras.tree.flatten(value)
+        return value
+
+    return result
+
+
+def _over_all(here: Part, scope: ReplicaScope, variables: list[Any]) -> list[tuple[Any, Any]]:
+    """(variable, state over all replicas) of each variable of a metric."""
+    known = [variable for variable in variables if id(variable) in scope.without_rows]
+    states = [scope.get_current_value(variable) for variable in known]
+    contributions = [
+        contribution_of_part(here, variable, state, scope.without_rows[id(variable)])
+        for variable, state in zip(known, states, strict=True)
+    ]
+    reduced = here.meeting(here.sum_up, contributions)
+    return [
+        (variable, tf.cast(value, state.dtype))
+        for variable, value, state in zip(known, reduced, states, strict=True)
+    ]
+
+
+def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Callable[..., Any]:
+    """What stands in for `keras.ops.take` of a table's rows.
+
+    Keras's way remains that of a variable with a copy for each replica, of one that the step has
+    given another value, and of sparse ids.
+    """
+
+    def rows(variable: Any, ids: Any) -> Any:
+        if isinstance(ids, tf.SparseTensor) or not is_shared(variable):
+            return None
+        if isinstance(ids, tf.RaggedTensor):
+            flat = rows(variable, ids.flat_values)
+            return None if flat is None else ids.with_flat_values(flat)
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
+        if is_partitioned(kp.raw_value(variable)):
+            taken = of_pieces(variable, ids)
+        else:
+            taken = tf.gather(local_copy(variable, strategy, 0), ids)
+        if taken is None:
+            return None
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+
+    def of_pieces(variable: Any, ids: tf.Tensor) -> Any:
+        scope = kp.stateless_scope()
+        if isinstance(scope, ReplicaScope):
+            return scope.rows(variable, ids)
+        return take_rows(kp.raw_value(variable), ids)
+
+    def is_shared(variable: Any) -> bool:
+        raw = kp.raw_value(variable)
+        if raw is None or raw.shape.rank < 1 or local_replicas == 1:
+            return False
+        if copies_per_worker(variable, strategy) == local_replicas:
+            return False
+        scope = kp.stateless_scope()
+        if scope is None:
+            return True
+        if isinstance(scope, ReplicaScope) and is_partitioned(raw):
+            return True  # it is asked for the rows
+        return isinstance(scope, ReplicaScope) and scope.get_current_value(variable) is raw
+
+    return functools.partial(taken_by, rows)
+
+
+def taken_by(
+    rows: Callable[[Any, Any], Any],
+    original: Callable[..., Any],
+    x: Any,
+    indices: Any,
+    axis: int | None = None,
+) -> Any:
+    """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
+    taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
+    return original(x, indices, axis=axis) if taken is None else taken
+
+
+def contribution(variable: Any, value: Any, replicas: int, first: Any) -> Any:
+    """What one replica's state of a metric adds to the state over all replicas.
+
+    Args:
+        variable: the Keras variable, which says by `aggregation` how its states combine.
+        first: whether it is the first of all replicas.
+    """
+    value = _addable(value)
+    if variable.aggregation == "sum":
+        return value
+    if variable.aggregation == "mean":
+        return tf.cast(value / replicas, value.dtype)
+    return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
+
+
+def _addable(value: Any) -> Any:
+    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value

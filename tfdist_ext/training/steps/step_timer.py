@@ -1,0 +1,152 @@
+"""When a task's steps began, and when its own part of each was ready: noted in the graph.
+
+In synchronous training each step takes as long as the slowest worker's, on all of them. What tells
+workers apart is each one's own time: from the end of the last step, its data read and its gradients
+computed, to the moment from which it waits for the others. What it has waited before, in the middle
+of its step, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.training.protocols import NullStepTimer
+
+__all__ = ["NO_ROWS", "Notes", "ReplicaTimer", "StepTimer", "timestamp_after"]
+
+
+def timestamp_after(values: Any) -> tf.Tensor:
+    """The time at which all of these tensors are there, in seconds."""
+    parts = tf.nest.flatten(values, expand_composites=True)
+    there = [part for part in parts if part is not None]
+    with tf.device("CPU:0"), tf.control_dependencies(there):
+        return tf.timestamp()
+
+
+NO_ROWS = -1.0  # in the place of a norm; a gradient that has diverged is NaN
+
+
+class Notes(NamedTuple):
+    """Of each step, in order: seconds in all, seconds of this task's own, norm of its gradient.
+
+    The norm is NO_ROWS where the task had no row in the step, or no gradient has come by.
+    """
+
+    step: np.ndarray
+    own: np.ndarray
+    norm: np.ndarray
+
+
+class StepTimer(NullStepTimer):
+    """Notes of the steps of one task, in a queue until they are read."""
+
+    records = True
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [[3]])  # -1: no limit
+        self._begun: Any = None
+        self._waited: Any = 0.0
+
+    def reading(self, iterator: Any) -> Any:
+        return _Reading(iterator, self._begin)
+
+    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+        before = timestamp_after(value)
+        answer = ask(value)
+        self._waited = timestamp_after(answer) - before
+        return answer
+
+    def of_replica(self) -> ReplicaTimer:
+        return ReplicaTimer()
+
+    def step_is_done(self, notes: Sequence[Any]) -> None:
+        # The task is ready when its last replica is.
+        ready = tf.reduce_max(tf.stack([note[0] for note in notes]))
+        norms = tf.stack([note[1] for note in notes])
+        with_rows = tf.cast(tf.not_equal(norms, NO_ROWS), tf.int32)
+        norm = tf.gather(norms, tf.argmax(with_rows))  # of the first that has any
+        self._note(self._begun, ready - self._begun - self._waited, norm)
+
+    def execution_is_done(self, last: Any) -> None:
+        self._note(timestamp_after(last), -1.0, 0.0)
+
+    def read(self) -> Notes:
+        """Of all steps since it was last called."""
+        begun, own, norm = self._queue.dequeue_many(self._queue.size()).numpy().T
+        steps = own >= 0  # the others are ends of executions
+        return Notes(np.diff(begun, append=0.0)[steps], own[steps], norm[steps])
+
+    def _begin(self) -> Any:
+        self._begun = timestamp_after([])
+        self._waited = 0.0
+        return self._begun
+
+    def _note(self, *numbers: Any) -> None:
+        row = [tf.cast(number, tf.float64) for number in numbers]
+        with tf.device("CPU:0"):
+            self._queue.enqueue(tf.stack(row))
+
+
+class ReplicaTimer:
+    """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
+
+    def __init__(self) -> None:
+        self._meetings: list[tuple[Any, Any]] = []  # when this replica, and when all, were there
+        self._squares: list[Any] = []
+        self._has_rows: Any = True
+
+    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+        """`meet(values)`, which waits for all replicas."""
+        ready = timestamp_after([values, self._squares])
+        result = meet(values)
+        self._meetings.append((ready, timestamp_after(result)))
+        return result
+
+    def gradients(self, weighted: Sequence[Any], weight: Any) -> None:
+        """Take the norm of a gradient times `weight`: share of the rows, and loss scale."""
+        norm = tf.linalg.global_norm(list(weighted))
+        # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
+        with tf.device("CPU:0"):
+            of_rows = tf.math.divide_no_nan(tf.cast(norm, tf.float64), weight)
+            self._squares.append(of_rows**2)
+            self._has_rows = weight > 0
+
+    def notes(self, outcome: Any) -> tuple[Any, Any]:
+        """(when it was ready, less what it had waited before; norm of its own mean gradient).
+
+        Args:
+            outcome: of a step that met nobody; it is ready when these tensors are there.
+        """
+        if not self._meetings:
+            return timestamp_after(outcome), self._norm()
+        *before, (ready, _) = self._meetings
+        waited = [there - here for here, there in before]
+        return ready - (tf.add_n(waited) if waited else 0.0), self._norm()
+
+    def _norm(self) -> Any:
+        if not self._squares:
+            return tf.constant(NO_ROWS, tf.float64)
+        with tf.device("CPU:0"):
+            norm = tf.sqrt(tf.add_n(self._squares))
+            return tf.where(self._has_rows, norm, tf.constant(NO_ROWS, tf.float64))
+
+
+class _Reading:
+    """An iterator whose elements are asked for when the step has begun."""
+
+    def __init__(self, iterator: Any, begin: Callable[[], Any]):
+        self._iterator = iterator
+        self._begin = begin
+
+    def __next__(self) -> Any:
+        with tf.control_dependencies([self._begin()]):
+            return next(self._iterator)
+
+    def get_next_as_optional(self) -> Any:
+        with tf.control_dependencies([self._begin()]):
+            return self._iterator.get_next_as_optional()

@@ -1,0 +1,148 @@
+"""The engine of synchronous strategies: all replicas run each step together.
+
+What both engines do alike: steps on the replicas of this process, or on workers elsewhere.
+
+`DistributedModel` is the same for both. An engine brings what differs: who agrees with whom, how
+data gets to the steps, and the compiled steps themselves.
+
+Random numbers without a seed, in steps: `keras.random.normal(shape)` in a layer's call.
+
+Keras draws them from one generator of the calling thread, and would make a new one in the thread of
+each replica, inside of the step. So each replica has one from the beginning: a plain variable of
+its own that its steps advance, alike on all replicas of all workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.equality import check_same_position
+from tfdist_ext.training.inputs import GlobalBatches, batches_of_function, read
+from tfdist_ext.training.programs import EngineBase, step_of
+from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFunction, StepProgram
+from tfdist_ext.training.steps.step_timer import StepTimer
+from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
+from tfdist_ext.training.synchronous.reduction import SynchronousReduction
+
+__all__ = ["Seeds", "SynchronousEngine"]
+
+
+class SynchronousEngine(EngineBase[SynchronousReduction]):
+    """Steps on all replicas of a synchronous strategy, each task running its own part."""
+
+    seconds_per_execution = 0.4  # short enough to show progress
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        super().__init__(strategy, SynchronousReduction(strategy))
+        self._seeds = Seeds(strategy, self.reduction)
+        self._timer: StepTimer | None = None
+        self._warned_of_xla = False
+
+    def read(self, *data: Any, **options: Any) -> GlobalBatches:
+        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        if isinstance(data[0], ShardedDataset):
+            check_same_position(self.reduction, data[0])
+        if isinstance(data[0], FunctionDataset):
+            return batches_of_function(data[0], self.reduction, *data[1:], **options)
+        return read(*data, **options)
+
+    def feed(self, batches: GlobalBatches) -> Any:
+        """What the programs iterate over: the parts of this task's replicas."""
+        on = self.reduction
+        if on.feeds_on_host:
+            return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
+        return batches.distributed(self._strategy)
+
+    def prepare(self, model: keras.Model) -> None:
+        """Turn off `jit_compile` where XLA does not compile steps."""
+        if model.jit_compile and self._strategy.num_replicas_in_sync > 1:
+            self._warn_of_xla(
+                f"XLA does not compile steps under {type(self._strategy).__name__} with"
+                f" {self._strategy.num_replicas_in_sync} replicas."
+            )
+            model.jit_compile = False
+
+    def step_timer(self) -> StepTimer:
+        """The timer of this task's training steps."""
+        self._timer = self._timer or StepTimer()
+        return self._timer
+
+    def finalize(self, model: keras.Model) -> None:
+        """At the end of a training: averaged weights take the place of the last ones."""
+        with self.reduction.peers.meeting("averaged weights"), self._strategy.scope():
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
+        if timer.records and model.jit_compile and not model.run_eagerly:
+            self._warn_of_xla("XLA cannot note the times that a WorkerTensorBoard writes.")
+        return super().program(model, kind, timer)
+
+    def _warn_of_xla(self, why: str) -> None:
+        """Say once that `jit_compile=True` is off; to be called by what `fit` calls in a helper."""
+        if not self._warned_of_xla:
+            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=6)
+            self._warned_of_xla = True
+
+    def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
+        step = self._seeds.around(step_of(model, kind))
+        return SynchronousProgram(model, self._strategy, self.reduction, kind, step, timer)
+
+    def _make_predictor(self, model: keras.Model) -> PredictProgram:
+        step = self._seeds.around(step_of(model, "predict"))
+        return Predictor(model, self._strategy, self.reduction, step)
+
+
+class Seeds:
+    """The generators of a model's replicas on this worker; none where Keras's own serves."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, reduction: SynchronousReduction):
+        self._strategy = strategy
+        self._reduction = reduction
+        self._generators: list[keras.random.SeedGenerator] | None = None
+
+    def around(self, step: StepFunction) -> StepFunction:
+        """The same step, drawing from the generator of the replica that runs it.
+
+        Every worker must call, where it may be the first time.
+        """
+        if self._generators is None:
+            self._generators = self._made()
+        if not (generators := self._generators):
+            return step
+
+        @functools.wraps(step)
+        def seeded(*args: Any) -> Any:
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            number = int(tf.get_static_value(number)) % len(generators)
+            with kp.global_seed_generator(generators[number]):
+                return step(*args)
+
+        return seeded
+
+    def _made(self) -> list[keras.random.SeedGenerator]:
+        if isinstance(self._strategy, tf.distribute.TPUStrategy):
+            return []  # steps cannot write what was made outside; they run in the calling thread
+        try:
+            devices = list(self._strategy.extended.worker_devices)
+        except RuntimeError:  # the default strategy: one replica, in the calling thread
+            return []
+        # From Python's random numbers, as Keras takes seeds.
+        seed = int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
+        # A new thread is outside of all scopes and graphs that are open in this one.
+        with ThreadPoolExecutor(1) as thread:
+            return list(thread.map(lambda device: _generator(seed, device), devices))
+
+
+def _generator(seed: int, device: str) -> keras.random.SeedGenerator:
+    with tf.device(device):
+        return keras.random.SeedGenerator(seed)

@@ -1,0 +1,220 @@
+"""Values of single replicas, made one for all replicas of all workers."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.strategies.explanation import computing_tasks
+from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
+from tfdist_ext.training.agreement.peers import Peers, peers_of
+from tfdist_ext.training.steps.scope import _addable, contribution
+
+__all__ = ["SynchronousReduction"]
+
+
+class SynchronousReduction:
+    """Reductions over the replicas of a strategy, a few tensors at a time."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+        self.replicas = strategy.num_replicas_in_sync
+        # The concrete function: calls of the other kind are counted, and warned of, as retracing.
+        ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
+        ids = ids.get_concrete_function()()
+        local = strategy.experimental_local_results(ids)
+        self.local_replicas = len(local)
+        self.first_replica = int(local[0])  # of this worker, in the order of all
+        self.multi_worker = self.replicas > self.local_replicas
+        self.workers = self.replicas // self.local_replicas
+        self.worker = self.first_replica // self.local_replicas  # which of them this task is
+        devices = _devices(strategy)
+        # CPU replicas are fed from a plain iterator on the host.
+        self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
+        # TensorFlow's own word for "this task is the one that writes".
+        self.is_chief = bool(strategy.extended.should_checkpoint)
+        self._sums: dict[Any, Any] = {}
+        self.peers = peers_of(strategy)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Scope of a public call; all workers wait until each has made it.
+
+        Raises:
+            TrainingError: on every worker, where they make different calls.
+            PeerError: a worker is gone, or is somewhere else.
+        """
+        with self.peers.call(name):
+            if isinstance(self.peers, Peers):
+                # A type of its own: two collectives of one type would be taken for one.
+                number = float(zlib.crc32(name.encode()) % 2**20)
+                with self.peers.meeting("its beginning"):
+                    sums = self.sum_over_workers(np.array([1.0, number, number**2], np.float64))
+                # Equal numbers, and no others, have a variance of 0.
+                if sums[1] != sums[0] * number or sums[2] != sums[0] * number**2:
+                    raise self.peers.different_calls(name)
+            yield
+
+    def task_names(self) -> list[str]:
+        """The tasks that compute, in the order of their replicas, as "worker 1"."""
+        return computing_tasks(self._strategy, self.workers)
+
+    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
+
+        `batch` is from an iterator over parts of global batches.
+        """
+        if self.feeds_on_host:
+            return self._strategy.run(
+                lambda parts, *rest: step(self.of_this_replica(parts), *rest), args=(batch, *args)
+            )
+        return self._strategy.run(step, args=(batch, *args))
+
+    def of_this_replica(self, per_replica: Sequence[Any]) -> Any:
+        """The entry of the replica that runs, in its context."""
+        if self.local_replicas == 1:
+            return per_replica[0]
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        fixed = tf.get_static_value(number)
+        if fixed is not None:
+            return per_replica[int(fixed) % self.local_replicas]
+        # Where the number is known only at run time (TPU).
+        which = number % self.local_replicas
+        return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
+
+    def split_states(self, variables: Sequence[Any], values: Sequence[Any]) -> list[list[Any]]:
+        """For each local replica, the metric states from which its steps start.
+
+        What is summed over replicas starts from its value on the first replica, and from zero on
+        all others, so that `over_all` counts the value once.
+        """
+        zeros = [
+            tf.zeros_like(value) if variable.aggregation == "sum" else value
+            for variable, value in zip(variables, values, strict=True)
+        ]
+        others = [list(zeros) for _ in range(self.local_replicas)]
+        return [list(values), *others[1:]] if self.is_chief else others
+
+    def over_all(
+        self, variables: Sequence[Any], states: Any, outputs: dict[str, Any], seconds: Any
+    ) -> tuple[list[Any], dict[str, Any], Any]:
+        """(metric states, outputs, chief's seconds), each one value for the whole cluster.
+
+        Args:
+            variables: Keras variables that say by `aggregation` how their states combine.
+            states: for each local replica, the value of each variable.
+            outputs: contributions of the local replicas, summed.
+            seconds: this task's figure.
+        """
+        if self.replicas == 1:
+            return states[0], outputs, seconds
+
+        first_worker = self.is_chief
+        # What is one value a worker already goes in with its first replica only.
+        names = [name for name, value in outputs.items() if value.dtype != tf.string]
+        mine: list[list[Any]] = []
+        for replica, state in enumerate(states):
+            first = first_worker and replica == 0
+            values = [
+                contribution(variable, value, self.replicas, first)
+                for variable, value in zip(variables, state, strict=True)
+            ]
+            shared = [
+                value if value.dtype.is_floating or first else tf.zeros_like(value)
+                for value in (_addable(outputs[name]) for name in names)
+            ]
+            shared.append(seconds if first else tf.zeros_like(seconds))
+            if replica > 0:
+                shared = [tf.zeros_like(value) for value in shared]
+            mine.append(values + shared)
+        reduced = self._sum_of_replicas(mine)
+        values = [
+            tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
+        ]
+        *of_outputs, chief_seconds = reduced[len(values) :]
+        summed = {
+            name: tf.cast(value, outputs[name].dtype)
+            for name, value in zip(names, of_outputs, strict=True)
+        }
+        return values, {**outputs, **summed}, chief_seconds
+
+    def sum_over_workers(self, value: Any) -> np.ndarray:
+        """The sum over workers of each worker's number or array; every worker must call."""
+        value = np.asarray(value)
+        if not self.multi_worker:
+            return value
+        value = tf.constant(value)
+        # One function for each kind: TensorFlow warns of one that is traced for many.
+        kind = tf.TensorSpec([None] * value.shape.rank, value.dtype)
+        if kind not in self._sums:
+            function = tf.function(self._sum_of_local, autograph=False)
+            self._sums[kind] = function.get_concrete_function(kind)
+        with self.peers.meeting():
+            return self._sums[kind](value).numpy()
+
+    def from_chief(self, value: Any) -> np.ndarray:
+        """The chief's number or array, on every worker; every worker must call."""
+        value = np.asarray(value)
+        return self.sum_over_workers(value if self.is_chief else np.zeros_like(value))
+
+    def any_worker(self, flag: bool) -> bool:
+        """Whether the flag is set on any worker; every worker must call."""
+        return bool(self.sum_over_workers(np.int32(flag)) > 0)
+
+    def on_all_workers(self, flag: Any) -> Any:
+        """Whether a boolean tensor is true on every worker: in the graph, in all of them."""
+        if not self.multi_worker:
+            return flag
+        here = [[tf.cast(flag, tf.int32)] for _ in range(self.local_replicas)]
+        return self._sum_of_replicas(here)[0] == self.replicas
+
+    def rows_of_all(self, batch: Any) -> Any:
+        """In a step: (rows of all parts, sum of what the parts say of the global batch's size)."""
+
+        def counted(part: Any) -> Any:
+            counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
+            return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
+
+        summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
+        return summed[0], summed[1]
+
+    def _sum_of_local(self, value: Any) -> Any:
+        others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
+        return self._sum_of_replicas([[value], *others])[0]
+
+    def _sum_of_replicas(self, per_replica: list[list[Any]]) -> list[Any]:
+        """Sum lists of tensors over all replicas, one collective for each dtype."""
+        dtypes = [value.dtype for value in per_replica[0]]
+
+        def in_replica(per_replica: Any) -> list[Any]:
+            mine = self.of_this_replica(per_replica)
+            result: list[Any] = [None] * len(mine)
+            for dtype in dict.fromkeys(dtypes):
+                places = [i for i, other in enumerate(dtypes) if other == dtype]
+                # identity: a tensor from outside has no device, and the reduction goes by it.
+                values = [tf.identity(mine[i]) for i in places]
+                what = [METRIC] * len(values)
+                reduced = all_reduce(tf.distribute.ReduceOp.SUM, values, what)
+                for place, value in zip(places, reduced, strict=True):
+                    result[place] = value
+            return result
+
+        summed = self._strategy.run(in_replica, args=(per_replica,))
+        return [self._strategy.experimental_local_results(value)[0] for value in summed]
+
+
+def _replica_id() -> tf.Tensor:
+    # identity: some strategies give a number, and one that is no tensor is not per replica.
+    return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+def _devices(strategy: tf.distribute.Strategy) -> list[str]:
+    try:
+        return list(strategy.extended.worker_devices)
+    except RuntimeError:  # the default strategy has none
+        return []

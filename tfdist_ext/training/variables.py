@@ -1,0 +1,473 @@
+"""Variables as one replica or worker sees them: copies, shards, slots, and who updates them.
+
+Keras code on one replica's own copies of the variables, as if there were no strategy.
+
+What an optimizer does after gradients are summed is the same on every replica. Inside a strategy
+its conditions fail (a cond cannot contain a cross-replica call) and its assignments take detours.
+On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device.
+
+A replica's own copies of variables, for what its step writes inside a cond or a loop.
+
+On mirrored strategies the replica's copy of the variable serves: it is unlike the others' until the
+step ends and the mean over all rows is written to all of them. In central storage there is one copy
+for all replicas, so each gets a variable beside it.
+
+Variables that are partitioned into pieces by rows, on parameter servers or on devices.
+
+TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
+rows of it, nor update its pieces, nor keep an optimizer's slots beside them. What is missing is
+here; a step uses it through `WorkerScope` or `ReplicaScope`.
+
+The optimizers of a model: the compiled one, and those that a step of its own uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
+from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies.template_checks import check_owner
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import read_by_tapes
+
+__all__ = [
+    "LocalCopies",
+    "OwnCopies",
+    "PartitionedRead",
+    "UpdatesInPlace",
+    "UpdatesVariables",
+    "all_built",
+    "check_built",
+    "copies_per_worker",
+    "device_of_update",
+    "is_updated_once",
+    "local_copy",
+    "make_readable",
+    "optimizers_of",
+    "outside_of_strategies",
+    "owner_copy",
+    "send_out",
+    "slots_beside_pieces",
+    "take_rows",
+    "with_inner",
+]
+
+
+class LocalCopies(keras.StatelessScope):
+    """Scope in which each Keras variable is a plain tf.Variable, read and assigned at once.
+
+    Args:
+        copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
+    """
+
+    def __init__(self, copy_of: Callable[[Any], Any]):
+        super().__init__(initialize_variables=False)
+        self._copy_of = copy_of
+        self._piece: int | None = None
+        self._used: dict[int, Any] = {}
+
+    @property
+    def used(self) -> list[Any]:
+        """The Keras variables that were read or assigned."""
+        return list(self._used.values())
+
+    def get_current_value(self, variable: Any) -> Any:
+        self._used[id(variable)] = variable
+        copy = self._copy_of(variable)
+        if self._piece is None or not is_partitioned(copy):
+            return copy
+        return copy.variables[self._piece]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        copy = self.get_current_value(variable)
+        copy.assign(tf.cast(value, copy.dtype))
+
+    @contextlib.contextmanager
+    def as_piece(self, number: int) -> Iterator[None]:
+        """Scope in which variables in pieces are their pieces of this number."""
+        before, self._piece = self._piece, number
+        try:
+            yield
+        finally:
+            self._piece = before
+
+
+class UpdatesVariables(ABC):
+    """What an optimizer takes for its strategy; subclasses say where an update runs.
+
+    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+    """
+
+    @property
+    def extended(self) -> UpdatesVariables:
+        return self
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> None:
+        del group
+        self.run(var, functools.partial(fn, **(kwargs or {})), args)
+
+    @abstractmethod
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
+
+
+class UpdatesInPlace(UpdatesVariables):
+    """Each update is computed where the variable is.
+
+    One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
+
+    Args:
+        copies: the scope in which the optimizer runs.
+    """
+
+    def __init__(self, optimizer: Any, copies: LocalCopies):
+        self._by_row = updates_by_row(optimizer)
+        self._copies = copies
+        self._wholes: dict[int, Any] = {}  # id of a piece -> what it is a piece of
+
+    def key_of(self, original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+        """An optimizer's key of a variable; of a piece, that of the variable it belongs to."""
+        raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
+        return original(optimizer, self._wholes.get(id(raw), raw))
+
+    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
+        if is_partitioned(var) and self._by_row:
+            for number, piece, mine in with_each_piece(var, args):
+                self._wholes[id(piece)] = var
+                with tf.device(piece.device), self._copies.as_piece(number):
+                    fn(piece, *mine)
+            return
+        with tf.device(device_of_update(var)):
+            fn(var, *args)
+
+
+def device_of_update(copy: Any) -> str:
+    """Where an update of a plain variable as a whole is computed; of one in pieces at the first."""
+    device: str = pieces_of(copy)[0][0].device
+    return device
+
+
+def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
+    """How many copies of a Keras variable the strategy keeps on this worker."""
+    return len(strategy.experimental_local_results(kp.raw_value(variable)))
+
+
+def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> Any:
+    """The plain tf.Variable that is a Keras variable's copy of the given number.
+
+    Of one in pieces, the ShardedVariable of plain pieces.
+    """
+    copies = strategy.experimental_local_results(kp.raw_value(variable))
+    copy = copies[number % len(copies)]
+    # One copy for all replicas comes in a wrapper that insists on its strategy.
+    return copy.get() if hasattr(copy, "get") else copy
+
+
+def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
+    """The plain tf.Variable on which an update that is computed once is computed."""
+    number = 0
+    if isinstance(strategy, StrategyTemplate):
+        raw = kp.raw_value(variable)
+        number = check_owner(strategy, strategy.owner(raw), raw)
+    return local_copy(variable, strategy, number)
+
+
+def is_updated_once(
+    variables: Sequence[Any], strategy: tf.distribute.Strategy, local_replicas: int
+) -> bool:
+    """Whether an update is computed once, and not by each replica on copies of its own.
+
+    So it is where replicas share a copy, which would be updated once for each of them, and where
+    the strategy has its own way of applying updates.
+    """
+    if isinstance(strategy, StrategyTemplate) and strategy.has_own_updates:
+        return True
+    return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
+
+
+def send_out(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+    """Give all copies the value of the owner's; to be called in cross-replica context."""
+    for variable in variables:
+        if copies_per_worker(variable, strategy) > 1:
+            _send_out(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
+
+
+def _send_out(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
+    def take(copy: Any, value: Any) -> None:
+        if copy is not source:
+            copy.assign(value)
+
+    with tf.device(source.device):
+        value = source.read_value()
+    strategy.extended.update(raw, take, args=(value,), group=False)
+
+
+@contextlib.contextmanager
+def outside_of_strategies(optimizers: Sequence[Any] = (), updates: Any = None) -> Iterator[None]:
+    """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
+
+    Args:
+        updates: what the optimizers see instead.
+    """
+    instead = _default_context().strategy if updates is None else updates
+    with _default_context(), kp.distribution_strategy_of(optimizers, instead):
+        yield
+
+
+_context: Any = None
+
+
+def _default_context() -> Any:
+    """TensorFlow's replica context where no strategy is used."""
+    global _context
+    if _context is None:
+        # A new thread is outside of all scopes, whatever is open in this one.
+        with ThreadPoolExecutor(1) as thread:
+            _context = thread.submit(tf.distribute.get_replica_context).result()
+    return _context
+
+
+class OwnCopies:
+    """The copies of one program, kept from step to step.
+
+    Args:
+        local_replicas: replicas of this worker.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
+        self._strategy = strategy
+        self._local_replicas = local_replicas
+        self._beside: dict[tuple[int, int], tf.Variable] = {}
+        self.written: dict[int, Any] = {}  # id -> variable that steps write in inner graphs
+
+    def is_apart(self, variable: Any) -> bool:
+        """Whether the replica's copy is another variable than the one that steps start from."""
+        return not variable.trainable and self._is_shared(variable)
+
+    def of(self, variable: Any) -> Any:
+        """What to read and assign on the replica that runs."""
+        if isinstance(self._strategy, tf.distribute.TPUStrategy):
+            return kp.raw_value(variable)  # copies cannot be had one by one there
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = int(tf.get_static_value(number)) % self._local_replicas
+        if not self.is_apart(variable):
+            return local_copy(variable, self._strategy, number)
+        key = id(variable), number
+        if key not in self._beside:
+            # A new thread is outside of all scopes and graphs that are open in this one.
+            with ThreadPoolExecutor(1) as thread:
+                self._beside[key] = thread.submit(_like, variable).result()
+        return self._beside[key]
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Assign inside an inner graph.
+
+        Raises:
+            TrainingError: a trained weight of which all replicas have one copy.
+        """
+        if variable.trainable and self._is_shared(variable):
+            raise TrainingError(
+                f"the step assigns to the trainable variable {variable.path!r} inside a"
+                " tf.function, a cond or a loop of its own, where"
+                f" {type(self._strategy).__name__}, whose replicas share one copy of it, cannot."
+                " Assign to it directly in the body of train_step or call (tf.where chooses a"
+                " value without a cond), or create it with trainable=False."
+            )
+        copy = self.of(variable)
+        copy.assign(tf.cast(value, copy.dtype))
+        self.written[id(variable)] = variable
+
+    def _is_shared(self, variable: Any) -> bool:
+        """Whether the replicas of this worker have one copy together."""
+        if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
+            return False
+        return copies_per_worker(variable, self._strategy) < self._local_replicas
+
+
+def _like(variable: Any) -> tf.Variable:
+    raw = kp.raw_value(variable)
+    with tf.device("CPU:0"):
+        return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
+
+
+def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
+
+    No tape sees it: `PartitionedRead` gives the gradient.
+    """
+    pieces = pieces_of(value)
+    flat = tf.reshape(ids, [-1])
+    bounds = tf.constant([end for _, _, end in pieces[:-1]], flat.dtype)
+    # The piece of an id is the number of pieces that end at or before it.
+    owner = tf.searchsorted(bounds, flat, side="right")
+    places = tf.dynamic_partition(tf.range(tf.size(flat)), owner, len(pieces))
+    wanted = tf.dynamic_partition(flat, owner, len(pieces))
+    rows = []
+    for (piece, first, _), mine in zip(pieces, wanted, strict=True):
+        with tf.device(piece.device):
+            rows.append(
+                tf.raw_ops.ResourceGather(
+                    resource=piece.handle, indices=mine - first, dtype=piece.dtype
+                )
+            )
+    row_shape = value.shape[1:]
+    result = tf.reshape(tf.dynamic_stitch(places, rows), [-1, *row_shape])
+    result = tf.reshape(result, tf.concat([tf.shape(ids), row_shape.as_list()], axis=0))
+    result.set_shape(ids.shape.concatenate(row_shape))
+    return result
+
+
+class PartitionedRead:
+    """One partitioned variable as a step reads it: as one tensor, or by rows.
+
+    `tape.gradient` needs one source for all reads. It is a scalar that stands for the variable;
+    reads hand their gradients through to it, of the variable's whole shape.
+    """
+
+    trainable = True  # what TensorFlow's tapes look for in a variable that is read
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self.handle = tf.zeros([], raw.dtype)
+        self.written = False  # by the step
+        self.read_whole = False
+
+    def whole(self) -> tf.Tensor:
+        """All pieces in one tensor, which has the source as its `handle`, as variables have."""
+        self.read_whole = True
+        read_by_tapes(self)
+        whole = self._made_whole(self.handle)  # anew: another tape must see it, too
+        whole.handle = self.handle
+        return whole
+
+    def whole_now(self) -> tf.Tensor:
+        """The same, read in a graph inside the step's; no gradient goes through it."""
+        whole = tf.convert_to_tensor(self._raw)
+        whole.handle = self.handle
+        return whole
+
+    def rows(self, ids: tf.Tensor) -> tf.Tensor:
+        """The rows of `ids`; the gradient is of those rows alone."""
+        read_by_tapes(self)
+
+        @tf.custom_gradient
+        def take(source: tf.Tensor) -> Any:
+            del source
+
+            def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+                shape = self._raw.shape.as_list()
+                values = tf.reshape(upstream, [-1, *shape[1:]])
+                return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
+
+            return take_rows(self._raw, ids), gradient
+
+        return take(self.handle)
+
+    def _made_whole(self, source: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def read(source: tf.Tensor) -> Any:
+            del source
+            values = []
+            for piece, _, _ in pieces_of(self._raw):
+                with tf.device(piece.device):
+                    values.append(
+                        tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
+                    )
+            whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
+            return whole, lambda upstream: upstream
+
+        return read(source)
+
+
+def slots_beside_pieces() -> Any:
+    """Scope in which an optimizer's slots of a partitioned variable are partitioned alike.
+
+    To be entered after the strategy's own scope, where that is TensorFlow's own; `create_strategy`
+    gives one that knows how.
+    """
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        if not is_partitioned(kwargs.get("colocate_with")):
+            return next_creator(**kwargs)
+        return beside_pieces(next_creator, **kwargs)
+
+    return tf.variable_creator_scope(creator)
+
+
+def make_readable(model: keras.Model) -> None:
+    """Let Keras turn a model's partitioned variables into arrays, as `save` does."""
+    variables = list(model.variables)
+    for optimizer in optimizers_of(model).values():
+        variables += optimizer.variables
+    for raw in map(kp.raw_value, variables):
+        if is_partitioned(raw) and not hasattr(raw, "__array__"):
+            raw.__array__ = _as_array(raw)
+
+
+def _as_array(raw: Any) -> Any:
+    return lambda dtype=None: np.asarray(raw.numpy(), dtype)
+
+
+def optimizers_of(model: keras.Model) -> dict[str, Any]:
+    """Attribute -> optimizer, also of those in an attribute that is a list or a dict."""
+    found: dict[int, tuple[str, Any]] = {}
+    for attribute, value in vars(model).items():
+        if attribute.startswith("_self_"):
+            continue  # TensorFlow's list of what is tracked, under other names
+        for name, optimizer in _optimizers_in(attribute, value):
+            found.setdefault(id(optimizer), (name, optimizer))
+    return dict(found.values())
+
+
+def with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it holds, as loss scaling and lookahead do."""
+    inner = [each for held in optimizers_of(optimizer).values() for each in with_inner(held)]
+    return list({id(each): each for each in (optimizer, *inner)}.values())
+
+
+def all_built(model: keras.Model) -> bool:
+    """Whether every optimizer of the model has its variables."""
+    return all(optimizer.built for optimizer in optimizers_of(model).values())
+
+
+def check_built(model: keras.Model) -> None:
+    """Raises a TrainingError that names an optimizer without variables."""
+    for name, optimizer in optimizers_of(model).items():
+        if not optimizer.built:
+            raise TrainingError(
+                f"the optimizer {type(model).__name__}.{name} has no variables yet, and a step"
+                " cannot make them: call its build(variables it trains) in the function given to"
+                " distribute(), after the model is built."
+            )
+
+
+def _optimizers_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _optimizers_in(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _optimizers_in(f"{name}.{number}", inner)
