@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.untuned import untuned
+from tfdist_ext.data.pipelines import without_autotune
 
 __all__ = ["DatasetPasses"]
 
@@ -34,8 +34,8 @@ class DatasetPasses:
         in_steps: bool,
         inspect: Callable[[Any], None] | None = None,
     ):
-        # Each epoch lets go of an iterator, and would wait for its tuner; see `untuned`.
-        self._dataset = untuned(dataset)
+        # Each epoch lets go of an iterator, and would wait for its tuner; see `without_autotune`.
+        self._dataset = without_autotune(dataset)
         self._in_steps = in_steps
         self._inspect = inspect
         self._iterator: Any = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.untuned import untuned
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.dataset_passes import DatasetPasses
 from tfdist_ext.training.global_batches import GlobalBatches
@@ -148,7 +148,9 @@ class Epochs:
         if dataset is not self._fed_from:
             self._fed_from = dataset
             parts_of = parts_of_dataset(dataset)
-            batches = replace(self._batches, parts_of=lambda *which: untuned(parts_of(*which)))
+            batches = replace(
+                self._batches, parts_of=lambda *which: without_autotune(parts_of(*which))
+            )
             self._dataset = self._feed(batches)
         return self._dataset
 

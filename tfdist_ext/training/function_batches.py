@@ -65,7 +65,7 @@ def batches_of_function(
             return parts_of_dataset(dataset())(first, local, replicas)
         return _then_nothing(dataset(), local)
 
-    epoch = data.place[0] if going_on else 0
+    epoch = data.position[0] if going_on else 0
     steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
     if data.takes_epoch and going_on:  # other epochs may have more batches, or fewer
         steps = None
@@ -74,11 +74,11 @@ def batches_of_function(
         return FunctionBatches(
             parts_of,
             steps,
-            data.global_batch,
+            data.global_batch_size,
             endless,
             on_epoch_begin=lambda: None,
             on_epoch_end=lambda: None,
-            begin=data.steps_behind if going_on else 0,
+            begin=data.steps_done if going_on else 0,
             done=lambda steps, logs: data.advance(steps) if going_on else None,
             ended=data.end_epoch if going_on else lambda: None,
             agreed=workers > 1,

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.shards import bounds
-from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.global_batches import GlobalBatches, PartsOf
@@ -162,7 +162,7 @@ def _parts_of_arrays(
                 for mine, low, high in spans
             )
 
-        return untuned(
+        return without_autotune(
             tf.data.Dataset.range(start, 2**62).map(
                 parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
             )

@@ -34,7 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.places import Place, clock, different_calls, odd_one, summary
 from tfdist_ext.training.termination import STATUS, Termination

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 
 __all__ = ["reporting_progress"]
 

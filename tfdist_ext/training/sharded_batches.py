@@ -34,14 +34,14 @@ def batches_of_sharded(
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
     data = data if going_on else data.in_order()
-    epoch, examples = data.place
-    if examples % data.global_batch:
+    epoch, examples = data.position
+    if examples % data.global_batch_size:
         raise TrainingError(
             f"the data's position is after {examples} examples of an epoch, which is between two"
-            f" global batches of {data.global_batch}: go on with the global batch of the training"
-            " that was there before."
+            f" global batches of {data.global_batch_size}: go on with the global batch of the"
+            " training that was there before."
         )
-    begin = epoch * data.steps + examples // data.global_batch
+    begin = epoch * data.steps + examples // data.global_batch_size
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
@@ -49,7 +49,7 @@ def batches_of_sharded(
     return GlobalBatches(
         parts_of,
         data.steps,
-        data.global_batch,
+        data.global_batch_size,
         endless=True,
         on_epoch_begin=lambda: None,
         on_epoch_end=lambda: None,
@@ -83,8 +83,12 @@ def check_says_nothing_else(
             "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
             " from_arrays((x, y, sample_weight)), or return them from parse."
         )
-    if batch_size not in (None, data.global_batch):
-        has = f"global batches of {data.global_batch} examples" if data.global_batch else "batches"
+    if batch_size not in (None, data.global_batch_size):
+        has = (
+            f"global batches of {data.global_batch_size} examples"
+            if data.global_batch_size
+            else "batches"
+        )
         raise TrainingError(
             f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
         )

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.python_calls import python_calls_in
+from tfdist_ext.data.pipelines import find_py_functions_in_graph
 from tfdist_ext.data.shards import Shard
 
 __all__ = ["captures_resources", "what_keeps_here", "what_keeps_made_here"]
@@ -31,7 +31,7 @@ def what_keeps_made_here(make: Callable[[], tf.data.Dataset]) -> str:
     traced = _traced(make)
     if tf.variant in _captured_dtypes(traced):
         return "its data set is made outside of the function; make it inside"
-    if python_calls_in(traced.graph.as_graph_def()):
+    if find_py_functions_in_graph(traced.graph.as_graph_def()):
         return "it calls Python (from_generator, py_function, numpy_function)"
     return ""
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.untuned import untuned
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.coordinated.calls import Calls
 from tfdist_ext.training.coordinated.carried import captures_resources
@@ -125,7 +125,9 @@ class WorkerBatches:
         dataset = tf.data.experimental.from_variant(variant, self.element_spec)
         position = self.records.position(worker)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
-        return untuned(dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE))
+        return without_autotune(
+            dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
+        )
 
     def _captures_resources(self) -> bool:
         with tf.init_scope():

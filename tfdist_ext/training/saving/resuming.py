@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training.chiefs_part import done_by_chief
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.global_batches import GlobalBatches
@@ -152,7 +152,7 @@ class Resumable:
             self._since += steps
             self._in_epoch += steps
             # At the end of an epoch there is one anyway, when callbacks have seen it.
-            behind = of_data.steps_behind
+            behind = of_data.steps_done
             at_end = behind in (0, batches.steps) or self._in_epoch == asked
             if every is not None and self._since >= every:
                 self._since = 0
@@ -267,7 +267,7 @@ class Resumable:
         if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: of tfd.data.from_arrays((x, y), global_batch=64, seed=0) or"
+                " epoch: of tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
                 " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
             )
 
