@@ -57,7 +57,7 @@ class Curve(keras.callbacks.Callback):
 
 strategy = tfd.create_strategy()
 curve = Curve()
-data = tfd.data.from_tfrecords(pattern, parse, global_batch=BATCH, seed=11)
+data = tfd.data.from_tfrecords(pattern, parse, global_batch_size=BATCH, seed=11)
 model = tfd.distribute(build, strategy)
 model.fit(data, epochs=EPOCHS, checkpoint_dir=folder, checkpoint_every=8, callbacks=[curve])
 found = {

@@ -85,7 +85,7 @@ def train():
     model.fit(
         x,
         y,
-        batch_size=settings["global_batch"],
+        batch_size=settings["global_batch_size"],
         epochs=FLAGS.epochs or settings["epochs"],
         validation_data=(x_test, y_test) if evaluator else None,
         callbacks=[clock, keras.callbacks.TensorBoard(output / "events")],

@@ -42,7 +42,7 @@ def renamed_arguments(renamed: Mapping[str, str]) -> Callable[[_Function], _Func
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             for old in renamed.keys() & kwargs.keys():
-                new, name = renamed[old], function.__qualname__
+                new, name = renamed[old], function.__qualname__.removesuffix(".__init__")
                 if new in kwargs:
                     raise TypeError(f"{name}() must get {new} alone, got {old} as well: leave it")
                 warn_renamed(f"{name}({old}=...)", f"{new}=...")

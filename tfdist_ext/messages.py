@@ -7,10 +7,11 @@ before they are shown.
 from __future__ import annotations
 
 import difflib
+import operator
 import reprlib
 from collections.abc import Iterable
 
-from tfdist_ext.errors import ClusterConfigError
+from tfdist_ext.errors import ClusterConfigError, TfDistError
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -37,6 +38,33 @@ def nearest(word: object, known: Iterable[str]) -> str:
         if close:
             return f'Did you mean "{close[0]}"?'
     return "Use one of: " + ", ".join(choices) + "."
+
+
+def check_int(
+    value: object,
+    name: str,
+    low: int = 0,
+    high: int | None = None,
+    *,
+    error: type[TfDistError],
+    advice: str = "",
+) -> int:
+    """The value as a Python integer; 3 and numpy's int64(3) are integers, 3.0 and True are not.
+
+    Raises:
+        TfDistError: of type `error`: not an integer, or not in [low, high].
+    """
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    said = f"{name} must be an integer {limits}, got {shown(value)}.{advice and ' '}{advice}"
+    if isinstance(value, bool):
+        raise error(said)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what cannot is refused
+    except TypeError:
+        raise error(said) from None
+    if number < low or (high is not None and number > high):
+        raise error(said)
+    return number
 
 
 def counted(number: int, noun: str) -> str:

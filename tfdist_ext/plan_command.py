@@ -53,7 +53,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated",
     )
     parser.add_argument(
-        "--policy", metavar="NAME", help="planner (default), greedy or round_robin, for the rest"
+        "--policy", metavar="NAME", help="balanced (default), greedy or round_robin, for the rest"
     )
     parser.add_argument(
         "--picture",

@@ -41,7 +41,7 @@ def parse(record):
 def epoch():
     if contestant == "tfdist_ext":
         return tfd.data.from_tfrecords(
-            files, parse, global_batch=batch, seed=0, batched=kind == "batch"
+            files, parse, global_batch_size=batch, seed=0, batched=kind == "batch"
         ).dataset()
     read = tf.data.TFRecordDataset(files, num_parallel_reads=AUTOTUNE)
     shuffled = read.shuffle(int(contestant), seed=0)

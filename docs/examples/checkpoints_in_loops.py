@@ -99,7 +99,7 @@ def with_tfdist_ext(strategy, folder, epochs, steps=None):
     does that is killed.
     """
     model, adam, loss, train = parts_of_a_loop(strategy)
-    data = tfd.data.from_arrays(arrays(), global_batch=GLOBAL_BATCH, seed=3)
+    data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=3)
     # What the metric has counted of the epoch; TensorFlow does not take a metric of Keras 3 itself.
     counted = [variable.value for variable in loss.variables]
     checkpoint = tf.train.Checkpoint(model=model, optimizer=adam, loss=counted, data=Position(data))

@@ -99,7 +99,7 @@ def with_tfdist_ext(strategy, epochs=3, seed=None):
     """The same loop on `tfd.data`: one order of rows for any number of workers, and each reads its
     own; with a seed it is shuffled anew in each epoch."""
     model, metrics, train = parts_of_a_loop(strategy)
-    data = tfd.data.from_arrays(arrays(), global_batch=GLOBAL_BATCH, seed=seed)
+    data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=seed)
     history = []
     for _ in range(epochs):
         for metric in metrics:
@@ -120,7 +120,7 @@ def fit_with_tfdist_ext(strategy, epochs=3, seed=None):
         return model
 
     model = tfd.distribute(compiled, strategy)
-    data = tfd.data.from_arrays(arrays(), global_batch=GLOBAL_BATCH, seed=seed)
+    data = tfd.data.from_arrays(arrays(), global_batch_size=GLOBAL_BATCH, seed=seed)
     logs = model.fit(data, epochs=epochs, verbose=0).history
     history = [{name: logs[name][epoch] for name in logs} for epoch in range(epochs)]
     return model.keras_model.get_weights(), history

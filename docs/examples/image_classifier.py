@@ -129,7 +129,7 @@ def plain(strategy, train, validation, folder, epochs, order):
 
 def with_tfdist_ext(strategy, train, validation, folder, epochs, **fit):
     """The same. `fit` takes Keras's other arguments, as `callbacks`."""
-    data = tfd.data.from_source(train, global_batch=BATCH, seed=7)
+    data = tfd.data.from_source(train, global_batch_size=BATCH, seed=7)
     model = tfd.distribute(lambda: build(epochs * data.steps), strategy)
     history = model.fit(
         data,

@@ -34,7 +34,7 @@ def test_the_error_is_one_of_the_package() -> None:
 
 @pytest.mark.parametrize("module", sorted(ROOM.glob("*.py")), ids=lambda path: path.name)
 def test_a_module_tells_one_story(module: Path) -> None:
-    assert len(module.read_text().splitlines()) < 280
+    assert len(module.read_text().splitlines()) < 320
 
 
 def test_shards_need_no_tensorflow() -> None:

@@ -22,7 +22,7 @@ def rows(dataset: Any) -> list[list[int]]:
 
 
 def test_the_parts_of_a_step_are_its_global_batch() -> None:
-    data = from_dataset_fn(of_shard, global_batch=7)
+    data = from_dataset_fn(of_shard, global_batch_size=7)
     assert isinstance(data, ShardedDataset)
     parts = [rows(data.dataset(Shard(i, 3))) for i in range(3)]
     assert [[len(batch) for batch in part] for part in parts] == [
@@ -32,13 +32,13 @@ def test_the_parts_of_a_step_are_its_global_batch() -> None:
     ]
     assert sorted(np.concatenate([row for part in parts for row in part])) == list(range(20))
     assert rows(data.dataset()) == [[*range(7)], [*range(7, 14)], [*range(14, 20)]]
-    assert (data.steps, len(data), data.global_batch) == (3, 3, 7)
+    assert (data.steps, len(data), data.global_batch_size) == (3, 3, 7)
 
 
 def test_no_shard_is_sharded_again() -> None:
     policy = tf.data.experimental.AutoShardPolicy
     for shard, expected in ((Shard(1, 2), policy.OFF), (Shard(0, 1), policy.DATA)):
-        dataset = from_dataset_fn(of_shard, global_batch=4).dataset(shard)
+        dataset = from_dataset_fn(of_shard, global_batch_size=4).dataset(shard)
         assert dataset.options().experimental_distribute.auto_shard_policy == expected
 
 
@@ -63,19 +63,19 @@ def test_a_state_goes_on_behind_what_is_done() -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         return of_shard(shard)
 
-    data = from_dataset_fn(of_epoch, global_batch=4)
+    data = from_dataset_fn(of_epoch, global_batch_size=4)
     assert len(rows(data.dataset(Shard(0, 2)))) == 5
     data.advance(3)
     state = json.loads(json.dumps(data.state()))
     assert (state["epoch"], state["steps"], state["shards"]) == (0, 3, 2)
-    again = from_dataset_fn(of_epoch, global_batch=4)
+    again = from_dataset_fn(of_epoch, global_batch_size=4)
     again.restore(state)
     assert rows(again.dataset(Shard(1, 2))) == [[13, 15], [17, 19]]
     assert rows(again.dataset(Shard(1, 2), epoch=1))[0] == [1, 3]
     with pytest.raises(DataError, match="each of 2 shards, and 3 shards were asked for"):
         again.dataset(Shard(0, 3))
     again.end_epoch()
-    assert again.place == (1, 0)
+    assert again.position == (1, 0)
     assert len(rows(again.dataset(Shard(0, 4)))) == 5  # any number at the start of an epoch
 
 
@@ -83,7 +83,7 @@ def test_without_an_epoch_a_broken_off_one_begins_again() -> None:
     """A shuffle in it may come otherwise: what is behind would not be what was."""
     data = from_dataset_fn(lambda shard: of_shard(shard).shuffle(20).batch(2))
     data.advance(3)
-    assert data.place == (0, 0)
+    assert data.position == (0, 0)
     assert not data.resumes_inside_epochs
 
 
@@ -97,11 +97,11 @@ def test_jobs_of_a_service_are_named_once(monkeypatch: pytest.MonkeyPatch) -> No
         return dataset
 
     monkeypatch.setattr(function, "through_service", through)
-    data = from_dataset_fn(of_shard, global_batch=4, service="grpc://node:1")
+    data = from_dataset_fn(of_shard, global_batch_size=4, service="grpc://node:1")
     data.dataset(Shard(0, 2))
     assert len(data) == 5
     data.dataset(Shard(0, 2))
-    other = from_dataset_fn(of_shard, global_batch=4, service="grpc://node:1")
+    other = from_dataset_fn(of_shard, global_batch_size=4, service="grpc://node:1")
     assert set(asked) == {data.job_name} != {other.job_name}
     with pytest.raises(DataError, match="takes the shard alone"):
         from_dataset_fn(lambda shard, epoch: of_shard(shard), service="grpc://node:1")
@@ -111,14 +111,14 @@ def test_jobs_of_a_service_are_named_once(monkeypatch: pytest.MonkeyPatch) -> No
     ("change", "message"),
     [
         ({"element": "TensorSpec(shape=(None, 2))"}, "data has changed"),
-        ({"steps": -1}, "position's steps must be a whole number"),
-        ({"shards": 0}, "position's shards must be a whole number"),
+        ({"steps": -1}, "position's steps must be an integer"),
+        ({"shards": 0}, "position's shards must be an integer"),
         ({"kind": "files"}, "not a state, or one of other data"),
         ({"place": 1}, "not a state, or one of other data"),
     ],
 )
 def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:
-    data = from_dataset_fn(of_shard, global_batch=4)
+    data = from_dataset_fn(of_shard, global_batch_size=4)
     with pytest.raises(DataError, match=message):
         data.restore({**data.state(), **change})
 
@@ -139,22 +139,22 @@ def test_what_is_no_function_of_a_shard(function: Any, message: str) -> None:
 def test_what_the_function_returns_is_checked() -> None:
     with pytest.raises(DataError, match=r"must return a tf.data.Dataset. For shard 0 of 1"):
         from_dataset_fn(lambda shard: [1, 2]).dataset()
-    with pytest.raises(DataError, match=r"single examples, not batches.*or give global_batch"):
+    with pytest.raises(DataError, match=r"single examples, not batches.*or give global_batch_size"):
         from_dataset_fn(of_shard).dataset()
     with pytest.raises(DataError, match="leaves none for shard 0 of 3"):
-        from_dataset_fn(of_shard, global_batch=2).dataset(Shard(0, 3))
-    with pytest.raises(DataError, match="global_batch must be a whole number from 1"):
-        from_dataset_fn(of_shard, global_batch=0)
+        from_dataset_fn(of_shard, global_batch_size=2).dataset(Shard(0, 3))
+    with pytest.raises(DataError, match="global_batch_size must be an integer of at least 1"):
+        from_dataset_fn(of_shard, global_batch_size=0)
 
 
 def test_a_loop_over_replicas_cuts_the_batches(four_cpus: None) -> None:
-    data = from_dataset_fn(of_shard, global_batch=7)
+    data = from_dataset_fn(of_shard, global_batch_size=7)
     strategy = tfd.create_strategy("mirrored", devices=3)
     found = [
         [part.numpy().tolist() for part in strategy.experimental_local_results(batch)]
         for batch in data.batches(strategy, progress=False)
     ]
     assert found[0] == [[0, 1], [2, 3], [4, 5, 6]]
-    assert data.place == (1, 0)
+    assert data.position == (1, 0)
     with pytest.raises(DataError, match="cut as it comes"):
         next(iter(data.batches(strategy, remainder=Remainder.PAD)))

@@ -33,7 +33,7 @@ class Columns(Rising):
 
 
 def test_the_order_is_that_of_arrays() -> None:
-    settings: dict[str, Any] = {"global_batch": 12, "seed": 5}
+    settings: dict[str, Any] = {"global_batch_size": 12, "seed": 5}
     data = from_source(Rising(), **settings)
     expected = from_arrays((X, np.arange(ROWS, dtype="int32")), **settings)
     assert data.element_spec == expected.element_spec
@@ -46,7 +46,7 @@ def test_the_order_is_that_of_arrays() -> None:
 
 
 def test_columns_of_lists() -> None:
-    data = from_source(Columns(), global_batch=ROWS, seed=1)
+    data = from_source(Columns(), global_batch_size=ROWS, seed=1)
     (batch,) = data.dataset()
     numbers = [int(text.decode().split()[1]) for text in batch["text"].numpy()]
     assert sorted(numbers) == list(range(ROWS)) != numbers
@@ -59,7 +59,7 @@ def test_text_as_objects_and_the_other_byte_order() -> None:
             text = np.array([b"no. %d" % n for n in numbers], object)
             return text, X[numbers].astype(">f4")
 
-    data = from_source(Text(), global_batch=ROWS)
+    data = from_source(Text(), global_batch_size=ROWS)
     ((text, x),) = data.dataset()
     assert text.numpy()[13] == b"no. 13"
     np.testing.assert_array_equal(x, X)
@@ -74,7 +74,7 @@ def test_what_the_source_raises_is_a_data_error() -> None:
             return X[numbers]
 
     with pytest.raises(DataError, match=r"failed with OSError: disk is gone\. The numbers were"):
-        list(from_source(Breaks(), global_batch=4).dataset())
+        list(from_source(Breaks(), global_batch_size=4).dataset())
 
 
 def test_a_position_is_of_this_source() -> None:
@@ -82,10 +82,10 @@ def test_a_position_is_of_this_source() -> None:
         def __len__(self) -> int:
             return ROWS + 1
 
-    state = from_source(Rising(), global_batch=12, seed=5).state()
-    from_source(Rising(), global_batch=12, seed=5).restore(state)
+    state = from_source(Rising(), global_batch_size=12, seed=5).state()
+    from_source(Rising(), global_batch_size=12, seed=5).restore(state)
     with pytest.raises(DataError, match=f"examples {ROWS} -> {ROWS + 1}"):
-        from_source(Longer(), global_batch=12, seed=5).restore(state)
+        from_source(Longer(), global_batch_size=12, seed=5).restore(state)
 
 
 def broken(length: int, answer: Any) -> Any:
@@ -113,7 +113,7 @@ def broken(length: int, answer: Any) -> Any:
 )
 def test_what_is_no_source(source: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        from_source(source, global_batch=1)
+        from_source(source, global_batch_size=1)
 
 
 def test_another_kind_of_numbers_is_not_cut_off() -> None:
@@ -121,13 +121,13 @@ def test_another_kind_of_numbers_is_not_cut_off() -> None:
         def __getitem__(self, numbers: Any) -> Any:
             return numbers + 0.5 if numbers.max() > 20 else numbers
 
-    source: Any = from_source(Sometimes(), global_batch=4).source
+    source: Any = from_source(Sometimes(), global_batch_size=4).source
     with pytest.raises(DataError, match="gave float64, and int64 for the first example"):
         source._rows(np.array([30]))
 
 
 def test_too_few_rows_are_said() -> None:
-    source: Any = from_source(Rising(), global_batch=4).source
+    source: Any = from_source(Rising(), global_batch_size=4).source
     source._source = broken(ROWS, (X[:1], X[:1, 0]))
     with pytest.raises(DataError, match=r"gave 1 rows for 3 numbers: \[2 5 7\]"):
         source._rows(np.array([5, 2, 7]))
@@ -138,8 +138,8 @@ def test_a_real_hdf5_file(tmp_path: Path) -> None:
 
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = X
-        data = from_source(file["x"], global_batch=12, seed=5)
+        data = from_source(file["x"], global_batch_size=12, seed=5)
         for found, wanted in zip(
-            data.dataset(), from_arrays(X, global_batch=12, seed=5).dataset(), strict=True
+            data.dataset(), from_arrays(X, global_batch_size=12, seed=5).dataset(), strict=True
         ):
             np.testing.assert_array_equal(found, wanted)

@@ -23,7 +23,7 @@ X = np.arange(1, ROWS + 1, dtype="float32")
 
 
 def ordered(**settings: Any) -> Any:
-    return from_arrays((X, X * 2), **{"global_batch": 10, "seed": 1, **settings})
+    return from_arrays((X, X * 2), **{"global_batch_size": 10, "seed": 1, **settings})
 
 
 def mirrored(replicas: int) -> tf.distribute.Strategy:
@@ -37,27 +37,27 @@ def test_the_bar_has_the_right_total_and_the_position_goes_along(
     seen = []
     for step, (x, _) in enumerate(data):
         seen += x.numpy().tolist()
-        assert data.place == ((0, 10 * (step + 1)) if step < 2 else (1, 0))
+        assert data.position == ((0, 10 * (step + 1)) if step < 2 else (1, 0))
     assert sorted(seen) == X.tolist()
     shown = capsys.readouterr().out
     assert "1/3" in shown
     assert "3/3" in shown
     for _ in data.batches(progress=False):
         break
-    assert data.place == (1, 10)
+    assert data.position == (1, 10)
     assert len(list(data)) == 2  # the rest of that epoch
     shown = capsys.readouterr().out
     assert "2/3" in shown
     assert "3/3" in shown
-    assert data.place == (2, 0)
+    assert data.position == (2, 0)
 
 
 def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
     data = from_dataset_fn(
-        lambda shard: tf.data.Dataset.range(9).filter(lambda n: n > 1), global_batch=2
+        lambda shard: tf.data.Dataset.range(9).filter(lambda n: n > 1), global_batch_size=2
     )
     assert len(list(data)) == 4
-    assert data.place == (1, 0)
+    assert data.position == (1, 0)
     assert "4/Unknown" in capsys.readouterr().out
     with pytest.raises(TypeError, match="known only when they are read"):
         len(data)
@@ -126,7 +126,7 @@ def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
 def test_padding_keeps_weights_and_structures() -> None:
     weights = np.linspace(1, 2, ROWS).astype("float32")
     pairs = np.tile(weights[:, None], 2)
-    data = from_arrays(({"a": X, "b": np.eye(ROWS)}, X, pairs), global_batch=10)
+    data = from_arrays(({"a": X, "b": np.eye(ROWS)}, X, pairs), global_batch_size=10)
     last = list(data.dataset(Shard(1, 4), remainder=Remainder.PAD))[-1]  # 1 of 3 rows
     inputs, targets, weight = last
     assert inputs["b"].shape == (3, ROWS)
@@ -138,7 +138,7 @@ def test_padding_keeps_weights_and_structures() -> None:
 
 def test_what_cannot_be_padded_or_distributed() -> None:
     with pytest.raises(DataError, match=r"must be \(x, y\) or"):
-        from_arrays(X, global_batch=10).dataset(remainder=Remainder.PAD)
+        from_arrays(X, global_batch_size=10).dataset(remainder=Remainder.PAD)
     with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
         ordered().dataset(remainder="pad")
     with pytest.raises(DataError, match=r"a tf\.distribute\.Strategy is wanted"):

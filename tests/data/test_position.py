@@ -45,11 +45,11 @@ def test_numbers_of_numpy_become_plain() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"seed": -1}, r"position's seed .* from 0 .*Received: -1", id="seed"),
-        pytest.param({"seed": float("nan")}, r"position's seed .*Received: nan", id="NaN"),
-        pytest.param({"epoch": 1.0}, r"position's epoch .*Received: 1\.0", id="epoch"),
-        pytest.param({"examples": "3"}, r"position's examples .*Received: '3'", id="examples"),
-        pytest.param({"examples": None}, r"position's examples .*Received: None", id="none"),
+        pytest.param({"seed": -1}, r"position's seed .* from 0 .*got -1", id="seed"),
+        pytest.param({"seed": float("nan")}, r"position's seed .*got nan", id="NaN"),
+        pytest.param({"epoch": 1.0}, r"position's epoch .*got 1\.0", id="epoch"),
+        pytest.param({"examples": "3"}, r"position's examples .*got '3'", id="examples"),
+        pytest.param({"examples": None}, r"position's examples .*got None", id="none"),
         pytest.param({"fingerprint": "abc"}, r"fingerprint must be an object.*'abc'", id="print"),
         pytest.param({"step": 3}, r"seed, epoch, examples, fingerprint; .*unknown: 'step'", id="?"),
     ],

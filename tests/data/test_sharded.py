@@ -34,7 +34,7 @@ def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
-    settings = {"global_batch": 10, "seed": 3, **options}
+    settings = {"global_batch_size": 10, "seed": 3, **options}
     if kind == "records":
         return from_tfrecords(files, parse, **settings)
     if kind == "mapped":
@@ -72,7 +72,7 @@ def test_all_sources_have_one_order(files: str, tmp_path: Path) -> None:
 
 def test_epochs_and_seeds_are_other_orders() -> None:
     def order(seed: int | None, epoch: int) -> list[int]:
-        data = from_arrays(Y, global_batch=10, seed=seed)
+        data = from_arrays(Y, global_batch_size=10, seed=seed)
         return np.concatenate([y.numpy() for y in data.dataset(epoch=epoch)]).tolist()
 
     assert order(None, 0) == order(None, 5) == Y.tolist()
@@ -80,12 +80,12 @@ def test_epochs_and_seeds_are_other_orders() -> None:
 
 
 def test_a_state_goes_on_with_another_number_of_shards() -> None:
-    data = from_arrays({"x": X, "y": Y}, global_batch=10, seed=1)
+    data = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
     expected = [batch["y"].numpy() for epoch in (0, 1) for batch in data.dataset(epoch=epoch)]
     data.advance(6 + 2)
     state = data.state()
     assert (state["epoch"], state["examples"], state["seed"]) == (1, 20, 1)
-    again = from_arrays({"x": X, "y": Y}, global_batch=10, seed=1)
+    again = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
     again.restore(state)
     parts = [list(again.dataset(Shard(i, 3))) for i in range(3)]
     rest = [np.concatenate([part[k]["y"].numpy() for part in parts]) for k in range(4)]
@@ -93,16 +93,16 @@ def test_a_state_goes_on_with_another_number_of_shards() -> None:
     for found, wanted in zip(rest, expected[8:], strict=True):
         np.testing.assert_array_equal(found, wanted)
     again.advance(4)
-    assert again.place == (2, 0)
+    assert again.position == (2, 0)
 
 
 def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path: Path) -> None:
-    data = from_arrays((X, Y), global_batch=10, seed=1)
+    data = from_arrays((X, Y), global_batch_size=10, seed=1)
     state = data.state()
     with pytest.raises(DataError, match="0: shape"):
-        from_arrays((X[:-1], Y[:-1]), global_batch=10, seed=1).restore(state)
+        from_arrays((X[:-1], Y[:-1]), global_batch_size=10, seed=1).restore(state)
     with pytest.raises(DataError, match="seed 1, and this one has seed 2"):
-        from_arrays((X, Y), global_batch=10, seed=2).restore(state)
+        from_arrays((X, Y), global_batch_size=10, seed=2).restore(state)
     with pytest.raises(DataError, match="unknown: 'place'"):
         data.restore({**state, "place": 3})
     with pytest.raises(DataError, match="changed"):
@@ -110,7 +110,7 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
 
 
 def test_parts_for_replicas_go_through_epochs() -> None:
-    data = from_arrays(Y, global_batch=10, seed=5)
+    data = from_arrays(Y, global_batch_size=10, seed=5)
     expected = [y.numpy() for epoch in (0, 1) for y in data.dataset(epoch=epoch)]
     found = list(data.parts(0, 4, 4, begin=5).take(3))  # a batch of 3 rows for 4 replicas first
     assert [[int(mine) for mine, _, _ in parts] for parts in found] == [
@@ -135,8 +135,8 @@ def parse_many(records: tf.Tensor) -> dict[str, tf.Tensor]:
 
 
 def test_a_batch_of_records_is_parsed_at_once(files: str) -> None:
-    one = from_tfrecords(files, parse, global_batch=10, seed=3)
-    many = from_tfrecords(files, parse_many, global_batch=10, seed=3, batched=True)
+    one = from_tfrecords(files, parse, global_batch_size=10, seed=3)
+    many = from_tfrecords(files, parse_many, global_batch_size=10, seed=3, batched=True)
     assert many.element_spec == {
         "x": tf.TensorSpec([None, 3], tf.float32),
         "y": tf.TensorSpec([None], tf.int64),
@@ -170,14 +170,14 @@ def test_a_batch_of_records_is_parsed_at_once(files: str) -> None:
 )
 def test_parse_of_many_records_gives_a_row_for_each(files: str, wrong: Any) -> None:
     with pytest.raises(DataError, match=r"a row for each record, of shape \[n, \.\.\.\]"):
-        from_tfrecords(files, wrong, global_batch=4, batched=True)
+        from_tfrecords(files, wrong, global_batch_size=4, batched=True)
 
 
 def test_parse_of_many_records_that_filters(files: str) -> None:
     def some(records: tf.Tensor) -> tf.Tensor:
         return tf.boolean_mask(records, tf.strings.length(records) < 0)
 
-    data = from_tfrecords(files, some, global_batch=4, batched=True)
+    data = from_tfrecords(files, some, global_batch_size=4, batched=True)
     with pytest.raises(tf.errors.InvalidArgumentError, match="more or fewer rows than there are"):
         list(data.dataset())
 
@@ -186,17 +186,17 @@ def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X.astype(">f4"))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for array in (mapped, X.astype(">f4")):
-        (found,) = from_arrays(array, global_batch=ROWS).dataset()
+        (found,) = from_arrays(array, global_batch_size=ROWS).dataset()
         np.testing.assert_array_equal(found, X)
 
 
 def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
-    data = from_arrays(([X, X + 1], Y.tolist()), global_batch=ROWS)
+    data = from_arrays(([X, X + 1], Y.tolist()), global_batch_size=ROWS)
     ((one, other), y) = next(iter(data.dataset()))
     np.testing.assert_array_equal(other, X + 1)
     np.testing.assert_array_equal(one, X)
     np.testing.assert_array_equal(y, Y)
-    assert len(from_arrays([X, Y], global_batch=4).element_spec) == 2
+    assert len(from_arrays([X, Y], global_batch_size=4).element_spec) == 2
 
 
 def test_parse_gives_dense_tensors() -> None:
@@ -207,7 +207,7 @@ def test_parse_gives_dense_tensors() -> None:
         writer.write(b"a b")
     for parse_badly in (sparse, lambda record: tf.strings.split([record])):
         with pytest.raises(DataError, match="dense tensors, which can be batched"):
-            from_tfrecords("ram://sparse.tfrecord", parse_badly, global_batch=1)
+            from_tfrecords("ram://sparse.tfrecord", parse_badly, global_batch_size=1)
 
 
 def test_a_file_without_a_time_is_never_taken_for_another() -> None:
@@ -220,7 +220,7 @@ def test_a_file_without_a_time_is_never_taken_for_another() -> None:
         with tf.io.TFRecordWriter(path) as writer:
             for size in sizes:
                 writer.write(b"x" * size)
-        return from_tfrecords(path, tf.strings.length, global_batch=1)
+        return from_tfrecords(path, tf.strings.length, global_batch_size=1)
 
     state = write(10, 20).state()
     data = write(20, 10)
@@ -242,7 +242,7 @@ def test_a_source_of_ones_own() -> None:
         def fingerprint(self) -> dict[str, Any]:
             return {"kind": "squares"}
 
-    data = from_source(Squares(), global_batch=6)
+    data = from_source(Squares(), global_batch_size=6)
     assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
 
 
@@ -259,13 +259,13 @@ def test_damaged_records(tmp_path: Path) -> None:
     def first(record: tf.Tensor) -> tf.Tensor:
         return tf.io.decode_raw(record, tf.uint8)[0]
 
-    broken = from_tfrecords(str(path), first, global_batch=3)
+    broken = from_tfrecords(str(path), first, global_batch_size=3)
     for batches in (broken.dataset(), broken.dataset().as_numpy_iterator(), broken.batches()):
         with pytest.raises(DataError) as caught:
             list(batches)
         assert str(caught.value).startswith(f"{path}: record 4 at byte {size * 4} is damaged: ")
         assert str(caught.value).endswith("to go on without.")
-    data = from_tfrecords(str(path), first, global_batch=3, on_error="skip")
+    data = from_tfrecords(str(path), first, global_batch_size=3, on_error="skip")
     with pytest.warns(UserWarning, match="skipped so far: 1"):
         found = [y.numpy().tolist() for y in data.dataset()]
     assert found == [[0, 1, 2], [3, 5], [6, 7, 8]]
@@ -273,7 +273,7 @@ def test_damaged_records(tmp_path: Path) -> None:
     def firsts(records: tf.Tensor) -> tf.Tensor:
         return tf.ensure_shape(tf.io.decode_raw(records, tf.uint8), [None, 4])[:, 0]
 
-    data = from_tfrecords(str(path), firsts, global_batch=1, on_error="skip", batched=True)
+    data = from_tfrecords(str(path), firsts, global_batch_size=1, on_error="skip", batched=True)
     with pytest.warns(UserWarning, match="skipped so far: 1"):
         found = [y.numpy().tolist() for y in data.dataset()]
     assert found == [[0], [1], [2], [3], [], [5], [6], [7], [8]]
@@ -282,17 +282,23 @@ def test_damaged_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: from_arrays((X, Y[:-1]), global_batch=4), "0 has 53, 1 has 52"),
-        (lambda: from_arrays((X[:0], Y[:0]), global_batch=4), "0 rows"),
-        (lambda: from_arrays((), global_batch=4), "no arrays"),
-        (lambda: from_arrays(Y.astype("M8[s]"), global_batch=4), "no tensors of dtype datetime64"),
-        (lambda: from_arrays(3.0, global_batch=4), "single value"),
-        (lambda: from_arrays(np.array([{}, None]), global_batch=1), "Python objects"),
-        (lambda: from_arrays(X, global_batch=54), "more than the 53 examples"),
-        (lambda: from_arrays(X, global_batch=0), "global_batch"),
-        (lambda: from_arrays(X, global_batch=4, seed=-1), "seed"),
-        (lambda: from_arrays(X, global_batch=4, seed=float("nan")), "seed"),
-        (lambda: from_tfrecords("nowhere/*.tfrecord", parse, global_batch=4), "no file matches"),
+        (lambda: from_arrays((X, Y[:-1]), global_batch_size=4), "0 has 53, 1 has 52"),
+        (lambda: from_arrays((X[:0], Y[:0]), global_batch_size=4), "0 rows"),
+        (lambda: from_arrays((), global_batch_size=4), "no arrays"),
+        (
+            lambda: from_arrays(Y.astype("M8[s]"), global_batch_size=4),
+            "no tensors of dtype datetime64",
+        ),
+        (lambda: from_arrays(3.0, global_batch_size=4), "single value"),
+        (lambda: from_arrays(np.array([{}, None]), global_batch_size=1), "Python objects"),
+        (lambda: from_arrays(X, global_batch_size=54), "at most 53, the examples"),
+        (lambda: from_arrays(X, global_batch_size=0), "global_batch_size"),
+        (lambda: from_arrays(X, global_batch_size=4, seed=-1), "seed"),
+        (lambda: from_arrays(X, global_batch_size=4, seed=float("nan")), "seed"),
+        (
+            lambda: from_tfrecords("nowhere/*.tfrecord", parse, global_batch_size=4),
+            "no file matches",
+        ),
     ],
 )
 def test_what_cannot_be(make: Any, message: str) -> None:
@@ -305,6 +311,6 @@ def test_parse_that_fails_is_named(files: str) -> None:
         raise ValueError("no such feature")
 
     with pytest.raises(DataError, match=r"(?s)parse fails .*no such feature"):
-        from_tfrecords(files, wrong, global_batch=4)
+        from_tfrecords(files, wrong, global_batch_size=4)
     with pytest.raises(DataError, match="parse is a function"):
-        from_tfrecords(files, "parse", global_batch=4)  # type: ignore[arg-type]
+        from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]

@@ -76,13 +76,13 @@ def test_the_default_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("index", "count", "message"),
     [
-        pytest.param(2, 2, r"index of a Shard of 2 .* from 0 to 1\. Received: 2", id="beyond"),
-        pytest.param(-1, 2, r"index of a Shard of 2 .*Received: -1", id="negative"),
-        pytest.param(0, 0, r"count of a Shard .* from 1\. Received: 0", id="no shards"),
-        pytest.param(0, 2.0, r"count of a Shard .*Received: 2\.0", id="a float"),
-        pytest.param(True, 2, r"index of a Shard .*Received: True", id="a flag is no number"),
-        pytest.param("0", 2, r"index of a Shard .*Received: '0'", id="text"),
-        pytest.param(float("nan"), 2, r"index of a Shard .*Received: nan", id="NaN"),
+        pytest.param(2, 2, r"index of a Shard of 2 .* from 0 to 1, got 2", id="beyond"),
+        pytest.param(-1, 2, r"index of a Shard of 2 .*got -1", id="negative"),
+        pytest.param(0, 0, r"count of a Shard .* at least 1, got 0", id="no shards"),
+        pytest.param(0, 2.0, r"count of a Shard .*got 2\.0", id="a float"),
+        pytest.param(True, 2, r"index of a Shard .*got True", id="a flag is no number"),
+        pytest.param("0", 2, r"index of a Shard .*got '0'", id="text"),
+        pytest.param(float("nan"), 2, r"index of a Shard .*got nan", id="NaN"),
     ],
 )
 def test_no_such_shard(index: Any, count: Any, message: str) -> None:

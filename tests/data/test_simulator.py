@@ -36,7 +36,7 @@ def test_against_the_order_itself(four_cpus: None, data: st.DataObject) -> None:
         examples=examples,
         files=data.draw(st.integers(1, 9)),
         workers=workers,
-        global_batch=data.draw(st.integers(max(1, examples // 8), examples)),
+        global_batch_size=data.draw(st.integers(max(1, examples // 8), examples)),
         kill=data.draw(st.integers(1, workers - 1)),
         checkpoint_steps=data.draw(st.integers(1, 4)),
     )
@@ -95,7 +95,7 @@ def test_what_is_lost_or_doubled_is_seen(
 def test_a_wrong_cut_is_reported(monkeypatch: Any) -> None:
     """As if the parts were rounded down, which loses what does not divide."""
     monkeypatch.setattr(simulator, "bounds", lambda n, i, k: (n // k * i, n // k * (i + 1)))
-    plan = Plan(examples=103, files=2, workers=4, global_batch=10)
+    plan = Plan(examples=103, files=2, workers=4, global_batch_size=10)
     found = simulate(plan)
     assert (found.lost, found.doubled) == (10 * 2 + 3, 0)
     assert "80 of 103 examples; lost: 23, doubled: 0" in report(plan)
@@ -111,7 +111,7 @@ def test_the_report() -> None:
 
 
 def test_without_an_accident_and_with_few_files() -> None:
-    text = report(Plan(examples=1000, files=3, workers=7, global_batch=10))
+    text = report(Plan(examples=1000, files=3, workers=7, global_batch_size=10))
     assert "killed" not in text
     assert "whole files: not possible, 3 for 7 workers" in text
     assert "1.4000" in text  # 10 examples a step: three of seven workers read two
@@ -120,13 +120,16 @@ def test_without_an_accident_and_with_few_files() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"examples": 0}, "examples must be a whole number from 1"),
-        ({"workers": -1}, "workers must be a whole number from 1"),
-        ({"kill": 4097}, "kill must be a whole number from 0 to 4096"),
+        ({"examples": 0}, "examples must be an integer of at least 1"),
+        ({"workers": -1}, "workers must be an integer of at least 1"),
+        ({"kill": 4097}, "kill must be an integer from 0 to 4096"),
         ({"kill": 4096}, "kill=4096 of 4096 workers leaves none to go on"),
-        ({"kill_step": 10**6}, "kill_step must be a whole number from -1 to 3815"),
-        ({"global_batch": 10**10}, "batch of 10000000000 is larger than the 1000000000 examples"),
-        ({"checkpoint_steps": 0}, "checkpoint_steps must be a whole number from 1"),
+        ({"kill_step": 10**6}, "kill_step must be an integer from -1 to 3815"),
+        (
+            {"global_batch_size": 10**10},
+            "batch of 10000000000 is larger than the 1000000000 examples",
+        ),
+        ({"checkpoint_steps": 0}, "checkpoint_steps must be an integer of at least 1"),
     ],
 )
 def test_plans_that_cannot_be(change: dict[str, Any], message: str) -> None:
@@ -153,7 +156,7 @@ def test_the_script() -> None:
         ("nan", "'nan' is no whole number"),
         ("1.5", "'1.5' is no whole number"),
         ("many", "'many' is no whole number"),
-        ("-3", "shard_simulator: examples must be a whole number from 1. Received: -3"),
+        ("-3", "shard_simulator: examples must be an integer of at least 1, got -3"),
     ],
 )
 def test_numbers_that_the_script_does_not_take(examples: str, message: str) -> None:

@@ -58,7 +58,7 @@ def test_broken_off_in_the_middle_of_a_shuffled_epoch(tmp_path: Path) -> None:
     _, first = example.with_tfdist_ext(mirrored(2), folder, epochs=2, steps=4)
     weights, then = example.with_tfdist_ext(mirrored(3), folder, epochs=2)
     assert (len(first), len(then)) == (1, 1)
-    data = tfd.data.from_arrays(example.arrays(), global_batch=16, seed=3)
+    data = tfd.data.from_arrays(example.arrays(), global_batch_size=16, seed=3)
     epochs = [data.dataset(Shard(0, 1), epoch) for epoch in (0, 1)]
     assert_same(weights, first + then, by_keras(epochs))
 

@@ -50,7 +50,7 @@ def test_two_workers_that_are_killed_train_like_one_device(
     assert (tfdist_cluster.attempt, killer.first) == (1, 21)  # there was a checkpoint of step 20
     assert len(ours[0]) == 2  # epochs that were ended after the kill
 
-    numbers = tfd.data.from_arrays(np.arange(len(train)), global_batch=example.BATCH, seed=7)
+    numbers = tfd.data.from_arrays(np.arange(len(train)), global_batch_size=example.BATCH, seed=7)
 
     def order(epoch: int) -> np.ndarray:
         return np.concatenate(list(numbers.dataset(epoch=epoch).as_numpy_iterator()))

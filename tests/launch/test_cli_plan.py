@@ -52,7 +52,7 @@ def test_the_plan_of_a_script(script: Path, tmp_path: Path) -> None:
     assert sum(plan.bytes_by_task) >= 3 * 10_000_000 * 16 * 4
     assert str(plan) in run.stdout
     assert "users/embeddings" in picture.read_text()
-    for strategy in ("mirrored", "central_storage", "owner-updated", "parameter_server"):
+    for strategy in ("mirrored", "central_storage", "placed", "parameter_server"):
         assert strategy in run.stdout
 
 

@@ -19,7 +19,7 @@ def test_every_strategy() -> None:
         Footprint("central_storage", "host", 4400, 0, 8003),
         Footprint("central_storage", "each device", 0, 4000, 0),
         # The slots of one variable have one owner, however many devices there are.
-        Footprint("owner-updated", "fullest device", 4400, 4000, 8003),
+        Footprint("placed", "fullest device", 4400, 4000, 8003),
         # 50 rows of the kernel, or 50 rows and the 3 bytes; moving_mean in two halves.
         Footprint("parameter_server", "fullest ps", 2200, 0, 4003),
         Footprint("parameter_server", "each worker", 0, 4000, 0),
@@ -35,7 +35,7 @@ def test_the_table() -> None:
         "central_storage host 1.25 GiB 0 B 2.50 GiB 3.75 GiB",
         "central_storage each device 0 B 1.25 GiB 0 B 1.25 GiB",
         # Of 2557 MiB slots an eighth is 319.6: ten kernels of 16 MiB with two slots are 320.
-        "owner-updated fullest device 1.25 GiB 1.25 GiB 320.00 MiB 2.81 GiB",
+        "placed fullest device 1.25 GiB 1.25 GiB 320.00 MiB 2.81 GiB",
         # Of 3835 MiB a quarter is 958.8: twenty such kernels with their slots are 960.
         "parameter_server fullest ps 320.00 MiB 0 B 640.00 MiB 960.00 MiB",
         "parameter_server each worker 0 B 1.25 GiB 0 B 1.25 GiB",
@@ -45,7 +45,7 @@ def test_the_table() -> None:
 
 def test_owners_share_the_slots() -> None:
     specs = [VariableSpec(f"w{i}", (100,), slots=2) for i in range(5)]
-    (owned,) = (row for row in compare(specs, 2, 0).rows if row.strategy == "owner-updated")
+    (owned,) = (row for row in compare(specs, 2, 0).rows if row.strategy == "placed")
     assert (owned.weights, owned.slots) == (2000, 3 * 800)  # three of five
     assert owned.total == 2000 + 2000 + 2400
 

@@ -61,7 +61,7 @@ def test_without_a_placement_each_goes_where_the_fewest_bytes_are() -> None:
         ("greedy", [(0,), (1,), (1,), (1,)]),
         (greedy, [(0,), (1,), (1,), (1,)]),
         # The planner sees whole models. One by one, the fewest bytes are what is left to it.
-        ("planner", [(0,), (1,), (1,), (1,)]),
+        ("balanced", [(0,), (1,), (1,), (1,)]),
     ],
 )
 def test_a_policy_or_its_name(placement: Any, expected: list[tuple[int, ...]]) -> None:

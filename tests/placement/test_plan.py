@@ -39,7 +39,7 @@ def test_the_devices_of_one_machine() -> None:
         SPECS,
         devices=["CPU:0", "/device:gpu:0", "GPU:1"],
         rules={"users": "device cpu:0", "items": "owned"},
-        otherwise=Mirrored(),
+        default=Mirrored(),
     )
     assert made.names() == ("CPU:0", "GPU:0", "GPU:1")
     assert made.tasks_of("users") == (0,)
@@ -59,7 +59,7 @@ def test_the_devices_of_one_machine() -> None:
 
 def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
     specs = [VariableSpec(f"w{i}", (100, 10), slots=2) for i in range(8)]
-    made = plan(specs, devices=["GPU:0", "GPU:1"], otherwise=Owned())
+    made = plan(specs, devices=["GPU:0", "GPU:1"], default=Owned())
     assert made.bytes_by_task == (8 * 4000 + 4 * 8000,) * 2
     assert made.lower_bound == 1
     made = plan(specs[:1], devices=["GPU:0", "GPU:1"])
@@ -70,12 +70,12 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
         [*specs, VariableSpec("big", (1000, 10))],
         devices=["GPU:0", "GPU:1"],
         rules={"big": "sharded(2)"},
-        otherwise=lambda spec: Mirrored() if spec.path == "w0" else Balanced(),
+        default=lambda spec: Mirrored() if spec.path == "w0" else Balanced(),
     )
     assert made.tasks_of("w0") == made.tasks_of("big") == (0, 1)
     assert len(made.tasks_of("w1")) == 1
     with pytest.raises(PlacementError, match=r"GPU:0 would hold .* For 2 devices") as error:
-        plan(specs, devices=["GPU:0", "GPU:1"], otherwise=Owned(), budget=60_000)
+        plan(specs, devices=["GPU:0", "GPU:1"], default=Owned(), budget=60_000)
     assert error.value.smallest_budget == 8 * 4000 + 4 * 8000
 
 
@@ -83,19 +83,19 @@ def test_owners_of_nothing_share_the_work_and_take_no_room() -> None:
     """Of variables without slots each device has a copy, and the owner has no byte more."""
     bare = [VariableSpec(f"bare{i}", (100,)) for i in range(4)]
     specs = [*bare, VariableSpec("slotted", (100,), slots=1)]
-    made = plan(specs, devices=["GPU:0", "GPU:1"], otherwise=Owned(), budget=[2000, 4000])
+    made = plan(specs, devices=["GPU:0", "GPU:1"], default=Owned(), budget=[2000, 4000])
     assert made.bytes_by_task == (2000, 2400)
     assert made.owner_of("slotted") == 1
     # There is room for all on one device, but work is shared.
     assert sorted(made.owner_of(spec.path) or 0 for spec in bare) == [0, 0, 1, 1]
-    made = plan(specs, devices=["GPU:0", "GPU:1"], otherwise=Owned(), budget=[2000, 2400])
+    made = plan(specs, devices=["GPU:0", "GPU:1"], default=Owned(), budget=[2000, 2400])
     assert made.bytes_by_task == (2000, 2400)
     with pytest.raises(PlacementError) as error:
-        plan(specs, devices=["GPU:0", "GPU:1"], otherwise=Owned(), budget=2399)
+        plan(specs, devices=["GPU:0", "GPU:1"], default=Owned(), budget=2399)
     assert error.value.smallest_budget == 2400
     assert made.lower_bound == pytest.approx(2400 / 2200)
     odd = [VariableSpec("odd", (100,), slot_bytes=30)]  # slots of another shape alone
-    made = plan(odd, devices=["GPU:0", "GPU:1"], otherwise=Owned(), budget=[400, 430])
+    made = plan(odd, devices=["GPU:0", "GPU:1"], default=Owned(), budget=[400, 430])
     assert made.bytes_by_task == (400, 430)
 
 
@@ -107,7 +107,7 @@ def test_the_table() -> None:
     ]
     text = str(plan(specs, 3, rules={"a": "task 0", "conv1_.*": "sharded(1)"}, budget="20GB"))
     for line in (
-        "322 variables, 28.23 GiB with optimizer slots, on 3 ps tasks, placed by planner",
+        "322 variables, 28.23 GiB with optimizer slots, on 3 ps tasks, placed by policy balanced",
         "ps 0  9.41 GiB    1.000",
         "18.63 GiB",  # the budget
         "imbalance 1.000 (fullest over mean bytes); no placement is below 1.000",
@@ -129,7 +129,7 @@ def test_the_table() -> None:
     loads = str(plan(SPECS, 2))
     assert "load" in loads.splitlines()[2]
     assert "imbalance of load 1.000" in loads
-    devices = str(plan(SPECS, devices=["CPU:0", "GPU:0"], otherwise=Owned()))
+    devices = str(plan(SPECS, devices=["CPU:0", "GPU:0"], default=Owned()))
     assert "on every device, owner CPU:0" in devices
 
 
@@ -147,9 +147,7 @@ def test_json_round_trip(data: st.DataObject, specs: list[VariableSpec], tasks: 
 
 
 def test_json_of_devices_is_one_line_for_each_variable() -> None:
-    made = plan(
-        SPECS, devices=["CPU:0", "GPU:0"], rules={"users": "device CPU:0"}, otherwise=Owned()
-    )
+    made = plan(SPECS, devices=["CPU:0", "GPU:0"], rules={"users": "device CPU:0"}, default=Owned())
     text = made.to_json()
     assert PlacementPlan.from_json(text) == made
     assert sum('{"path"' in line for line in text.splitlines()) == len(SPECS)
@@ -268,7 +266,7 @@ def test_the_picture(tmp_path: Path) -> None:
         heights[tasks] = struct.unpack(">II", head[16:24])[1]
     assert heights[64] > 64 * 30  # room for a name in every bar
     assert heights[1000] < 4000  # of so many, the fullest and the emptiest
-    plan(SPECS, devices=["CPU:0", "GPU:0"], otherwise=Owned()).save_picture(tmp_path / "d.svg")
+    plan(SPECS, devices=["CPU:0", "GPU:0"], default=Owned()).save_picture(tmp_path / "d.svg")
     assert ">GPU:0<" in (tmp_path / "d.svg").read_text(encoding="utf-8")
     plan([], 2).save_picture(tmp_path / "nothing.svg")
     with pytest.raises(PlacementError, match=r"a \.svg or a \.png file. Received: .*plan.pdf"):

@@ -28,7 +28,7 @@ def kill(step):
 
 
 strategy = tfd.create_strategy()
-data = tfd.data.from_tfrecords(pattern, case.parse, global_batch=case.BATCH, seed=11)
+data = tfd.data.from_tfrecords(pattern, case.parse, global_batch_size=case.BATCH, seed=11)
 model = tfd.distribute(case.build, strategy)
 curve = case.Curve(kill)
 model.fit(
@@ -43,7 +43,7 @@ result = {
     "losses": curve.losses,
     "weights": [w.tolist() for w in model.keras_model.get_weights()],
     "bytes": data.source.records.bytes_read,
-    "place": data.place,
+    "place": data.position,
 }
 
 
@@ -61,7 +61,7 @@ def by_function(**settings):
         "history": history,
         "weights": [w.tolist() for w in model.keras_model.get_weights()],
         "evaluate": model.evaluate(data, verbose=0),
-        "place": data.place,
+        "place": data.position,
     }, model
 
 
@@ -84,10 +84,10 @@ if len(cluster.jobs["worker"]) == 2:
         return "not refused"
 
     mine = cluster.task.index
-    other_seed = tfd.data.from_arrays((rows, rows), global_batch=8, seed=mine)
-    moved_on = tfd.data.from_arrays((rows, rows), global_batch=8, seed=1)
+    other_seed = tfd.data.from_arrays((rows, rows), global_batch_size=8, seed=mine)
+    moved_on = tfd.data.from_arrays((rows, rows), global_batch_size=8, seed=1)
     moved_on.advance(1 - mine)
-    other_rows = tfd.data.from_arrays((rows + mine, rows), global_batch=8, seed=1)
+    other_rows = tfd.data.from_arrays((rows + mine, rows), global_batch_size=8, seed=1)
     result["refused"] = [refused(data) for data in (other_seed, moved_on, other_rows)]
 
     # One of them has no end, so all of them need to be told how many steps there are.
@@ -99,8 +99,8 @@ if len(cluster.jobs["worker"]) == 2:
     result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
 
     # Each example of the service is in one batch, of one worker.
-    prepared = tfd.data.from_dataset_fn(case.numbered, global_batch=16, service=True)
+    prepared = tfd.data.from_dataset_fn(case.numbered, global_batch_size=16, service=True)
     model = tfd.distribute(case.counting, strategy)
     history = model.fit(prepared, epochs=2, verbose=0, validation_data=prepared).history
-    result["service"] = {"history": history, "place": prepared.place}
+    result["service"] = {"history": history, "place": prepared.position}
 print("RESULT " + json.dumps(result), flush=True)

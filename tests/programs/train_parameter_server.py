@@ -20,7 +20,6 @@ strategy = tfd.create_strategy()  # workers and servers stay in here
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-
 from tfdist_ext.training.coordinated import worker_loop  # noqa: E402
 
 result = {}
@@ -84,18 +83,18 @@ def data_forms():
     def of_shard(shard):
         return tf.data.Dataset.from_tensor_slices((x, y)).shard(shard.count, shard.index)
 
-    by_worker = tfd.data.from_dataset_fn(of_shard, global_batch=10)
+    by_worker = tfd.data.from_dataset_fn(of_shard, global_batch_size=10)
     outside = tfd.data.from_dataset_fn(lambda shard: examples.filter(lambda *_: True).batch(10))
     python = tfd.data.from_dataset_fn(
         lambda shard: tf.data.Dataset.from_generator(
             lambda: iter(zip(x, y, strict=True)), output_signature=examples.element_spec
         ),
-        global_batch=10,
+        global_batch_size=10,
     )
-    here = tfd.data.from_dataset_fn(lambda shard, epoch: examples, global_batch=10)
+    here = tfd.data.from_dataset_fn(lambda shard, epoch: examples, global_batch_size=10)
     result["read by workers"] = fit(by_worker, epochs=2, validation_data=by_worker)
     result["read by the coordinator"] = fit(here)
-    result["place"] = here.place
+    result["place"] = here.position
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result["made outside"] = fit(outside)
@@ -132,7 +131,7 @@ def sharded():
                 raise ZeroDivisionError
 
     def train(callbacks=()):
-        data = tfd.data.from_arrays((x, y), global_batch=10, seed=3)
+        data = tfd.data.from_arrays((x, y), global_batch_size=10, seed=3)
         model = tfd.distribute(counting(), strategy)
         for callback in callbacks:
             callback.model_ = model
@@ -148,7 +147,7 @@ def sharded():
             "steps": steps(model),
             "applied": applied(model),
             "labels": history["labels"],
-            "place": data.place,
+            "place": data.position,
             "evaluate": model.evaluate(data, verbose=0, return_dict=True)["labels"],
         }
 
@@ -168,7 +167,7 @@ def damaged():
             return tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [1])
 
         def data(parse):
-            return tfd.data.from_tfrecords(path, parse, global_batch=1, on_error="skip")
+            return tfd.data.from_tfrecords(path, parse, global_batch_size=1, on_error="skip")
 
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
@@ -181,7 +180,7 @@ def damaged():
             "steps": steps(model),
             "applied": applied(model),
             "labels": history["labels"],
-            "place": pairs.place,
+            "place": pairs.position,
             "predicted": rows.ravel().tolist(),
         }
 

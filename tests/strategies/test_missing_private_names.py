@@ -165,7 +165,7 @@ for name in ("mirrored", "one_device", "central_storage", "default"):
     with strategy.scope():
         variable = tf.Variable(1.0)
     print(name, strategy.run(lambda: 1) is not None, variable.numpy(), end="; ")
-print([*tfd.data.from_arrays(tf.range(4).numpy(), global_batch=4).dataset()][0].numpy())
+print([*tfd.data.from_arrays(tf.range(4).numpy(), global_batch_size=4).dataset()][0].numpy())
 try:
     tfd.strategies.StrategyTemplate(2).run(lambda: 1)
 except tfd.StrategyError as error:

@@ -59,7 +59,7 @@ def test_a_damaged_plan_file(tmp_path: Path) -> None:
         create(placement=str(path))
 
 
-@pytest.mark.parametrize("placement", [plan(SPECS, 3), "planner"])
+@pytest.mark.parametrize("placement", [plan(SPECS, 3), "balanced"])
 def test_a_partitioner_beside_what_cuts_as_well(placement: Any) -> None:
     with pytest.raises(tfd.PlacementError, match="Leave one of them out"):
         create(placement=placement, partitioner=PARTITIONER)
@@ -73,5 +73,5 @@ def test_rules_of_a_settings_file(tmp_path: Path) -> None:
 
 
 def test_strategies_without_placement_say_so() -> None:
-    with pytest.raises(tfd.StrategyError, match="'one_device' does not take placement='planner'"):
-        tfd.create_strategy("one_device", placement="planner")
+    with pytest.raises(tfd.StrategyError, match="'one_device' does not take placement='balanced'"):
+        tfd.create_strategy("one_device", placement="balanced")

@@ -48,7 +48,7 @@ def rows_of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
 
 
 def by_function() -> Any:
-    return tfd.data.from_dataset_fn(rows_of_epoch, global_batch=BATCH)
+    return tfd.data.from_dataset_fn(rows_of_epoch, global_batch_size=BATCH)
 
 
 def plain(epoch: int) -> tf.data.Dataset:
@@ -76,7 +76,7 @@ def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
     history = ours.fit(data, epochs=EPOCHS, verbose=0).history
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
-    assert data.place == (EPOCHS, 0)
+    assert data.position == (EPOCHS, 0)
 
 
 @pytest.mark.parametrize("killed_after", [3, 4, 9, 12])
@@ -98,7 +98,7 @@ def test_killed_and_gone_on_by_as_many_tasks(
     assert_same_weights(expected[0], second)
     for name, values in history.items():
         np.testing.assert_allclose(values, expected[1][name][-len(values) :], rtol=1e-5)
-    assert data.place == (EPOCHS, 0)
+    assert data.position == (EPOCHS, 0)
 
 
 def test_told_to_stop_it_goes_on_in_the_same_epoch(expected: Any) -> None:
@@ -109,9 +109,9 @@ def test_told_to_stop_it_goes_on_in_the_same_epoch(expected: Any) -> None:
     data = by_function()
     ours = tfd.distribute(build, mirrored(2))
     ours.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Stop()])
-    assert data.place == (1, 2)
+    assert data.position == (1, 2)
     ours.fit(data, epochs=2, verbose=0)
-    assert data.place == (EPOCHS, 0)
+    assert data.position == (EPOCHS, 0)
     assert_same_weights(expected[0], ours)
 
 
@@ -123,7 +123,7 @@ def test_evaluate_and_predict_read_one_epoch() -> None:
     np.testing.assert_allclose(
         ours.predict(data, verbose=0), alone.predict(plain(0), verbose=0), rtol=1e-5, atol=1e-6
     )
-    assert data.place == (0, 0)
+    assert data.position == (0, 0)
     with pytest.raises(tfd.TrainingError, match="batch_size=8 arrived"):
         ours.fit(data, batch_size=8)
 

@@ -140,7 +140,7 @@ def test_checkpoints_go_past_a_fit_that_does_not_know_them(tmp_path: Path) -> No
     """`checkpoint_dir` is not given to the model's fit, and counts for its super().fit()."""
 
     def data() -> Any:
-        return tfd.data.from_arrays((X, Y), global_batch=16, seed=1)
+        return tfd.data.from_arrays((X, Y), global_batch_size=16, seed=1)
 
     keras.utils.set_random_seed(1)
     whole = tfd.distribute(adds_a_callback, mirrored())

@@ -87,7 +87,9 @@ def test_sys_exit_in_main_is_a_failure_unless_it_is_0(
     code: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
-    monkeypatch.setattr("tfdist_ext.strategies.roles.ends_as_failure", lambda: told.append(True))
+    monkeypatch.setattr(
+        "tfdist_ext.strategies.entry_point.ends_as_failure", lambda: told.append(True)
+    )
 
     def main() -> None:
         raise SystemExit(code)

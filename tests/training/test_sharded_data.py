@@ -55,7 +55,7 @@ def variables_of(model: tfd.DistributedModel) -> list[Any]:
 
 
 def sharded() -> Any:
-    return tfd.data.from_arrays(DATA, global_batch=BATCH, seed=4)
+    return tfd.data.from_arrays(DATA, global_batch_size=BATCH, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: 
     history = ours.fit(data, epochs=EPOCHS, verbose=0).history
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
-    assert data.place == (EPOCHS, 0)
+    assert data.position == (EPOCHS, 0)
 
 
 def test_a_second_fit_goes_on_where_the_first_has_ended(expected: Any) -> None:
@@ -100,7 +100,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
     data = sharded()
     first = distributed(mirrored(2))
     first.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Stop()])
-    assert data.place == (1, 2 * BATCH)
+    assert data.position == (1, 2 * BATCH)
     state, weights = data.state(), first.keras_model.get_weights()
     variables = [v.numpy() for v in first.keras_model.optimizer.variables]
 
@@ -112,19 +112,19 @@ def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
         variable.assign(value)
     second = tfd.distribute(model, mirrored(3))
     second.fit(again, epochs=2, verbose=0)
-    assert again.place == (EPOCHS, 0)
+    assert again.position == (EPOCHS, 0)
     assert_same_weights(expected[0], second)
 
 
 def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
-    ordered = tfd.data.from_arrays(DATA, global_batch=BATCH)
+    ordered = tfd.data.from_arrays(DATA, global_batch_size=BATCH)
     ours = distributed(mirrored(3))
     expected = build()
     ordered.advance(2)
     np.testing.assert_allclose(
         ours.evaluate(ordered, verbose=0), expected.evaluate(*DATA, verbose=0), rtol=1e-5
     )
-    inputs = tfd.data.from_arrays(DATA[0], global_batch=BATCH)
+    inputs = tfd.data.from_arrays(DATA[0], global_batch_size=BATCH)
     np.testing.assert_allclose(
         ours.predict(inputs, verbose=0), expected.predict(DATA[0], verbose=0), rtol=1e-5
     )
@@ -147,7 +147,7 @@ def test_what_the_data_says_itself(arguments: dict[str, Any], message: str) -> N
 def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
     data = sharded()
     data.advance(1)
-    other = tfd.data.from_arrays(DATA, global_batch=10, seed=4)
+    other = tfd.data.from_arrays(DATA, global_batch_size=10, seed=4)
     other.restore(data.state())
     with pytest.raises(tfd.TrainingError, match="between two global batches of 10"):
         distributed(mirrored(2)).fit(other, verbose=0)
@@ -194,7 +194,7 @@ def test_killed_at_any_step_and_gone_on_with_other_replicas(
     for name, values in history.items():
         np.testing.assert_allclose(values, expected[1][name][-len(values) :], rtol=1e-5)
     assert int(second.keras_model.optimizer.iterations.numpy()) == 4 * EPOCHS
-    assert data.place == (EPOCHS, 0)
+    assert data.position == (EPOCHS, 0)
     assert second.fit(data, **arguments).history == {}  # it is done
 
 
@@ -202,7 +202,7 @@ def test_data_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     arguments = {"epochs": 2, "checkpoint_dir": tmp_path, "verbose": 0}
     with pytest.raises(KilledError):
         distributed(mirrored(2)).fit(sharded(), callbacks=[KillAfter(6)], **arguments)
-    other = tfd.data.from_arrays((X[:ROWS] + 1, Y[:ROWS]), global_batch=BATCH, seed=4)
+    other = tfd.data.from_arrays((X[:ROWS] + 1, Y[:ROWS]), global_batch_size=BATCH, seed=4)
     with pytest.raises(tfd.DataError, match="0: content"):
         distributed(mirrored(2)).fit(other, **arguments)
 
@@ -243,7 +243,7 @@ def of_record(record: tf.Tensor) -> Any:
 
 
 def test_damaged_records_end_a_training_by_name(damaged: str) -> None:
-    data = tfd.data.from_tfrecords(damaged, of_record, global_batch=2)
+    data = tfd.data.from_tfrecords(damaged, of_record, global_batch_size=2)
     ours = distributed(mirrored(2))
     for call in (ours.fit, ours.evaluate, ours.predict):
         with pytest.raises(tfd.DataError, match=r"rows\.tfrecord: record [23] at byte \d+ is dam"):
@@ -252,7 +252,7 @@ def test_damaged_records_end_a_training_by_name(damaged: str) -> None:
 
 def test_damaged_records_are_left_out(damaged: str) -> None:
     """As plain Keras does without them: a replica, and a whole step, that are left with none."""
-    data = tfd.data.from_tfrecords(damaged, of_record, global_batch=4, on_error="skip")
+    data = tfd.data.from_tfrecords(damaged, of_record, global_batch_size=4, on_error="skip")
     ours = distributed(mirrored(2))
     with pytest.warns(UserWarning, match="is damaged"):
         ours.fit(data, epochs=1, verbose=0, shuffle=False)
@@ -264,11 +264,11 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
 
 
 def test_predictions_are_in_the_order_of_the_data(damaged: str) -> None:
-    data = tfd.data.from_arrays(DATA[0], global_batch=BATCH, seed=4)
+    data = tfd.data.from_arrays(DATA[0], global_batch_size=BATCH, seed=4)
     data.advance(2)
     found = distributed(mirrored(2)).predict(data, verbose=0)
     np.testing.assert_allclose(found, build().predict(DATA[0], verbose=0), rtol=1e-5)
-    assert data.place == (0, 2 * BATCH)
+    assert data.position == (0, 2 * BATCH)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -276,7 +276,7 @@ def test_predictions_leave_out_damaged_records(damaged: str, replicas: int) -> N
     def inputs(record: tf.Tensor) -> Any:
         return of_record(record)[0]
 
-    data = tfd.data.from_tfrecords(damaged, inputs, global_batch=2, on_error="skip")
+    data = tfd.data.from_tfrecords(damaged, inputs, global_batch_size=2, on_error="skip")
     with pytest.warns(UserWarning, match="is damaged"):
         found = distributed(mirrored(replicas)).predict(data, verbose=0)
     rows = [0, 1, *range(4, 12)]
@@ -287,7 +287,7 @@ def test_epochs_of_few_steps_are_gone_on_with_as_they_were(tmp_path: Path) -> No
     """Killed after 8 of 5 + 5 + 5 steps; 10 are a pass."""
 
     def data() -> Any:
-        return tfd.data.from_arrays(DATA, global_batch=5, seed=4)
+        return tfd.data.from_arrays(DATA, global_batch_size=5, seed=4)
 
     arguments: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 5, "verbose": 0}
     saving = {**arguments, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
@@ -304,7 +304,7 @@ def test_epochs_of_few_steps_are_gone_on_with_as_they_were(tmp_path: Path) -> No
 def test_lost_weights_do_not_replace_good_checkpoints(tmp_path: Path) -> None:
     x = X[:ROWS].copy()
     x[30] = np.nan
-    data = tfd.data.from_arrays((x, Y[:ROWS]), global_batch=5)
+    data = tfd.data.from_arrays((x, Y[:ROWS]), global_batch_size=5)
     ours = distributed(mirrored(2))
     with pytest.warns(UserWarning, match="no checkpoint is written"):
         ours.fit(data, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0)
@@ -324,7 +324,7 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     data = sharded()
     distributed(mirrored(2)).fit(data, epochs=3, **arguments)
-    assert data.place == (3, 0)
+    assert data.position == (3, 0)
     again = sharded()
     distributed(mirrored(2)).fit(again, epochs=3, **arguments)
-    assert again.place == (3, 0)  # of a training that is done already
+    assert again.position == (3, 0)  # of a training that is done already

@@ -31,7 +31,7 @@ def pattern(tmp_path_factory: pytest.TempPathFactory) -> str:
 def one(pattern: str) -> Any:
     """One process: its loss at each step, and its weights at the end."""
     model = tfd.distribute(case.build, strategy_of("default"))
-    data = tfd.data.from_tfrecords(pattern, case.parse, global_batch=case.BATCH, seed=11)
+    data = tfd.data.from_tfrecords(pattern, case.parse, global_batch_size=case.BATCH, seed=11)
     curve = case.Curve()
     model.fit(data, epochs=case.EPOCHS, callbacks=[curve], verbose=0)
     return curve.losses, model.keras_model.get_weights()

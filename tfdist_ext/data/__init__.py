@@ -19,13 +19,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist_ext.data.files import RecordRange, shard_files
-    from tfdist_ext.data.makers import (
+    from tfdist_ext.data.constructors import (
         from_arrays,
         from_dataset_fn,
         from_source,
         from_tfrecords,
     )
+    from tfdist_ext.data.files import RecordRange, shard_files
     from tfdist_ext.data.order import Order
     from tfdist_ext.data.position import Position
     from tfdist_ext.data.records import Records
@@ -40,10 +40,10 @@ _HOME = {
     "Position": "tfdist_ext.data.position",
     "RecordRange": "tfdist_ext.data.files",
     "ShardedDataset": "tfdist_ext.data.sharded",
-    "from_arrays": "tfdist_ext.data.makers",
-    "from_dataset_fn": "tfdist_ext.data.makers",
-    "from_source": "tfdist_ext.data.makers",
-    "from_tfrecords": "tfdist_ext.data.makers",
+    "from_arrays": "tfdist_ext.data.constructors",
+    "from_dataset_fn": "tfdist_ext.data.constructors",
+    "from_source": "tfdist_ext.data.constructors",
+    "from_tfrecords": "tfdist_ext.data.constructors",
     "Records": "tfdist_ext.data.records",
     "Remainder": "tfdist_ext.data.shards",
     "Shard": "tfdist_ext.data.shards",

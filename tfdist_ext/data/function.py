@@ -12,9 +12,8 @@ from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
-from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 
 __all__ = ["FunctionDataset"]
 
@@ -39,11 +38,11 @@ class FunctionDataset(ShardedDataset):
         self,
         function: Callable[..., tf.data.Dataset],
         *,
-        global_batch: int | None = None,
+        global_batch_size: int | None = None,
         service: str | bool | None = None,
         job_name: str | None = None,
     ):
-        """Arguments and errors are those of `from_dataset_fn`, in `makers.py`."""
+        """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
         if not callable(function):
             raise DataError(
                 "from_dataset_fn wants a function of a Shard that returns a tf.data.Dataset."
@@ -51,7 +50,11 @@ class FunctionDataset(ShardedDataset):
             )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
-        self._batch = None if global_batch is None else whole(global_batch, "global_batch", 1)
+        self._batch = (
+            None
+            if global_batch_size is None
+            else check_int(global_batch_size, "global_batch_size", 1, error=DataError)
+        )
         self.service = None if service is False else service
         if self.service is not None and self.takes_epoch:
             raise DataError(
@@ -72,7 +75,7 @@ class FunctionDataset(ShardedDataset):
         return self.whole_epoch(next(iter(self._kept), Shard(0, 1)), self._epoch).element_spec
 
     @property
-    def global_batch(self) -> int | None:
+    def global_batch_size(self) -> int | None:
         return self._batch
 
     @property
@@ -81,7 +84,7 @@ class FunctionDataset(ShardedDataset):
         return known_length(self.whole_epoch(Shard(0, 1), self._epoch))
 
     @property
-    def steps_behind(self) -> int:
+    def steps_done(self) -> int:
         return self._steps
 
     @property
@@ -90,7 +93,7 @@ class FunctionDataset(ShardedDataset):
         return self.takes_epoch
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch, and the batches of each task in it that are behind."""
         return self._epoch, self._steps
 
@@ -115,7 +118,7 @@ class FunctionDataset(ShardedDataset):
         """
         _check_kept(remainder)
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
-        epoch = self._epoch if epoch is None else whole(epoch, "epoch")
+        epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
         found = self.whole_epoch(shard, epoch)
         if epoch != self._epoch:
             return found
@@ -171,7 +174,7 @@ class FunctionDataset(ShardedDataset):
             raise DataError(
                 "the function's data set yields single examples, not batches: its element_spec is"
                 f" {found.element_spec}. Let it call .batch(n), n being the examples of the shard's"
-                " part of a global batch, or give global_batch."
+                " part of a global batch, or give global_batch_size."
             )
         if self.service is None:
             return sharded_already(found, shard)
@@ -228,13 +231,17 @@ class FunctionDataset(ShardedDataset):
                 f" {state['element']}, and is {self.element_spec} now."
             )
         shards = state["shards"]
-        self._epoch = whole(state["epoch"], "the position's epoch")
-        self._steps = whole(state["steps"], "the position's steps")
-        self._shards = None if shards is None else whole(shards, "the position's shards", 1)
+        self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
+        self._steps = check_int(state["steps"], "the position's steps", error=DataError)
+        self._shards = (
+            None
+            if shards is None
+            else check_int(shards, "the position's shards", 1, error=DataError)
+        )
 
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
-        steps = whole(steps, "the steps gone past")
+        steps = check_int(steps, "the steps gone past", error=DataError)
         self._steps += steps if self.resumes_inside_epochs else 0
 
     def end_epoch(self) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.data.whole_numbers import whole
+from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 
 __all__ = ["Order", "sorted_at_random"]
 
@@ -43,9 +43,9 @@ class Order:
 
     Attributes:
         n: examples of the data set.
-        global_batch: examples of a step, over all workers; the last one may have fewer.
+        global_batch_size: examples of a step, over all workers; the last one may have fewer.
         seed: a whole number from 0; None keeps the order of the data in every epoch.
-        first: examples of the epoch that are behind; step 0 begins after them.
+        examples_seen: examples of the epoch that are done; step 0 begins after them.
 
     Raises:
         DataError: no examples, a global batch of 0 or larger than the data, a seed that is no
@@ -53,25 +53,43 @@ class Order:
     """
 
     n: int
-    global_batch: int
+    global_batch_size: int
     seed: int | None = None
-    first: int = 0
+    examples_seen: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.n, int | np.integer) and self.n == 0:
             raise DataError("the data has 0 examples: there is nothing to train on.")
-        checked = {"n": whole(self.n, "the number of examples", 1, _MOST_EXAMPLES)}
-        checked["global_batch"] = whole(self.global_batch, "global_batch", 1, _MOST_IN_BATCH)
-        if checked["global_batch"] > checked["n"]:
+        checked = {
+            "n": check_int(self.n, "the number of examples", 1, _MOST_EXAMPLES, error=DataError)
+        }
+        checked["global_batch_size"] = check_int(
+            self.global_batch_size, "global_batch_size", 1, _MOST_IN_BATCH, error=DataError
+        )
+        if checked["global_batch_size"] > checked["n"]:
             raise DataError(
-                f"global_batch is {checked['global_batch']}, more than the {checked['n']} examples"
-                f" of the data. Use at most {checked['n']}."
+                f"global_batch_size must be at most {checked['n']}, the examples of the data, got"
+                f" {checked['global_batch_size']}."
             )
         if self.seed is not None:
-            checked["seed"] = whole(self.seed, "seed", 0, 2**63 - 1)
-        checked["first"] = whole(self.first, "the examples behind (first)", 0, checked["n"])
+            checked["seed"] = check_int(self.seed, "seed", 0, 2**63 - 1, error=DataError)
+        checked["examples_seen"] = check_int(
+            self.examples_seen, "examples_seen", 0, checked["n"], error=DataError
+        )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def global_batch(self) -> int:
+        """Deprecated: `global_batch_size`."""
+        warn_renamed("Order.global_batch", "Order.global_batch_size")
+        return self.global_batch_size
+
+    @property
+    def first(self) -> int:
+        """Deprecated: `examples_seen`."""
+        warn_renamed("Order.first", "Order.examples_seen")
+        return self.examples_seen
 
     def after(self, examples: int) -> Order:
         """The rest of the epoch when `examples` of it, from its start, are behind.
@@ -79,12 +97,12 @@ class Order:
         Raises:
             DataError: that is more than there are.
         """
-        return replace(self, first=examples)
+        return replace(self, examples_seen=examples)
 
     @property
     def steps(self) -> int:
         """Global batches to the end of the epoch, a last smaller one included."""
-        return -(-(self.n - self.first) // self.global_batch)
+        return -(-(self.n - self.examples_seen) // self.global_batch_size)
 
     def size(self, step: Any) -> Any:
         """Examples of a step's global batch, over all workers; 0 after the last step."""
@@ -104,7 +122,7 @@ class Order:
         Raises:
             DataError: the epoch is no whole number from 0 below 2**63.
         """
-        epoch = whole(epoch, "epoch", 0, 2**63 - 1)
+        epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
         text = f"tfdist_ext order, seed {self.seed}, epoch {epoch}"
         words = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=12).digest(), "<u4")
         return words.astype(np.uint32)
@@ -172,11 +190,18 @@ class Order:
         """The positions [start, stop) of a step's global batch."""
         if not tf.is_tensor(step):
             # As in a graph: the batches of another step would be wrong, and silently.
-            step = whole(step, "step", 0, self.steps - 1)
-            start = self.first + step * self.global_batch
-            return start, min(start + self.global_batch, self.n)
-        start = tf.minimum(self.first + tf.cast(step, tf.int64) * self.global_batch, self.n)
-        return start, tf.minimum(start + self.global_batch, self.n)
+            step = check_int(step, "step", 0, self.steps - 1, error=DataError)
+            start = self.examples_seen + step * self.global_batch_size
+            return start, min(start + self.global_batch_size, self.n)
+        start = tf.minimum(
+            self.examples_seen + tf.cast(step, tf.int64) * self.global_batch_size, self.n
+        )
+        return start, tf.minimum(start + self.global_batch_size, self.n)
+
+
+Order.__init__ = renamed_arguments(  # type: ignore[method-assign]
+    {"global_batch": "global_batch_size", "first": "examples_seen"}
+)(Order.__init__)
 
 
 def sorted_at_random(n: Any, seed: tf.Tensor) -> tf.Tensor:

@@ -8,15 +8,15 @@ import tensorflow as tf
 
 from tfdist_ext.data.order import Order
 from tfdist_ext.data.padding import check_padded, one_at_least, padded
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.data.position import Position
 from tfdist_ext.data.reading_errors import with_data_errors
 from tfdist_ext.data.rows import rows_in
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
-from tfdist_ext.data.untuned import untuned
-from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import check_int
 
 __all__ = ["OrderedDataset"]
 
@@ -33,19 +33,19 @@ class OrderedDataset(ShardedDataset):
         order: which example is in which global batch.
     """
 
-    def __init__(self, source: Source, *, global_batch: int, seed: int | None = None):
+    def __init__(self, source: Source, *, global_batch_size: int, seed: int | None = None):
         """
         Args:
             source: examples by number; see `tfdist_ext.data.sources.Source`.
-            global_batch: examples of one step, over all workers; the last one of an epoch may have
-                fewer.
+            global_batch_size: examples of one step, over all workers; the last one of an epoch
+                may have fewer.
             seed: a whole number from 0; None keeps the order of the data in every epoch.
 
         Raises:
             DataError: an empty source, a batch larger than the data, a seed that is none.
         """
         self.source = source
-        self.order = Order(len(source), global_batch, seed)
+        self.order = Order(len(source), global_batch_size, seed)
         self._epoch = 0
         self._examples = 0
 
@@ -54,13 +54,13 @@ class OrderedDataset(ShardedDataset):
         return self.order.steps
 
     @property
-    def steps_behind(self) -> int:
-        return self._examples // self.global_batch
+    def steps_done(self) -> int:
+        return self._examples // self.global_batch_size
 
     @property
-    def global_batch(self) -> int:
+    def global_batch_size(self) -> int:
         """Examples of a step, over all tasks."""
-        return self.order.global_batch
+        return self.order.global_batch_size
 
     @property
     def loses_examples(self) -> bool:
@@ -96,8 +96,8 @@ class OrderedDataset(ShardedDataset):
             remainder: of a global batch that does not divide by the shards. KEEP: some parts have
                 one example more. DROP: the last ones are left out, and a last batch of fewer
                 examples than shards altogether. PAD: all parts of all steps have
-                ceil(global_batch / shards) rows, and those that were added have sample weight 0;
-                elements are (x, y, sample_weight) then.
+                ceil(global_batch_size / shards) rows, and those that were added have sample weight
+                0; elements are (x, y, sample_weight) then.
 
         Raises:
             DataError: a shard or an epoch that is none, PAD for data without targets.
@@ -113,7 +113,7 @@ class OrderedDataset(ShardedDataset):
 
         steps = tf.data.Dataset.range(_steps_of_parts(order, shard.count, remainder))
         parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        prefetched = untuned(parts.prefetch(tf.data.AUTOTUNE))
+        prefetched = without_autotune(parts.prefetch(tf.data.AUTOTUNE))
         return with_data_errors(sharded_already(prefetched, shard))
 
     def distributed(
@@ -136,7 +136,7 @@ class OrderedDataset(ShardedDataset):
             steps = _steps_of_parts(order, replicas, remainder)
             numbers = tf.data.Dataset.range(steps * local)
             parts = numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-            return untuned(parts.prefetch(tf.data.AUTOTUNE))
+            return without_autotune(parts.prefetch(tf.data.AUTOTUNE))
 
         return strategy.distribute_datasets_from_function(of_worker)
 
@@ -156,7 +156,7 @@ class OrderedDataset(ShardedDataset):
         taken = self.source.take(order.rows(step, low, high, key=key))
         if remainder is not Remainder.PAD:
             return taken
-        return padded(taken, -(-self.global_batch // count))
+        return padded(taken, -(-self.global_batch_size // count))
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON fields: seed, epoch, examples behind, fingerprint of the data.
@@ -188,17 +188,17 @@ class OrderedDataset(ShardedDataset):
         Raises:
             DataError: a number that is no whole one from 0.
         """
-        steps = whole(steps, "the steps gone past")
+        steps = check_int(steps, "the steps gone past", error=DataError)
         left = self.order.after(self._examples).steps
         if steps < left:
-            self._examples += steps * self.global_batch
+            self._examples += steps * self.global_batch_size
             return
         epochs, rest = divmod(steps - left, self.steps)
         self._epoch += 1 + epochs
-        self._examples = rest * self.global_batch
+        self._examples = rest * self.global_batch_size
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch, and the examples of it that are behind."""
         return self._epoch, self._examples
 
@@ -239,7 +239,7 @@ class OrderedDataset(ShardedDataset):
 
             return tuple(part(first + i) for i in range(local))
 
-        return untuned(
+        return without_autotune(
             tf.data.Dataset.counter(begin).map(
                 parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
             )
@@ -247,7 +247,7 @@ class OrderedDataset(ShardedDataset):
 
     def in_order(self) -> OrderedDataset:
         """The same data in its own order, from its start."""
-        return OrderedDataset(self.source, global_batch=self.global_batch)
+        return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
 
     def _position(self) -> Position:
         return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tfdist_ext.data.fingerprint import Fingerprint, difference
-from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 
 __all__ = ["Position"]
 
@@ -36,9 +35,13 @@ class Position:
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            object.__setattr__(self, "seed", whole(self.seed, "the position's seed", 0, 2**63 - 1))
+            object.__setattr__(
+                self,
+                "seed",
+                check_int(self.seed, "the position's seed", 0, 2**63 - 1, error=DataError),
+            )
         for name in ("epoch", "examples"):
-            number = whole(getattr(self, name), f"the position's {name}")
+            number = check_int(getattr(self, name), f"the position's {name}", error=DataError)
             object.__setattr__(self, name, number)
         if not isinstance(self.fingerprint, Mapping):
             raise DataError(
@@ -97,6 +100,8 @@ class Position:
         Raises:
             DataError: a number that is no whole one from 0, or no examples in an epoch.
         """
-        more = whole(examples, "the examples gone past")
-        epochs, rest = divmod(self.examples + more, whole(n, "the examples of an epoch", 1))
+        more = check_int(examples, "the examples gone past", error=DataError)
+        epochs, rest = divmod(
+            self.examples + more, check_int(n, "the examples of an epoch", 1, error=DataError)
+        )
         return Position(self.seed, self.epoch + epochs, rest, self.fingerprint)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.data.shards import Remainder, Shard
+from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
 
 __all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
@@ -35,18 +36,36 @@ class ShardedDataset(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def global_batch(self) -> int | None:
+    def global_batch_size(self) -> int | None:
         """Examples of a step, over all tasks; None where the batches come as they are."""
 
     @property
     @abc.abstractmethod
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch of the position, and how much of it is behind; see `state`."""
 
     @property
     @abc.abstractmethod
-    def steps_behind(self) -> int:
+    def steps_done(self) -> int:
         """Global batches of the position's epoch that are done."""
+
+    @property
+    def global_batch(self) -> int | None:
+        """Deprecated: `global_batch_size`."""
+        warn_renamed("ShardedDataset.global_batch", "ShardedDataset.global_batch_size")
+        return self.global_batch_size
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Deprecated: `position`."""
+        warn_renamed("ShardedDataset.place", "ShardedDataset.position")
+        return self.position
+
+    @property
+    def steps_behind(self) -> int:
+        """Deprecated: `steps_done`."""
+        warn_renamed("ShardedDataset.steps_behind", "ShardedDataset.steps_done")
+        return self.steps_done
 
     @property
     def resumes_inside_epochs(self) -> bool:
@@ -156,7 +175,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         data = self._data
-        epoch = data.place[0]
+        epoch = data.position[0]
         batches: Any
         if self._strategy is None:
             batches = data.dataset(remainder=self._remainder)
@@ -174,7 +193,7 @@ class Batches:
             yield batch
             bar(1)
         bar(0)
-        if data.place[0] == epoch:  # only reading could tell that this is its end
+        if data.position[0] == epoch:  # only reading could tell that this is its end
             data.end_epoch()
 
     def _bar(self) -> Callable[[int], None]:
@@ -184,7 +203,7 @@ class Batches:
         import keras  # costly, and not everybody shows a bar
 
         bar = keras.utils.Progbar(self._data.steps)
-        done = self._data.steps_behind
+        done = self._data.steps_done
 
         def show(more: int) -> None:
             nonlocal done

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist_ext.cluster import ClusterConfig, Task
-from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -45,8 +44,10 @@ class Shard:
     count: int
 
     def __post_init__(self) -> None:
-        count = whole(self.count, "the count of a Shard", 1)
-        index = whole(self.index, f"the index of a Shard of {count}", 0, count - 1)
+        count = check_int(self.count, "the count of a Shard", 1, error=DataError)
+        index = check_int(
+            self.index, f"the index of a Shard of {count}", 0, count - 1, error=DataError
+        )
         # Plain integers, so that numpy's do not get into messages and JSON.
         object.__setattr__(self, "index", index)
         object.__setattr__(self, "count", count)
@@ -107,7 +108,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     Raises:
         DataError: `n` is no whole number from 0, or another argument is of another type.
     """
-    n = whole(n, "the number of rows to share out")
+    n = check_int(n, "the number of rows to share out", error=DataError)
     if not isinstance(shard, Shard):
         raise DataError(f"shard_range wants a Shard(index, count). Received: {shown(shard)}.")
     if not isinstance(remainder, Remainder):

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from tfdist_ext.data.balance import assign, imbalance
 from tfdist_ext.data.shards import bounds
-from tfdist_ext.data.whole_numbers import whole
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import check_int
 
 __all__ = ["Outcome", "Plan", "Reading", "report", "simulate"]
 
@@ -32,7 +32,8 @@ class Plan:
         examples: of the data set.
         files: of about the same size.
         workers: at the start.
-        global_batch: examples of a step, over all workers; 0 is 64 for each worker at the start.
+        global_batch_size: examples of a step, over all workers; 0 is 64 for each worker at the
+            start.
         example_bytes: of an example's payload in its file.
         kill: workers that die, all at once; 0: nothing happens.
         resume_workers: that go on; 0 is those that are left.
@@ -46,7 +47,7 @@ class Plan:
     examples: int
     files: int
     workers: int
-    global_batch: int = 0
+    global_batch_size: int = 0
     example_bytes: int = 100_000
     kill: int = 0
     resume_workers: int = 0
@@ -55,10 +56,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("examples", "files", "workers", "example_bytes", "checkpoint_steps"):
-            whole(getattr(self, name), name, 1)
-        whole(self.kill, "kill", 0, self.workers)
-        for name in ("global_batch", "resume_workers"):
-            whole(getattr(self, name), name)
+            check_int(getattr(self, name), name, 1, error=DataError)
+        check_int(self.kill, "kill", 0, self.workers, error=DataError)
+        for name in ("global_batch_size", "resume_workers"):
+            check_int(getattr(self, name), name, error=DataError)
         if self.kill and not (self.resume_workers or self.workers - self.kill):
             raise DataError(
                 f"kill={self.kill} of {self.workers} workers leaves none to go on."
@@ -68,12 +69,12 @@ class Plan:
             raise DataError(
                 f"a global batch of {self.batch} is larger than the {self.examples} examples."
             )
-        whole(self.kill_step, "kill_step", -1, self.steps)
+        check_int(self.kill_step, "kill_step", -1, self.steps, error=DataError)
 
     @property
     def batch(self) -> int:
         """Examples of a global batch."""
-        return self.global_batch or 64 * self.workers
+        return self.global_batch_size or 64 * self.workers
 
     @property
     def steps(self) -> int:

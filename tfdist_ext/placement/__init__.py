@@ -9,7 +9,7 @@
     ]
     made = plan(specs, 4, rules=[Rule("items/.*", Sharded(2))], budget="12GiB")
     print(made)                              # bytes by task, imbalance, the largest variables
-    made.shards_of("users/embeddings")       # (Shard(task=0, start=0, stop=12500000), ...)
+    made.shards_of("users/embeddings")       # (VariableShard(task=0, start=0, stop=12500000), ...)
     made.save_picture("plan.svg")
 
 What is larger than a fair share is cut along axis 0 into even pieces, and the fullest task holds at
@@ -19,6 +19,9 @@ not fit, is a PlacementError.
 
 from __future__ import annotations
 
+from typing import Any
+
+from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement.comparison import Comparison, Footprint, compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -38,7 +41,7 @@ from tfdist_ext.placement.rules import (
     rules_from,
 )
 from tfdist_ext.placement.sizes import parse_size, size_text
-from tfdist_ext.placement.specs import Held, Place, Shard, VariableSpec
+from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
 __all__ = [
     "Balanced",
@@ -55,9 +58,9 @@ __all__ = [
     "PlacementPlan",
     "Policy",
     "Rule",
-    "Shard",
     "Sharded",
     "Tasks",
+    "VariableShard",
     "VariableSpec",
     "balanced",
     "compare",
@@ -70,3 +73,10 @@ __all__ = [
     "rules_from",
     "size_text",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Shard":
+        warn_renamed("tfdist_ext.placement.Shard", "tfdist_ext.placement.VariableShard")
+        return VariableShard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tfdist_ext.placement.policies import Tasks
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["least_peak_of_bytes", "least_peak_of_loads", "water_level"]
+__all__ = ["min_max_bytes_bound", "min_max_load_bound", "water_level"]
 
 Floats = NDArray[np.float64]
 
@@ -47,17 +47,17 @@ def water_level(
     return at + amount / width if width else math.inf
 
 
-def least_peak_of_bytes(specs: Sequence[VariableSpec], tasks: Tasks) -> float:
+def min_max_bytes_bound(specs: Sequence[VariableSpec], tasks: Tasks) -> float:
     """Bytes that the fullest task holds at least, however the variables are cut and placed."""
     extra = _array(spec.slot_bytes for spec in specs)
     whole = _array(spec.bytes for spec in specs) - extra
-    return _least_peak(whole, extra, _divisions(specs, tasks), tasks.filled, tasks.budgets)
+    return _bound(whole, extra, _divisions(specs, tasks), tasks.filled, tasks.budgets)
 
 
-def least_peak_of_loads(specs: Sequence[VariableSpec], tasks: Tasks) -> float:
+def min_max_load_bound(specs: Sequence[VariableSpec], tasks: Tasks) -> float:
     """The load that the busiest task has at least."""
     loads = _array(spec.load or 0.0 for spec in specs)
-    return _least_peak(loads, 0.0 * loads, _divisions(specs, tasks), tasks.loaded, None)
+    return _bound(loads, 0.0 * loads, _divisions(specs, tasks), tasks.loaded, None)
 
 
 def _array(values: Iterable[float]) -> Floats:
@@ -74,7 +74,7 @@ def _divisions(specs: Sequence[VariableSpec], tasks: Tasks) -> tuple[Floats, Flo
     return np.maximum(rows, 1), np.maximum(pieces, 1)
 
 
-def _least_peak(
+def _bound(
     whole: Floats,
     extra: Floats,
     divisions: tuple[Floats, Floats],

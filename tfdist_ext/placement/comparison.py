@@ -76,13 +76,13 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
     weights = sum(spec.weight_bytes for spec in variables)
     slots = sum(spec.bytes for spec in variables) - weights
     gradients = sum(spec.weight_bytes for spec in variables if spec.trainable)
-    owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], otherwise=Owned())
+    owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], default=Owned())
     of_owner = max(owned.bytes_by_task) - weights  # slots are whole variables', not even shares
     rows = [
         Footprint("mirrored", "each device", weights, gradients, slots),
         Footprint("central_storage", "host", weights, 0, slots),
         Footprint("central_storage", "each device", 0, gradients, 0),
-        Footprint("owner-updated", "fullest device", weights, gradients, of_owner),
+        Footprint("placed", "fullest device", weights, gradients, of_owner),
     ]
     if ps:
         made = plan(variables, ps)

@@ -82,7 +82,7 @@ class DevicePlacer:
         self.check_paths([spec.path for spec in specs])
         placements = {spec.path: self.placement_of(spec) for spec in specs}
         here = [spec for spec in specs if self._is_here(placements[spec.path])]
-        self.plan = plan(here, devices=self.devices, otherwise=lambda spec: placements[spec.path])
+        self.plan = plan(here, devices=self.devices, default=lambda spec: placements[spec.path])
         return self.plan
 
     def check_paths(self, paths: Sequence[str]) -> None:

@@ -10,12 +10,12 @@ from tfdist_ext.placement.rules import OnTask, Sharded
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.targets import Targets
 
-__all__ = ["does_not_fit"]
+__all__ = ["infeasible_error"]
 
 _MOST_TASKS = 100_000
 
 
-def does_not_fit(
+def infeasible_error(
     plan: PlacementPlan, targets: Targets, fullest: Callable[[Targets, int], int], fewest: int
 ) -> PlacementError:
     """The error to raise for a plan that is over its budgets.

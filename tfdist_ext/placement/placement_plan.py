@@ -11,7 +11,7 @@ from functools import cached_property
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement import picture, plan_json, report
 from tfdist_ext.placement.rules import Rule, nearest_paths
-from tfdist_ext.placement.specs import Held, Place, Shard, VariableSpec
+from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
 __all__ = ["PlacementPlan", "fingerprint_of"]
 
@@ -51,7 +51,7 @@ class PlacementPlan:
         """
         return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
 
-    def shards_of(self, path: str) -> tuple[Shard, ...]:
+    def shards_of(self, path: str) -> tuple[VariableShard, ...]:
         """The rows of the variable on each task, in the order of rows; or all its copies.
 
         A whole variable is one shard of all rows; a scalar has one row.
@@ -61,7 +61,7 @@ class PlacementPlan:
         """
         spec, place = self._of(path)
         if place.held is not Held.PIECES:
-            return tuple(Shard(task, 0, spec.rows) for task in range(self.tasks))
+            return tuple(VariableShard(task, 0, spec.rows) for task in range(self.tasks))
         return spec.shards(place.tasks)
 
     def owner_of(self, path: str) -> int | None:

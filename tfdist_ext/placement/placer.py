@@ -21,7 +21,7 @@ from tfdist_ext.placement.rules import (
     rule_for,
     rules_from,
 )
-from tfdist_ext.placement.specs import Shard, VariableSpec
+from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.placement.targets import Targets
 
 __all__ = ["Placer"]
@@ -95,7 +95,7 @@ class Placer:
         """Whether there is a plan, or none is needed, for the variable."""
         return self._given is None or self._planned(spec) is not None
 
-    def place(self, spec: VariableSpec) -> tuple[Shard, ...]:
+    def place(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
         """Where the variable that is now created lives: its pieces, in the order of rows.
 
         Raises:
@@ -122,7 +122,7 @@ class Placer:
             # As of a variable with rows enough: the shapes are not known yet.
             self._targets.of_rule(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
 
-    def _planned(self, spec: VariableSpec) -> tuple[Shard, ...] | None:
+    def _planned(self, spec: VariableSpec) -> tuple[VariableShard, ...] | None:
         if self.plan is None:
             return None
         if self.plan.holds(spec):
@@ -133,7 +133,7 @@ class Placer:
         alike = [path for path in paths if self.plan.holds(replace(spec, path=path))]
         return self.plan.shards_of(alike[0]) if len(alike) == 1 else None
 
-    def _online(self, spec: VariableSpec) -> tuple[Shard, ...]:
+    def _online(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
         rule = rule_for(spec.path, self._rules)
         placement = Balanced() if rule is None else rule.placement
         task = self._targets.of_rule(spec, placement)

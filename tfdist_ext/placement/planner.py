@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tfdist_ext.placement.bounds import least_peak_of_bytes, least_peak_of_loads, water_level
+from tfdist_ext.placement.bounds import min_max_bytes_bound, min_max_load_bound, water_level
 from tfdist_ext.placement.filling import ByBytes, ByBytesAndLoad
 from tfdist_ext.placement.policies import Tasks
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["balanced", "least_peak"]
+__all__ = ["balanced", "min_max_bytes"]
 
 # Over what no placement can beat; within these it is not cut finer. Bytes are known, loads guessed.
 _BALANCED_BYTES, _BALANCED_LOAD = 1.01, 1.05
@@ -42,7 +42,7 @@ def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]
     return _Search(specs, _unlimited(tasks)).flattest()[0]
 
 
-def least_peak(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) -> int:
+def min_max_bytes(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) -> int:
     """Bytes on the fullest task in the flattest plan that the planner can make without budgets.
 
     With a budget of so many bytes for each task the planner does find a plan; with one byte less
@@ -65,7 +65,7 @@ class _Search:
         self._total = sum(self._bytes)
         self._total_load = sum(self._loads)
         # A floor that a plan stands on must not be above it by the last digit of a division.
-        self.floor = least_peak_of_bytes(specs, tasks) * (1 - 1e-12)
+        self.floor = min_max_bytes_bound(specs, tasks) * (1 - 1e-12)
         # Rules may have made the start uneven, or budgets the end.
         self._equal_budgets = len(set(tasks.budgets or ())) <= 1
         self._even = self._equal_budgets and len(set(tasks.filled)) == 1
@@ -79,11 +79,11 @@ class _Search:
             return True
         # What is placed by loads too may fit, or not, with a byte less: of this no smallest budget
         # could be named. So bytes alone decide.
-        return least_peak(self._specs, self._tasks, budgets[0]) <= budgets[0]
+        return min_max_bytes(self._specs, self._tasks, budgets[0]) <= budgets[0]
 
     def best(self) -> list[Sequence[int]] | None:
         """The first division that balances, else the most balanced; None if none fits."""
-        bounds = (self.floor, least_peak_of_loads(self._specs, self._tasks))
+        bounds = (self.floor, min_max_load_bound(self._specs, self._tasks))
         found: list[Sequence[int]] | None = None
         coarse: Counts | None = None
         rank = (0.0, 0)

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import nearest, shown
-from tfdist_ext.placement.bounds import least_peak_of_bytes
-from tfdist_ext.placement.fitting import does_not_fit
+from tfdist_ext.placement.bounds import min_max_bytes_bound
+from tfdist_ext.placement.fitting import infeasible_error
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import balanced, least_peak
+from tfdist_ext.placement.planner import balanced, min_max_bytes
 from tfdist_ext.placement.policies import Policy, Tasks, greedy, round_robin
 from tfdist_ext.placement.rules import (
     Balanced,
@@ -31,13 +32,14 @@ from tfdist_ext.placement.targets import Targets
 __all__ = ["accepted", "plan", "policy_named"]
 
 _POLICIES: dict[str, Policy] = {
-    "planner": balanced,
+    "balanced": balanced,
     "greedy": greedy,
     "round_robin": round_robin,
 }
 _FREE = Balanced()
 
 
+@renamed_arguments({"otherwise": "default"})
 def plan(
     specs: Iterable[VariableSpec],
     tasks: int | None = None,
@@ -46,7 +48,7 @@ def plan(
     rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
     budget: int | str | Sequence[int | str] | None = None,
     policy: Policy | str | None = None,
-    otherwise: Placement | Callable[[VariableSpec], Placement] = _FREE,
+    default: Placement | Callable[[VariableSpec], Placement] = _FREE,
 ) -> PlacementPlan:
     """Decide where every variable lives. Pure: nothing is allocated, no TensorFlow is needed.
 
@@ -57,9 +59,9 @@ def plan(
             only where a rule says so.
         rules: for some variables; or a table of pattern -> placement or its text.
         budget: the most that each task may hold, in bytes or as "8GiB"; or one for each task.
-        policy: places what no rule does: "planner" (the default), "greedy", "round_robin", or a
+        policy: places what no rule does: "balanced" (the default), "greedy", "round_robin", or a
             function as `placement.policies` describes it.
-        otherwise: the placement of variables without a rule, or a function from a variable to it.
+        default: the placement of variables without a rule, or a function from a variable to it.
 
     Raises:
         PlacementError: an argument, a rule or a policy that cannot be right; or variables that do
@@ -71,7 +73,7 @@ def plan(
     given = rules_from(rules) if isinstance(rules, Mapping) else rules
     chosen = rules_of([spec.path for spec in variables], given)
     placements = [
-        chosen[spec.path].placement if spec.path in chosen else _default(otherwise, spec)
+        chosen[spec.path].placement if spec.path in chosen else _default(default, spec)
         for spec in variables
     ]
     fixed = {path: rule for path, rule in chosen.items() if rule.placement != _FREE}
@@ -80,7 +82,7 @@ def plan(
     if budgets is not None and any(
         held > most for held, most in zip(made.bytes_by_task, budgets, strict=True)
     ):
-        raise does_not_fit(made, targets, order.fullest, order.fewest_tasks)
+        raise infeasible_error(made, targets, order.fullest, order.fewest_tasks)
     return made
 
 
@@ -127,7 +129,7 @@ class _Order:
         if self.policy is not balanced:
             return max(self.carried_out(targets, None).bytes_by_task)
         _, free, tasks = self._prepared(targets, None)
-        return least_peak(self._to_place(self._divided(free)[0]), tasks, enough)
+        return min_max_bytes(self._to_place(self._divided(free)[0]), tasks, enough)
 
     @property
     def fewest_tasks(self) -> int:
@@ -181,7 +183,7 @@ class _Order:
     def _lower_bound(self, holding: list[int], tasks: Tasks) -> float:
         specs = self._to_place(holding)
         mean = (sum(tasks.filled) + sum(spec.bytes for spec in specs)) / tasks.count
-        return max(1.0, least_peak_of_bytes(specs, tasks) / mean) if mean else 1.0
+        return max(1.0, min_max_bytes_bound(specs, tasks) / mean) if mean else 1.0
 
     def _to_place(self, free: list[int]) -> list[VariableSpec]:
         """Of an owned variable every device holds a copy: what is left for the owner is the slots.
@@ -218,13 +220,13 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
 
 
 def _default(
-    otherwise: Placement | Callable[[VariableSpec], Placement], spec: VariableSpec
+    default: Placement | Callable[[VariableSpec], Placement], spec: VariableSpec
 ) -> Placement:
-    placement = otherwise if isinstance(otherwise, Placement) else otherwise(spec)
+    placement = default if isinstance(default, Placement) else default(spec)
     if not isinstance(placement, Placement):
         raise PlacementError(
-            f"otherwise gives {spec.path!r} no placement. Received: {shown(placement)}. Give one,"
-            " as Mirrored(), or a function from a VariableSpec to one."
+            f"default must be or return a Placement, got {shown(placement)} for {spec.path!r}; give"
+            " one, for example Mirrored(), or a function from a VariableSpec to one."
         )
     return placement
 
@@ -236,7 +238,10 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
         PlacementError: neither a known name nor a function.
     """
     if policy is None or policy is balanced:
-        return balanced, "planner"
+        return balanced, "balanced"
+    if policy == "planner":
+        warn_renamed('policy "planner"', 'policy "balanced"', stacklevel=4)
+        policy = "balanced"
     if isinstance(policy, str):
         if policy not in _POLICIES:
             raise PlacementError(

@@ -12,7 +12,7 @@ from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.sizes import itemsize
 
-__all__ = ["Held", "Place", "Shard", "VariableSpec", "piece_rows"]
+__all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
 
 MOST_BYTES = 2**60  # sums of such sizes stay within what numpy and floats count well
 
@@ -107,16 +107,16 @@ class VariableSpec:
             return [load]
         return [load * count / self.rows for count in piece_rows(self.rows, pieces)]
 
-    def shards(self, tasks: Sequence[int]) -> tuple[Shard, ...]:
+    def shards(self, tasks: Sequence[int]) -> tuple[VariableShard, ...]:
         """The even pieces on these tasks, in the order of rows."""
         shards, start = [], 0
         for task, rows in zip(tasks, piece_rows(self.rows, len(tasks)), strict=True):
-            shards.append(Shard(task, start, start + rows))
+            shards.append(VariableShard(task, start, start + rows))
             start += rows
         return tuple(shards)
 
 
-class Shard(NamedTuple):
+class VariableShard(NamedTuple):
     """Rows start to stop (not included) of a variable on a task. A scalar has one row."""
 
     task: int

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies import cluster_makers, makers, tpu
+from tfdist_ext.strategies import cluster_constructors, constructors, tpu
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
 
@@ -139,19 +139,19 @@ def lookup(name: str) -> Entry:
 
 
 for _name, _factory, _description in (
-    ("default", makers.default, "no distribution: TensorFlow's default, one device"),
-    ("one_device", makers.one_device, "everything on one named device"),
-    ("mirrored", makers.mirrored, "a copy of the model on each device of this machine"),
+    ("default", constructors.default, "no distribution: TensorFlow's default, one device"),
+    ("one_device", constructors.one_device, "everything on one named device"),
+    ("mirrored", constructors.mirrored, "a copy of the model on each device of this machine"),
     (
         "multi_worker_mirrored",
-        cluster_makers.multi_worker_mirrored,
+        cluster_constructors.multi_worker_mirrored,
         "a copy on each worker of a cluster",
     ),
-    ("central_storage", makers.central_storage, "variables on one device, computing on all"),
-    ("placed", makers.placed, "each variable on the devices that its rule says"),
+    ("central_storage", constructors.central_storage, "variables on one device, computing on all"),
+    ("placed", constructors.placed, "each variable on the devices that its rule says"),
     (
         "parameter_server",
-        cluster_makers.parameter_server,
+        cluster_constructors.parameter_server,
         "variables on parameter servers, asynchronous",
     ),
 ):

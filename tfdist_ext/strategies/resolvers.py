@@ -12,7 +12,7 @@ from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.jobs import Jobs
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.bounded import within
+from tfdist_ext.strategies.timeouts import call_with_timeout
 
 __all__ = ["Cluster", "Described", "describe", "resolver_of"]
 
@@ -95,7 +95,7 @@ def describe(cluster: Any) -> Described:
     resolver, source = resolver_of(cluster), type(cluster).__name__
     try:
         # In this order: SlurmClusterResolver knows its task only after the cluster.
-        spec, task_type, task_id = within(
+        spec, task_type, task_id = call_with_timeout(
             LOOKUP_SECONDS,
             lambda: (resolver.cluster_spec(), resolver.task_type, resolver.task_id),
         )

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
-from tfdist_ext.strategies.presence import Presence, driver_of, say
+from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies.bounded import within
 from tfdist_ext.strategies.devices import seen_devices
 from tfdist_ext.strategies.resolvers import Cluster
+from tfdist_ext.strategies.timeouts import call_with_timeout
 from tfdist_ext.strategies.waiting import reporting_absent_peers
 
 __all__ = ["speaks_grpc", "tpu"]
@@ -54,7 +54,7 @@ def tpu(
     if re.fullmatch(r"[\w.-]+:\d+", tpu):
         raise StrategyError(f"tpu={tpu!r} is an address: write it as 'grpc://{tpu}'.")
     try:
-        resolver = within(
+        resolver = call_with_timeout(
             LOOKUP_SECONDS,
             lambda: resolvers.TPUClusterResolver(tpu=tpu, zone=zone, project=project),
         )
@@ -69,7 +69,7 @@ def tpu(
 
 def _connected(resolver: Any, name: str) -> tf.distribute.Strategy:
     try:
-        spec = within(LOOKUP_SECONDS, resolver.cluster_spec)
+        spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:
         raise StrategyError(
             f"no TPU found at {name}: {_first_sentence(error)} {_seen()}"
@@ -124,7 +124,9 @@ def speaks_grpc(address: str, seconds: float) -> str | None:
         return None
 
     try:
-        return within(2 * seconds + 1, ask)  # looking up a host's name has no limit of its own
+        return call_with_timeout(
+            2 * seconds + 1, ask
+        )  # looking up a host's name has no limit of its own
     except TimeoutError as error:
         return f"cannot be looked at ({error})"
 

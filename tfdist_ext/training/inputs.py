@@ -33,10 +33,10 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Reduction
@@ -189,7 +189,7 @@ def _parts_of_arrays(
                 for mine, low, high in spans
             )
 
-        return untuned(
+        return without_autotune(
             tf.data.Dataset.range(start, 2**62).map(
                 parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
             )
@@ -436,14 +436,14 @@ def batches_of_sharded(
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
     data = data if from_position else data.in_order()
-    epoch, examples = data.place
-    if examples % data.global_batch:
+    epoch, examples = data.position
+    if examples % data.global_batch_size:
         raise TrainingError(
             f"the data's position is after {examples} examples of an epoch, which is between two"
-            f" global batches of {data.global_batch}: go on with the global batch of the training"
-            " that was there before."
+            f" global batches of {data.global_batch_size}: go on with the global batch of the"
+            " training that was there before."
         )
-    begin = epoch * data.steps + examples // data.global_batch
+    begin = epoch * data.steps + examples // data.global_batch_size
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
@@ -451,7 +451,7 @@ def batches_of_sharded(
     return GlobalBatches(
         parts_of,
         data.steps,
-        data.global_batch,
+        data.global_batch_size,
         endless=True,
         on_epoch_begin=lambda: None,
         on_epoch_end=lambda: None,
@@ -485,8 +485,12 @@ def check_says_nothing_else(
             "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
             " from_arrays((x, y, sample_weight)), or return them from parse."
         )
-    if batch_size not in (None, data.global_batch):
-        has = f"global batches of {data.global_batch} examples" if data.global_batch else "batches"
+    if batch_size not in (None, data.global_batch_size):
+        has = (
+            f"global batches of {data.global_batch_size} examples"
+            if data.global_batch_size
+            else "batches"
+        )
         raise TrainingError(
             f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
         )
@@ -545,7 +549,7 @@ def batches_of_function(
             return parts_of_dataset(dataset())(first, local, replicas)
         return _then_nothing(dataset(), local)
 
-    epoch = data.place[0] if from_position else 0
+    epoch = data.position[0] if from_position else 0
     steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
     if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
@@ -554,11 +558,11 @@ def batches_of_function(
         return FunctionBatches(
             parts_of,
             steps,
-            data.global_batch,
+            data.global_batch_size,
             endless,
             on_epoch_begin=lambda: None,
             on_epoch_end=lambda: None,
-            begin=data.steps_behind if from_position else 0,
+            begin=data.steps_done if from_position else 0,
             advance=data.advance if from_position else lambda steps: None,
             ended=data.end_epoch if from_position else lambda: None,
             agreed=workers > 1,

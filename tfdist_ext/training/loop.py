@@ -42,8 +42,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.data.reading_errors import data_errors_as_raised
-from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import looks_at_batches
@@ -263,7 +263,9 @@ class Epochs:
             self._fed_from = dataset
             assert isinstance(self._batches, GlobalBatches)
             parts_of = parts_of_dataset(dataset)
-            batches = replace(self._batches, parts_of=lambda *which: untuned(parts_of(*which)))
+            batches = replace(
+                self._batches, parts_of=lambda *which: without_autotune(parts_of(*which))
+            )
             self._dataset = self._feed(batches)
         return self._dataset
 
@@ -364,8 +366,8 @@ class DatasetPasses:
         in_steps: bool,
         inspect: Callable[[Any], None] | None = None,
     ):
-        # Each epoch lets go of an iterator, and would wait for its tuner; see `untuned`.
-        self._dataset = untuned(dataset)
+        # Each epoch lets go of an iterator, and would wait for its tuner; see `without_autotune`.
+        self._dataset = without_autotune(dataset)
         self._in_steps = in_steps
         self._inspect = inspect
         self._iterator: Any = None

@@ -39,7 +39,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.python_calls import operations_of
+from tfdist_ext.data.pipelines import operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
@@ -210,13 +210,13 @@ def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
     """
     if not reduction.multi_worker:
         return
-    epoch, steps = data.place
+    epoch, steps = data.position
     values: dict[str, Any] = {"epoch of the data": epoch, "position in the epoch": steps}
     if isinstance(data, OrderedDataset):
         content = {**data.source.fingerprint(), "time stamps": ""}
         as_text = json.dumps(content, sort_keys=True, default=str)
         values |= {
-            "global_batch_size": data.global_batch,
+            "global_batch_size": data.global_batch_size,
             "number of examples": data.examples,
             "seed": data.order.seed,
             "fingerprint of the data": zlib.crc32(as_text.encode()),

@@ -37,7 +37,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import SingleTask

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.presence import Presence, driver_of, say
+from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints.atomic_write import check_writable, checkpoint_folder

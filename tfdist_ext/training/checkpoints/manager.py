@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import done_by_chief
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError, Progress
@@ -156,7 +156,7 @@ class Resumable:
             return
         self._since = 0
         # At the end of an epoch there is one anyway, when callbacks have seen it.
-        if not epoch_ends and self._data.steps_behind > 0 and _is_finite(logs):
+        if not epoch_ends and self._data.steps_done > 0 and _is_finite(logs):
             self._progress = replace(self._progress, batches=self._in_epoch)
             self._save_in_index()
 
@@ -265,7 +265,7 @@ class Resumable:
         if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: of tfd.data.from_arrays((x, y), global_batch=64, seed=0) or"
+                " epoch: of tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
                 " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
             )
 

@@ -31,9 +31,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.python_calls import python_calls_in
+from tfdist_ext.data.pipelines import find_py_functions_in_graph, without_autotune
 from tfdist_ext.data.shards import Shard
-from tfdist_ext.data.untuned import untuned
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.parameter_server.calls import Calls, on_worker
 
@@ -157,7 +156,9 @@ class WorkerBatches:
         dataset = tf.data.experimental.from_variant(variant, self.element_spec)
         position = self.records.position(worker)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
-        return untuned(dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE))
+        return without_autotune(
+            dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
+        )
 
     def _captures_resources(self) -> bool:
         with tf.init_scope():
@@ -261,7 +262,7 @@ def what_keeps_made_here(make: Callable[[], tf.data.Dataset]) -> str:
     traced = _traced(make)
     if tf.variant in _captured_dtypes(traced):
         return "its data set is made outside of the function; make it inside"
-    if python_calls_in(traced.graph.as_graph_def()):
+    if find_py_functions_in_graph(traced.graph.as_graph_def()):
         return "it calls Python (from_generator, py_function, numpy_function)"
     return ""
 

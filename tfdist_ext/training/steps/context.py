@@ -67,7 +67,8 @@ class Part:
     Attributes:
         substitutes: what stands in for Keras's functions while this is the running part, by key.
         called: the keys of those that were called.
-        gradients_are_weighted: those that Keras's own step has are, with the share, and not summed.
+        gradients_are_weighted: those that Keras's own step has now are, with the share, and are not
+            summed yet.
         computes_gradients: a tape does, now.
         reduced_losses: how many losses were reduced.
         synchronized_moments: how many statistics were taken over all replicas.

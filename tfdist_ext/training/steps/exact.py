@@ -141,7 +141,10 @@ def _with_sums(
     # made of them since.
     apart = [i for i in places if not here.is_equal(grads[i])]
     weighted = [grads[i] for i in apart]
-    if not here.gradients_are_weighted:
+    if here.gradients_are_weighted:
+        # Keras's own step applies them at once. What another optimizer then gets is the user's.
+        here.gradients_are_weighted = False
+    else:
         weighted = here.weighted(weighted)
 
     if here.timer is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.strategies.presence import say
+from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.programs import ProgramBase

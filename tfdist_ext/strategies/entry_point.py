@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.strategies.cluster_makers import parameter_server
+from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
 

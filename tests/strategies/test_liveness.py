@@ -8,7 +8,7 @@ import pytest
 
 from tfdist_ext import Task
 from tfdist_ext.strategies import waiting
-from tfdist_ext.strategies.presence import Presence, driver_of
+from tfdist_ext.strategies.liveness import Presence, driver_of
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import serves
 
@@ -48,7 +48,7 @@ def test_waiting_is_said_and_ever_less_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 9.0, 10.0, 19.0, 20.0, 39.0, 40.0, 200.0, 319.0, 320.0])
-    monkeypatch.setattr("tfdist_ext.strategies.presence.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tfdist_ext.strategies.liveness.time.monotonic", lambda: next(clock))
     monkeypatch.setattr(waiting, "absent", lambda tasks: list(tasks))
     chief = Presence("ps:0", "chief:0", "10.0.0.1:22", "TF_CONFIG")
     for _ in range(9):

@@ -13,18 +13,22 @@ from tfdist_ext.data.lookup import Lookup
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.record_files import RecordFiles
 from tfdist_ext.data.sources import Arrays
+from tfdist_ext.deprecation import renamed_arguments
 
 __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 
+_OLD_NAMES = renamed_arguments({"global_batch": "global_batch_size"})
 
-def from_source(source: Any, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
+
+@_OLD_NAMES
+def from_source(source: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Examples of whatever has a length and gives them by number.
 
     Args:
         source: `len(source)` and `source[numbers]`, which gives a batch of arrays for int64 numbers
             of shape [n] (`tfdist_ext.data.lookup.Lookup`); or a `tfdist_ext.data.sources.Source`,
             whose `take` works in graphs.
-        global_batch: examples of one step, over all workers.
+        global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the numbers.
 
     Raises:
@@ -32,30 +36,32 @@ def from_source(source: Any, *, global_batch: int, seed: int | None = None) -> O
     """
     if not hasattr(source, "take") or not hasattr(source, "element_spec"):
         source = Lookup(source)
-    return OrderedDataset(source, global_batch=global_batch, seed=seed)
+    return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
-def from_arrays(arrays: Any, *, global_batch: int, seed: int | None = None) -> OrderedDataset:
+@_OLD_NAMES
+def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
 
     Memory-mapped arrays stay on disk.
 
     Args:
         arrays: the same number of rows each.
-        global_batch: examples of one step, over all workers.
+        global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the rows.
 
     Raises:
         DataError: arrays of different lengths, no rows, a batch larger than the data.
     """
-    return OrderedDataset(Arrays(arrays), global_batch=global_batch, seed=seed)
+    return OrderedDataset(Arrays(arrays), global_batch_size=global_batch_size, seed=seed)
 
 
+@_OLD_NAMES
 def from_tfrecords(
     files: str | Sequence[str],
     parse: Callable[[tf.Tensor], Any],
     *,
-    global_batch: int,
+    global_batch_size: int,
     seed: int | None = None,
     on_error: str = "raise",
     batched: bool = False,
@@ -68,7 +74,7 @@ def from_tfrecords(
     Args:
         files: patterns or paths, one or several; sorted, so that all tasks number alike.
         parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
-        global_batch: examples of one step, over all workers.
+        global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the files.
         on_error: "skip" goes on without damaged records, which are counted and named in warnings.
         batched: `parse` takes many records at a time, a string tensor of shape [n], and returns
@@ -80,13 +86,14 @@ def from_tfrecords(
             than the data.
     """
     source = RecordFiles(files_of(files), parse, on_error=on_error, batched=batched)
-    return OrderedDataset(source, global_batch=global_batch, seed=seed)
+    return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
+@_OLD_NAMES
 def from_dataset_fn(
     function: Callable[..., tf.data.Dataset],
     *,
-    global_batch: int | None = None,
+    global_batch_size: int | None = None,
     service: str | bool | None = None,
     job_name: str | None = None,
 ) -> FunctionDataset:
@@ -103,7 +110,7 @@ def from_dataset_fn(
             that name. It returns a `tf.data.Dataset` of batches, the shard's part of each global
             batch, of any number and size. Without `epoch`, its data set is iterated anew for each
             epoch.
-        global_batch: examples of a step, over all shards; the function's data set has single
+        global_batch_size: examples of a step, over all shards; the function's data set has single
             examples then. Each shard takes its part of this number.
         service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
             or True for that of `tfdist run --data-workers N`. The function is called for all of the
@@ -116,4 +123,6 @@ def from_dataset_fn(
         DataError: it is no function, it does not take a shard, or the global batch is no number
             from 1. What it returns is checked when it is called.
     """
-    return FunctionDataset(function, global_batch=global_batch, service=service, job_name=job_name)
+    return FunctionDataset(
+        function, global_batch_size=global_batch_size, service=service, job_name=job_name
+    )

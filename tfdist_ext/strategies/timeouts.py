@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["within"]
+__all__ = ["call_with_timeout"]
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """What `call` returns or raises.
 
     It runs in a thread of its own. One that takes too long is left behind; it does not keep the
