@@ -91,15 +91,14 @@ def figures() -> dict[str, dict[matrix.Cell, float | None]]:
     """Title of a column -> the difference to one device in each cell; None where it failed."""
     started = time.monotonic()
 
-    def trained(column: Column) -> dict[matrix.Cell, matrix.Trained | None]:
-        cells = train_column(column)
-        seconds = time.monotonic() - started
-        print(f"{seconds:4.0f} s: {column}", file=sys.stderr, flush=True)
+    def trained(title: str) -> dict[matrix.Cell, matrix.Trained | None]:
+        cells = train_column(COLUMNS.get(title, ONE_PROCESS))
+        print(f"{time.monotonic() - started:4.0f} s: {title}", file=sys.stderr, flush=True)
         return cells
 
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
-        one_device, *others = pool.map(trained, [ONE_PROCESS, *COLUMNS.values()])
+        one_device, *others = pool.map(trained, [ONE_PROCESS.strategy, *COLUMNS])
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])
