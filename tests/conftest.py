@@ -1,20 +1,15 @@
-"""What all tests share: a clean environment, one TensorFlow with four CPUs, real clusters."""
+"""What all tests share: a clean environment, and one TensorFlow with four CPUs."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from warm_programs import run_together
+from task_programs import CLUSTERS
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing.tasks import in_task
 
 collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
@@ -25,8 +20,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-PROGRAMS = Path(__file__).parent / "programs"
-OF_CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 
 
 # Files of few tests that take long: were they the last, one core would wait for the other. Before
@@ -67,7 +60,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     if in_task.supervisor() is not None:
         return
     for name in os.environ:
-        if name.startswith(OF_CLUSTERS):
+        if name.startswith(CLUSTERS):
             monkeypatch.delenv(name)
 
 
@@ -93,35 +86,3 @@ def four_cpus() -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     assert len(tf.config.list_logical_devices("CPU")) == 4
-
-
-@pytest.fixture(scope="session")
-def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
-    """Run a command as the workers of a real cluster; their logs, in the order of workers."""
-
-    def run(command: list[str], *, workers: int = 2, timeout: float = 120) -> list[str]:
-        folder = tmp_path_factory.mktemp("cluster")
-        env = {name: v for name, v in os.environ.items() if not name.startswith(OF_CLUSTERS)}
-        with reserve_ports(addresses_needed(workers=workers)) as ports:
-            plan = plan_local(command, workers=workers, ports=ports, env=env)
-            statuses, logs = run_together(plan, folder, env, timeout=timeout)
-        assert list(statuses.values()) == [0] * workers, "\n".join(
-            f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
-        )
-        return list(logs.values())
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def run_cluster(run_workers: Callable[..., list[str]]) -> Callable[..., list[Any]]:
-    """Run a program of tests/programs as the workers of a real cluster.
-
-    Returns what each worker printed last after "RESULT ", as JSON, in the order of workers.
-    """
-
-    def run(program: str, *args: str, **options: Any) -> list[Any]:
-        logs = run_workers([sys.executable, str(PROGRAMS / program), *args], **options)
-        return [json.loads(log.rsplit("RESULT ", 1)[1].splitlines()[0]) for log in logs]
-
-    return run

@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from warm_programs import run_program, run_together
+from warm_programs import run_program, run_together, run_workers
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
@@ -28,9 +27,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_config_trains(
-    config: Path, outputs: Path, tmp_path: Path, run_workers: Callable[..., list[str]]
-) -> None:
+def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     output = outputs / config.stem
     settings = tomllib.loads(config.read_text())
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -38,7 +35,7 @@ def test_config_trains(
     command = [sys.executable, train, f"--config={config}", f"--output={output}"]
     command.append("--epochs=8")  # enough for the accuracy asked for
     if settings["strategy"]["name"] == "multi_worker_mirrored":
-        text, silent = run_workers(command, timeout=200)
+        text, silent = run_workers(command, tmp_path, timeout=200)
         assert "test accuracy" not in silent
         assert "Epoch" not in silent
     elif settings["strategy"]["name"] == "parameter_server":

@@ -1,7 +1,8 @@
-"""Programs of Python in processes of their own that do not import TensorFlow anew.
+"""Commands in processes that have TensorFlow imported, with their output and exit status.
 
-What `subprocess` does, for programs whose start is not what a test is about: each import costs four
-seconds of a core. The processes are those of `tfdist_ext.testing.run_tasks`.
+For scripts, pages and examples as users run them, and for tasks whose exit a test is about. Others
+use `tfdist_ext.testing.run_tasks` or the pytest plugin. The processes are those of `run_tasks`:
+each import of TensorFlow would take four seconds of a core.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist_ext.launch import LaunchPlan
+from task_programs import CLUSTERS
+
+from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing.tasks import in_task, warm
 
 
@@ -120,6 +123,20 @@ def run_together(
         for program in programs.values():
             program.kill()
     return statuses, {name: file.read_text(errors="replace") for name, file in files.items()}
+
+
+def run_workers(
+    command: Sequence[str], folder: Path, *, workers: int = 2, timeout: float
+) -> list[str]:
+    """Run a command as the workers of a cluster; their logs, in the order of workers."""
+    env = {name: v for name, v in os.environ.items() if not name.startswith(CLUSTERS)}
+    with reserve_ports(addresses_needed(workers=workers)) as ports:
+        plan = plan_local(command, workers=workers, ports=ports, env=env)
+        statuses, logs = run_together(plan, folder, env, timeout=timeout)
+    assert list(statuses.values()) == [0] * workers, "\n".join(
+        f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
+    )
+    return list(logs.values())
 
 
 def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:

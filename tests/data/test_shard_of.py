@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import tensorflow as tf
 
+import tfdist_ext as tfd
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.data import DataError, Shard
+from tfdist_ext.testing import run_tasks
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -63,24 +62,19 @@ def test_of_a_shard_and_of_nothing() -> None:
         Shard.of("worker")
 
 
+def _without_a_cluster() -> str:
+    return str(Shard.of(tf.distribute.MultiWorkerMirroredStrategy()))
+
+
 def test_of_a_multi_worker_strategy() -> None:
     """In a process of its own: the strategy is the first thing that TensorFlow makes."""
-    program = """
-import tensorflow as tf
-from tfdist_ext.data import Shard
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-print("SHARD", Shard.of(strategy))
-"""
-    output = subprocess.check_output(
-        [sys.executable, "-c", program], text=True, timeout=100, stderr=subprocess.DEVNULL
-    )
-    assert output.strip().endswith("SHARD shard 0 of 1")
+    assert run_tasks(_without_a_cluster, None) == {"process": "shard 0 of 1"}
 
 
-def test_of_each_worker_of_a_real_cluster(run_workers) -> None:
-    program = "import tfdist_ext as t; print('SHARD', t.data.Shard.of(t.create_strategy()))"
-    logs = run_workers([sys.executable, "-c", program])
-    assert [log.rsplit("SHARD ", 1)[1].splitlines()[0] for log in logs] == [
-        "shard 0 of 2",
-        "shard 1 of 2",
-    ]
+def _of_this_worker() -> str:
+    return str(Shard.of(tfd.create_strategy()))
+
+
+def test_of_each_worker_of_a_real_cluster() -> None:
+    shards = run_tasks(_of_this_worker, 2)
+    assert shards == {"worker:0": "shard 0 of 2", "worker:1": "shard 1 of 2"}

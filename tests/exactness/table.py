@@ -1,97 +1,104 @@
-"""Every cell of the matrix on every strategy against one device, beside plain Keras."""
+"""The columns of the exactness matrix: strategies, each compared with one device in every cell.
+
+`scripts/exactness` runs all columns with all optimizers; the suite runs the optimizers that a
+column lists for it.
+"""
 
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import matrix
+import train
 
-from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.testing import run_tasks
 
 BOUND = 1e-6  # float32
 LIMIT = 1500  # seconds for one column
-PROGRAM = Path(__file__).with_name("train.py")
-ONE_PROCESS = "one process"
 WORKERS = "multi_worker_mirrored"
+FIRST, *_, LAST = matrix.OPTIMIZERS
 
-# Title -> (name of the strategy for train.py, worker processes, trained by Keras's own fit).
+
+class Column(NamedTuple):
+    """A strategy that every cell is trained on.
+
+    Attributes:
+        strategy: its name, as `train.py` takes it.
+        workers: processes of its cluster, 0 without one.
+        by_keras: trained by the `fit` of Keras, for comparison; nothing is promised of it.
+        in_suite: optimizers that the test suite runs on it.
+    """
+
+    strategy: str
+    workers: int = 0
+    by_keras: bool = False
+    in_suite: tuple[str, ...] = ()
+
+
+ONE_PROCESS = Column("one process")
+# The suite runs one optimizer whose update depends on the size of the gradient (FIRST), and the one
+# that does most beside its update (LAST). The tests of PlacedStrategy have columns of their own.
 COLUMNS = {
-    "default": ("default", 0, False),
-    "one device": ("one_device", 0, False),
-    "mirrored 1": ("mirrored_1", 0, False),
-    "mirrored 2": ("mirrored_2", 0, False),
-    "mirrored 3": ("mirrored_3", 0, False),
-    "mirrored 4": ("mirrored_4", 0, False),
-    "central 3": ("central_storage_3", 0, False),
-    "placed 3: owned": ("placed-owned_3", 0, False),
-    "placed 4: mixed": ("placed-mixed_4", 0, False),
-    "placed 3: in pieces": ("placed-pieces_3", 0, False),
-    "workers 2": (WORKERS, 2, False),
-    "workers 3": (WORKERS, 3, False),
-    "Keras: mirrored 4": ("mirrored_4", 0, True),
-    "Keras: central 3": ("central_storage_3", 0, True),
-    "Keras: workers 2": (WORKERS, 2, True),
+    "default": Column("default"),
+    "one device": Column("one_device"),
+    "mirrored 1": Column("mirrored_1"),
+    "mirrored 2": Column("mirrored_2"),
+    "mirrored 3": Column("mirrored_3", in_suite=(LAST,)),
+    "mirrored 4": Column("mirrored_4"),
+    "central 3": Column("central_storage_3", in_suite=(FIRST,)),
+    "placed 3: owned": Column("placed-owned_3"),
+    "placed 4: mixed": Column("placed-mixed_4"),
+    "placed 3: in pieces": Column("placed-pieces_3"),
+    "workers 2": Column(WORKERS, workers=2),
+    "workers 3": Column(WORKERS, workers=3, in_suite=(FIRST,)),
+    "Keras: mirrored 4": Column("mirrored_4", by_keras=True),
+    "Keras: central 3": Column("central_storage_3", by_keras=True),
+    "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
 }
 
 
-def launched(plan: LaunchPlan, folder: Path, env: dict[str, str]) -> str:
-    """What tells of the failure of a run of the plan, if it failed."""
-    with open(os.devnull, "w") as nowhere:
-        result = run_plan(plan, env=env, stream=nowhere, timeout=LIMIT)
-    return "\n".join(result.last_lines) if result.exit_status else ""
+def suite_sentence() -> str:
+    """What docs/exactness.md says about the part that the suite runs."""
+    ours = [column for column in COLUMNS.values() if not column.by_keras]
+    parts = [
+        f"`{title}` with `{optimizer}`"
+        for title, column in COLUMNS.items()
+        for optimizer in column.in_suite
+    ]
+    return (
+        f"`scripts/exactness` runs all cells. The test suite runs {len(parts)} of"
+        f" {len(ours) * len(matrix.OPTIMIZERS)} combinations of a column and an optimizer, with all"
+        f" models and sizes: {'; '.join(parts)}."
+    )
 
 
-def train(
-    name: str,
-    workers: int,
-    by_keras: bool,
-    optimizers: Iterable[str] = matrix.OPTIMIZERS,
-    run_workers: Callable[[LaunchPlan, Path, dict[str, str]], str] = launched,
+def train_column(
+    column: Column, optimizers: Sequence[str] = tuple(matrix.OPTIMIZERS)
 ) -> dict[matrix.Cell, matrix.Trained | None]:
-    """Run train.py, in a process of its own or as the workers of a cluster."""
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-    env.pop("TF_CONFIG", None)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cells"
-        command = [sys.executable, str(PROGRAM), name, str(out), *["--keras"] * by_keras]
-        command += ["--optimizers", *optimizers]
-        if workers:
-            with reserve_ports(addresses_needed(workers=workers)) as ports:
-                plan = plan_local(command, workers=workers, ports=ports, env=env)
-                failure = run_workers(plan, Path(folder), env)
-        else:
-            run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-            failure = run.stderr[-3000:] if run.returncode else ""
-        if failure:
-            raise RuntimeError(f"training on {name} failed:\n{failure}")
-        return dict(pickle.loads(out.read_bytes()))
+    """Train the cells of a column in processes of their own; the first worker's results."""
+    arguments = (column.strategy, column.by_keras, tuple(optimizers))
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    results = run_tasks(train.train_cells, column.workers or None, LIMIT, args=arguments, env=env)
+    return next(iter(results.values()))
 
 
 def figures() -> dict[str, dict[matrix.Cell, float | None]]:
     """Title of a column -> the difference to one device in each cell; None where it failed."""
     started = time.monotonic()
 
-    def trained(*column: Any) -> dict[matrix.Cell, matrix.Trained | None]:
-        cells = train(*column)
-        words = [column[0], f"{column[1]} processes" if column[1] else "", "Keras" * column[2]]
-        print(
-            f"{time.monotonic() - started:4.0f} s: {' '.join(words)}", file=sys.stderr, flush=True
-        )
+    def trained(title: str) -> dict[matrix.Cell, matrix.Trained | None]:
+        cells = train_column(COLUMNS.get(title, ONE_PROCESS))
+        print(f"{time.monotonic() - started:4.0f} s: {title}", file=sys.stderr, flush=True)
         return cells
 
     # Two at a time: building graphs keeps one core busy each.
     with ThreadPoolExecutor(2) as pool:
-        wanted = [(ONE_PROCESS, 0, False), *COLUMNS.values()]
-        one_device, *others = pool.map(lambda column: trained(*column), wanted)
+        one_device, *others = pool.map(trained, [ONE_PROCESS.strategy, *COLUMNS])
     return {
         title: {
             cell: None if result is None else matrix.difference(result, one_device[cell])
@@ -125,7 +132,7 @@ def over_the_bound(found: dict[str, dict[matrix.Cell, float | None]]) -> list[st
     return [
         f"{title}: {', '.join(cell)}: {value}"
         for title, column in found.items()
-        if not COLUMNS[title][2]
+        if not COLUMNS[title].by_keras
         for cell, value in column.items()
         if value is None or not value <= BOUND
     ]

@@ -1,9 +1,6 @@
-"""The matrix: on every synchronous strategy the same numbers as on one device.
+"""On every synchronous strategy the same numbers as on one device: the part that the suite runs.
 
-So that the suite stays quick it has three columns, each with one optimizer: on devices of one
-process one that heeds the size of gradients, and the one that does most beside its update; on
-workers the first of them (rules of placement: tests/strategies/test_placed_training.py).
-`scripts/exactness` runs all cells.
+Which part is in `table.COLUMNS`; `scripts/exactness` runs all of it.
 """
 
 from __future__ import annotations
@@ -17,49 +14,43 @@ import matrix
 import pytest
 import table
 import train
-from warm_programs import run_together
-
-from tfdist_ext.launch import LaunchPlan
 
 Cells = dict[matrix.Cell, matrix.Trained | None]
 
-FIRST, *_, LAST = matrix.OPTIMIZERS
-OURS = {"mirrored 3": LAST, "central 3": FIRST, "workers 3": FIRST}
-
-# Trained in other processes meanwhile: real clusters.
-ELSEWHERE = ["workers 3"]
-
-
-def run_workers(plan: LaunchPlan, folder: Path, env: dict[str, str]) -> str:
-    statuses, logs = run_together(plan, folder, env, timeout=500)
-    return "\n".join(log[-3000:] for log in logs.values()) if any(statuses.values()) else ""
+IN_SUITE = {title: column for title, column in table.COLUMNS.items() if column.in_suite}
+# Those of clusters are trained in other processes meanwhile.
+ELSEWHERE = [title for title, column in IN_SUITE.items() if column.workers]
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[dict[str, Future[Cells]]]:
     with ThreadPoolExecutor(1) as pool:
         yield {
-            title: pool.submit(table.train, *table.COLUMNS[title], [OURS[title]], run_workers)
+            title: pool.submit(table.train_column, IN_SUITE[title], IN_SUITE[title].in_suite)
             for title in ELSEWHERE
         }
 
 
 @pytest.fixture(scope="module")
 def one_device(four_cpus: None, elsewhere: Any) -> Cells:
-    return dict(matrix.train_all(lambda build: build(), [FIRST, LAST]))
+    used = {optimizer for column in IN_SUITE.values() for optimizer in column.in_suite}
+    optimizers = [optimizer for optimizer in matrix.OPTIMIZERS if optimizer in used]
+    return dict(matrix.train_all(lambda build: build(), optimizers))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("title", sorted(OURS, key=ELSEWHERE.__contains__))
+@pytest.mark.parametrize("title", sorted(IN_SUITE, key=ELSEWHERE.__contains__))
 def test_every_cell(one_device: Cells, elsewhere: dict[str, Future[Cells]], title: str) -> None:
+    column = IN_SUITE[title]
     if title in elsewhere:
         cells = elsewhere[title].result()
     else:
-        name, _, _ = table.COLUMNS[title]
-        cells = dict(matrix.train_all(train.wrapper(name, by_keras=False), [OURS[title]]))
+        distribute = train.wrapper(column.strategy, by_keras=False)
+        cells = dict(matrix.train_all(distribute, column.in_suite))
     found = {cell: matrix.difference(ours, one_device[cell]) for cell, ours in cells.items()}
-    assert len(found) == len(matrix.MODELS) * len(matrix.SIZES)
-    assert {cell: value for cell, value in found.items() if not value <= table.BOUND} == {}
+    assert len(found) == len(column.in_suite) * len(matrix.MODELS) * len(matrix.SIZES)
+    assert table.over_the_bound({title: found}) == []
 
 
 def test_the_table_tells_what_is_over_the_bound() -> None:
@@ -70,3 +61,15 @@ def test_the_table_tells_what_is_over_the_bound() -> None:
             f"mirrored 2: MLP, Adam, even: {wrong}"
         ]
         assert table.over_the_bound({"Keras: mirrored 4": {cell: wrong}}) == []
+
+
+def test_the_page_says_which_part_the_suite_runs() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert table.suite_sentence() in text
+
+
+def test_the_page_has_all_columns() -> None:
+    """`scripts/exactness`, which runs all of `table.COLUMNS`, prints the tables of the page."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    headers = [line for line in lines if line.startswith("| optimizer | size |")]
+    assert headers == [f"| optimizer | size | {' | '.join(table.COLUMNS)} |"] * len(matrix.MODELS)

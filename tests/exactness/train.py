@@ -1,19 +1,13 @@
-"""Trains all cells of the matrix on one strategy and writes what comes out to a file.
+"""Trains all cells of the matrix on one strategy.
 
-    python tests/exactness/train.py NAME OUT [--keras] [--optimizers NAME ...]
-
-NAME is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
+Its name is `one process` for Keras without a strategy, `multi_worker_mirrored` in the tasks of a
 cluster, another strategy's name, or one with its number of logical CPUs, as in `mirrored_3`; that
-of PlacedStrategy with one of the RULES, as in `placed-mixed_4`. With --keras the strategy is used
-by Keras's own fit.
+of PlacedStrategy with one of the RULES, as in `placed-mixed_4`.
 """
 
 from __future__ import annotations
 
-import argparse
-import pickle
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +15,7 @@ import matrix
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.testing import logical_cpus
 
 # Each rule matches in each model; what no rule matches is small, and mirrored.
 RULES = {
@@ -56,25 +51,10 @@ def wrapper(name: str, by_keras: bool) -> Callable[[Callable[[], keras.Model]], 
     return in_scope
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--keras", action="store_true")
-    parser.add_argument("--optimizers", nargs="*", default=list(matrix.OPTIMIZERS))
-    arguments = parser.parse_args()
-    if arguments.name[-1].isdigit():
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        one = tf.config.LogicalDeviceConfiguration()
-        tf.config.set_logical_device_configuration(cpu, [one] * int(arguments.name[-1]))
-    distribute = wrapper(arguments.name, arguments.keras)
-    cells = dict(matrix.train_all(distribute, arguments.optimizers, go_on=arguments.keras))
-    chief = arguments.name != "multi_worker_mirrored" or (
-        tf.distribute.cluster_resolver.TFConfigClusterResolver().task_id == 0
-    )
-    if chief:
-        arguments.out.write_bytes(pickle.dumps(cells))
-
-
-if __name__ == "__main__":
-    main()
+def train_cells(
+    name: str, by_keras: bool, optimizers: Sequence[str]
+) -> dict[matrix.Cell, matrix.Trained | None]:
+    """Train all cells of these optimizers on a strategy, in a process that it has to itself."""
+    if name[-1].isdigit():
+        logical_cpus(int(name[-1]))
+    return dict(matrix.train_all(wrapper(name, by_keras), optimizers, go_on=by_keras))

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_program
+from task_programs import results_of
 
 from tfdist_ext.placement import PlacementPlan
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "placed_servers.py"
-
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("live_servers")
-    run = run_program([sys.executable, str(PROGRAM)], folder, timeout=200)
-    assert "RESULT " in run.stdout, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+def result() -> dict[str, Any]:
+    (found,) = results_of("placed_servers.py", timeout=200)
     return found
 
 

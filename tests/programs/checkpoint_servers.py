@@ -3,7 +3,6 @@
 Argument: a directory for files, with "one_device.h5", a checkpoint to begin with.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -106,6 +105,3 @@ found = state(whole)
 result["differ_on_whole"] = [n for n in expected if not np.array_equal(expected[n], found[n])]
 history = whole.fit(x, y, epochs=4, checkpoint_dir=folder / "D", **FIT)
 result["resumed_on_three"] = [history.epoch, int(whole.keras_model.optimizer.iterations.numpy())]
-
-print("RESULT " + json.dumps(result), flush=True)
-os._exit(0)  # servers in this process never end

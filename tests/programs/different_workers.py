@@ -184,5 +184,3 @@ told("version", distribute())
 same_model.keras = real
 same_model.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
 told("python", distribute(lambda: layers(functions[rank])))
-
-print("RESULT " + json.dumps(result), flush=True)

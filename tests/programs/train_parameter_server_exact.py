@@ -4,7 +4,6 @@ Without a second worker nothing is asynchronous, so every number must be plain K
 the number of pieces that variables are partitioned into (0: whole).
 """
 
-import json
 import os
 import sys
 
@@ -285,5 +284,3 @@ def gathers(rows):
 
 
 result["gathers"] = gathers(50)
-print("RESULT", json.dumps(result), flush=True)
-os._exit(0)  # servers in this process never end by themselves

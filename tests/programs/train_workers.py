@@ -236,5 +236,3 @@ noisy = tfd.distribute(build_noisy, strategy)
 noisy.fit(x, y, batch_size=mlp.BATCH, epochs=2, verbose=0)
 result["noise"] = Noisy.seen
 result["noisy_bits"] = mlp.fingerprint(noisy.keras_model)
-
-print("RESULT " + json.dumps(result), flush=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from absl import flags
 from warm_programs import Program, run_program
 
 import tfdist_ext as tfd
@@ -19,12 +20,6 @@ from tfdist_ext.launch import reserve_ports
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-
-
-def _run(program: str, folder: Path) -> Any:
-    done = run_program([sys.executable, str(PROGRAMS / program)], folder, timeout=60)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
 
 
 @pytest.mark.tfdist_cluster(worker=2)
@@ -57,8 +52,39 @@ def test_two_real_workers_sum_over_both(tfdist_cluster: Any) -> None:
     tfd.create_strategy("multi_worker_mirrored")  # a second one, in the same process
 
 
-def test_a_single_worker_is_a_cluster_too(tmp_path: Path) -> None:
-    result = _run("strategy_single_worker.py", tmp_path)
+def _refusal(**arguments: Any) -> str:
+    try:
+        tfd.create_strategy("multi_worker_mirrored", **arguments)
+    except tfd.StrategyError as error:
+        return str(error)
+    return "it was made"
+
+
+def _only_worker(address: str, **more: str) -> ClusterConfig:
+    return ClusterConfig(jobs={"worker": (address,)}, task=Task("worker", 0), **more)
+
+
+def _single_worker() -> dict[str, Any]:
+    """What TensorFlow refuses before it starts, and then the real strategy."""
+    with reserve_ports(2) as (port, taken), socket.socket() as other:
+        other.bind(("127.0.0.1", taken))
+        other.listen()
+        result: dict[str, Any] = {
+            "in_use": _refusal(cluster=_only_worker(f"127.0.0.1:{taken}")),
+            "rpc_layer": _refusal(cluster=_only_worker(f"127.0.0.1:{port}", rpc_layer="http")),
+        }
+        os.environ["TF_CONFIG"] = _only_worker(f"127.0.0.1:{port}").to_tf_config()
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        strategy = tfd.create_strategy(cluster=resolver)
+        values = strategy.run(lambda: tf.constant(7.0))
+        result["sum"] = float(strategy.reduce("SUM", values, axis=None))
+        result["same_resolver"] = strategy.cluster_resolver is resolver
+        result["explanation"] = str(tfd.explain(strategy)).splitlines()
+    return result
+
+
+def test_a_single_worker_is_a_cluster_too() -> None:
+    result = run_tasks(_single_worker, None)["process"]
     assert "worker:0 cannot listen at 127.0.0.1:" in result["in_use"]
     assert "the port is in use" in result["in_use"]
     assert "no such rpc_layer as ClusterConfig asks for" in result["rpc_layer"]
@@ -71,8 +97,45 @@ def test_a_single_worker_is_a_cluster_too(tmp_path: Path) -> None:
     assert "task         worker:0, the chief, in a cluster of 1 worker" in result["explanation"]
 
 
-def test_logical_cpus_a_late_start_and_a_real_parameter_server(tmp_path: Path) -> None:
-    result = _run("strategy_one_process.py", tmp_path)
+def _one_process() -> dict[str, Any]:
+    """What needs a TensorFlow that has not started: logical CPUs; then traps of a late start."""
+    tfd.flags.define_strategy_flags()
+    flags.FLAGS(["program", "--logical_cpus=3"])
+    result: dict[str, Any] = {}
+    strategy = tfd.create_strategy()
+    result["mirrored"] = str(tfd.explain(strategy)).splitlines()
+    replica = tf.distribute.get_replica_context
+    numbers = strategy.run(lambda: replica().replica_id_in_sync_group + 1)
+    result["sum"] = int(strategy.reduce("SUM", numbers, axis=None))
+    flags.FLAGS["logical_cpus"].value = None
+
+    with reserve_ports(5) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        result["late"] = _refusal(cluster=_only_worker(addresses[0]))
+        jobs = {"chief": addresses[1:2], "worker": addresses[2:3], "ps": addresses[3:5]}
+        spec = tf.train.ClusterSpec(jobs)
+        _servers.extend(
+            tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc")
+            for job, index in (("worker", 0), ("ps", 0), ("ps", 1))
+        )
+        cluster = ClusterConfig(jobs=jobs, task=Task("chief", 0))
+        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+        strategy = tfd.create_strategy(cluster=cluster, partitioner=partitioner)
+        with strategy.scope():
+            variable = tf.Variable(tf.reshape(tf.range(8.0), [4, 2]))
+        result["shards"] = [[v.device, v.numpy().tolist()] for v in variable.variables]
+        result["parameter_server"] = str(tfd.explain(strategy)).splitlines()
+        result["classes"] = [cls.__name__ for cls in type(strategy).__mro__]
+        # The devices of peers are listed now too; a strategy on this machine must not take them.
+        result["here"] = len(tfd.create_strategy("mirrored").extended.worker_devices)
+    return result
+
+
+_servers: list[Any] = []  # a server blocks where it is deleted
+
+
+def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
+    result = run_tasks(_one_process, None)["process"]
     assert result["sum"] == 1 + 2 + 3
     assert "because      3 logical CPUs on this machine, no cluster" in result["mirrored"]
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,20 @@ def with_a_child(folder: str) -> None:
 
 def setting(name: str) -> str | None:
     return os.environ.get(name)
+
+
+def checks_without_pytest() -> list[str]:
+    """The verdicts of two checks in a process in which nothing can import pytest."""
+    assert "tfdist_ext.testing.conformance.suite" not in sys.modules
+    sys.modules["pytest"] = None
+    import tfdist_ext as tfd
+    from tfdist_ext.testing import StrategyConformance, logical_cpus
+    from tfdist_ext.testing.conformance.suite import run_checks
+
+    logical_cpus(2)
+
+    class Mine(StrategyConformance):
+        def strategy(self) -> Any:
+            return tfd.strategies.StrategyTemplate(2)
+
+    return [result.verdict for result in run_checks(Mine, ["test_scope", "test_reduce"])]

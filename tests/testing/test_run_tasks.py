@@ -118,6 +118,8 @@ import sys
 sys.path.insert(0, {here!r})
 import task_bodies
 from tfdist_ext.testing import run_tasks
+from tfdist_ext.testing.tasks import warm
+warm._PRELOADED = ()  # its tasks do not use TensorFlow
 if __name__ == "__main__":
     run_tasks(task_bodies.with_a_child, 2, 100, args=({folder!r},))
 """
@@ -126,6 +128,8 @@ import sys
 import pytest
 sys.path.insert(0, {here!r})
 import task_bodies
+from tfdist_ext.testing.tasks import warm
+warm._PRELOADED = ()  # its tasks do not use TensorFlow
 @pytest.mark.tfdist_cluster(worker=2, timeout=100)
 def test_it():
     task_bodies.with_a_child({folder!r})

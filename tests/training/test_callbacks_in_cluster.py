@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from warm_programs import run_workers
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -31,12 +31,11 @@ class Workers:
 
 
 @pytest.fixture(scope="module")
-def workers(
-    run_workers: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> Workers:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
     shared = tmp_path_factory.mktemp("shared")
     command = [sys.executable, str(PROGRAMS / "checkpoint_workers.py"), str(shared)]
-    return Workers(run_workers(command, timeout=200), shared)
+    logs = run_workers(command, tmp_path_factory.mktemp("logs"), timeout=200)
+    return Workers(logs, shared)
 
 
 def test_a_training_that_was_broken_off_goes_on_alike_on_all(workers: Workers) -> None:

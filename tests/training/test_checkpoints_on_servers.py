@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from task_programs import PROGRAMS, results_of
 from training_cases import mirrored, strategy_of
-from warm_programs import run_program
 
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints.file import whole_value
 from tfdist_ext.training.checkpoints.state import state_of
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
 
 
@@ -52,10 +50,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Servers:
     model = tfd.distribute(tables.build, mirrored(2))
     model.fit(*tables.data(), batch_size=tables.BATCH, verbose=0)
     model.save_checkpoint(folder / "one_device.h5")
-    command = [sys.executable, str(PROGRAMS / "checkpoint_servers.py"), str(folder)]
-    run = run_program(command, folder, timeout=120)
-    assert run.returncode == 0, run.stderr[-4000:]
-    result = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+    (result,) = results_of("checkpoint_servers.py", str(folder), timeout=120)
     return Servers(result, folder, state(model))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from task_programs import results_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 
@@ -49,8 +49,8 @@ NOTHING = ["harmless", "order of a dict"]
 
 
 @pytest.fixture(scope="module")
-def workers(run_cluster: Callable[..., list[Any]]) -> list[dict[str, Any]]:
-    return run_cluster("different_workers.py", timeout=300)
+def workers() -> list[dict[str, Any]]:
+    return results_of("different_workers.py", cluster=2, timeout=300)
 
 
 @pytest.mark.parametrize("what", ERRORS)

@@ -13,6 +13,7 @@ import pytest
 from training_cases import assert_same_history, assert_same_weights, mirrored
 
 import tfdist_ext as tfd
+from tfdist_ext.testing import run_tasks
 
 pytest.importorskip("keras_hub")  # which takes the newest Keras only
 sys.path.append(str(Path(__file__).parents[1] / "programs"))
@@ -82,9 +83,22 @@ def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler(language_mo
     assert_same_weights(one, ours)
 
 
-def test_two_workers_train_on_strings(run_cluster: Callable[..., list[Any]]) -> None:
-    first, second = run_cluster("train_hub_workers.py", timeout=240)
-    assert first == second
+def _train_on_strings() -> dict[str, Any]:
+    strategy = tfd.create_strategy()
+    keras.utils.set_random_seed(1)
+    model = tfd.distribute(lambda: hub_tasks.causal(lora=True), strategy)
+    history = model.fit(*hub_tasks.arrays(hub_tasks.causal), batch_size=8, verbose=0).history
+    return {
+        "loss": history["loss"],
+        "weights": np.concatenate([v.numpy().ravel() for v in model.keras_model.weights]),
+        "generated": model.generate(PROMPTS, max_length=8),
+    }
+
+
+def test_two_workers_train_on_strings() -> None:
+    first, second = run_tasks(_train_on_strings, 2, 240).values()
+    assert (first["loss"], first["generated"]) == (second["loss"], second["generated"])
+    np.testing.assert_array_equal(first["weights"], second["weights"])
     keras.utils.set_random_seed(1)
     one = hub_tasks.causal(lora=True)
     one.run_eagerly = True

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_program
+from task_programs import results_of
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "own_loop_on_servers.py"
 TOLERANCE = 5e-7
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    command = [sys.executable, str(PROGRAM)]
-    run = run_program(command, tmp_path_factory.mktemp("own_loop"), timeout=240)
-    assert "RESULT " in run.stdout, run.stderr[-3000:]
-    return json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+def result() -> Any:
+    (found,) = results_of("own_loop_on_servers.py", timeout=240)
+    return found
 
 
 def test_a_tape_gives_the_gradient_of_a_variable_in_shards(result: Any) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_program
+from task_programs import results_of
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "train_parameter_server_exact.py"
 pytestmark = pytest.mark.timeout(500)
 TOLERANCE = 5e-7
 
@@ -22,10 +17,12 @@ TOLERANCE = 5e-7
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Any]]]:
     """Pieces of each variable -> the program's run. Both run at once: each keeps a core busy."""
 
-    def run(pieces: int) -> subprocess.CompletedProcess[str]:
-        folder = tmp_path_factory.mktemp("exact")
-        command = [sys.executable, str(PROGRAM), str(pieces), str(folder / "model.keras")]
-        return run_program(command, folder, timeout=450)
+    def run(pieces: int) -> Any:
+        file = tmp_path_factory.mktemp("exact") / "model.keras"
+        (found,) = results_of(
+            "train_parameter_server_exact.py", str(pieces), str(file), timeout=450
+        )
+        return found
 
     with ThreadPoolExecutor(2) as pool:
         yield {pieces: pool.submit(run, pieces) for pieces in (2, 0)}
@@ -33,9 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["whole", "partitioned"])
 def result(request: pytest.FixtureRequest, runs: dict[int, Future[Any]]) -> Any:
-    run = runs[request.param].result()
-    assert "RESULT " in run.stdout, run.stderr[-3000:]
-    found = json.loads(run.stdout.rsplit("RESULT ", 1)[1].splitlines()[0])
+    found = runs[request.param].result()
     assert found["pieces"] == max(1, request.param)
     return found
 

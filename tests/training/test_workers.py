@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from task_programs import results_of
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -30,13 +30,9 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    run_cluster: Callable[..., list[Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Cluster:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     shared = tmp_path_factory.mktemp("shared")
-    results = run_cluster("train_workers.py", str(shared), workers=3, timeout=200)
-    return Cluster(results, shared)
+    return Cluster(results_of("train_workers.py", str(shared), cluster=3, timeout=200), shared)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ _TYPES = ("chief", "worker", "ps", "evaluator")
 
 def run_tasks(
     fn: Callable[..., Any],
-    cluster: Mapping[str, int] | int,
+    cluster: Mapping[str, int] | int | None,
     timeout: float = 60.0,
     *,
     args: tuple[Any, ...] = (),
@@ -36,7 +36,8 @@ def run_tasks(
     Args:
         fn: a function at the top level of a module.
         cluster: numbers of tasks by type, {"worker": 2, "ps": 1}, or the number of workers. With
-            `ps` there is also a chief, which is the coordinator.
+            `ps` there is also a chief, which is the coordinator. None: one process without
+            TF_CONFIG, whose name is "process".
         timeout: seconds for all. After it each task writes its stacks to its output and is killed.
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
@@ -60,10 +61,7 @@ def supervise(
     on_message: Callable[[str, str, Any], None] = lambda task, kind, value: None,
     logical_cpus: int = 1,
 ) -> Results:
-    """`run_tasks` with messages from tasks, which call `on_message(task, kind, value)`.
-
-    Without a cluster (None) it is one process.
-    """
+    """`run_tasks` with messages from tasks, which call `on_message(task, kind, value)`."""
     check_timeout(timeout)
     counts = {} if cluster is None else task_counts(cluster)
     needed = addresses_needed(**counts) if counts else 0

@@ -1,8 +1,8 @@
-"""Processes that begin with TensorFlow imported: each is forked from one that has done no more.
+"""Warm processes: forked from a process that has imported TensorFlow and done nothing else.
 
-Importing TensorFlow and Keras costs seconds; forking costs milliseconds. Python's own forkserver
-holds the imported modules, and each process that comes of it has a TensorFlow of its own, which
-has not started: no device, no server and no cluster of an earlier test is left in it.
+Importing TensorFlow and Keras takes seconds; forking takes milliseconds. Python's forkserver holds
+the imported modules. Each process forked from it has a TensorFlow of its own, which has not
+started: no device, no server and no cluster of an earlier test is left in it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tfdist_ext.errors import LaunchError
 
 __all__ = ["WarmProcess", "start"]
 
-_IMPORTED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
-# What libraries read when they are imported, and not later.
+_PRELOADED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
+# Environment variables that libraries read when they are imported.
 _READ_AT_IMPORT = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "PYTHONPATH")
-# Read later, or of no consequence.
-_OTHERWISE = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+# Exceptions: read later, or without effect on results.
+_NOT_READ_AT_IMPORT = ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
 
 _environment: dict[str, str] | None = None  # of the forkserver, where it has started
 # A status can be read once. Two threads that read it, and starting a process reads those of all
@@ -90,7 +90,7 @@ def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
     wanted = _read_at_import(env)
     context = multiprocessing.get_context("forkserver")
     if _environment is None and wanted == _read_at_import(os.environ):
-        context.set_forkserver_preload(list(_IMPORTED))
+        context.set_forkserver_preload(list(_PRELOADED))
         with _nothing_on_stderr():
             forkserver.ensure_running()
         _environment = wanted
@@ -115,5 +115,5 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _OTHERWISE
+        if name.startswith(_READ_AT_IMPORT) and name not in _NOT_READ_AT_IMPORT
     }
