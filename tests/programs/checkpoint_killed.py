@@ -14,9 +14,9 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import keras
 import mlp
-from tfdist_ext.training.saving import checkpoint_file
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import file
 from tfdist_ext.training.checkpoints.file import read_rows
 
 folder = Path(sys.argv[1])
@@ -34,7 +34,7 @@ def stop_in_the_next_checkpoint():
             signal.pause()
         return read_rows(*args)
 
-    checkpoint_file.read_rows = read_rows_or_wait
+    file.read_rows = read_rows_or_wait
 
 
 class StopsInTheThird(keras.callbacks.Callback):

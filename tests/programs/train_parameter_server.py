@@ -20,7 +20,8 @@ strategy = tfd.create_strategy()  # workers and servers stay in here
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from tfdist_ext.training.coordinated import worker_loop  # noqa: E402
+
+from tfdist_ext.training.parameter_server import worker_data  # noqa: E402
 
 result = {}
 
@@ -393,7 +394,7 @@ def loss_of_workers_with_data():
     before, weight = steps(model), applied(model)
 
     def begin(epoch, logs):
-        worker_loop.PATIENCE = (1.0, 120.0)[epoch]  # taken over, and waited for
+        worker_data.PATIENCE = (1.0, 120.0)[epoch]  # taken over, and waited for
         print(f"OWN DATA {epoch}", flush=True)
 
     says = keras.callbacks.LambdaCallback(on_epoch_begin=begin)

@@ -18,10 +18,10 @@ import keras
 import numpy as np
 import pytest
 from real_tasks import PROGRAMS, Tasks
-from tfdist_ext.training.saving import whole_values
 from training_cases import X, Y, assert_same_weights, classifier, mirrored, steps_taken, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import file
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.saving import finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import state_of
@@ -91,7 +91,7 @@ def test_a_flipped_byte_of_any_variable_is_noticed_before_anything_changes(
     good: list[np.ndarray],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 16)  # of the biggest, in a block in the middle
+    monkeypatch.setattr(file, "BLOCK_BYTES", 16)  # of the biggest, in a block in the middle
     places = middles(saved)
     assert len(places) == len(variables_of(model)) > 12
     fill(model, 7)

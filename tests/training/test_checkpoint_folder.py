@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tfdist_ext.training.saving import checkpoint_folder, folder_owner
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import folder
 from tfdist_ext.training.checkpoints.file import CheckpointFile, write_checkpoint
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
@@ -128,8 +128,8 @@ def stopped_before(function: str, module: Any, monkeypatch: Any, meanwhile: Any)
 @pytest.mark.parametrize(
     ("function", "module"),
     [
-        pytest.param("to_disk", checkpoint_folder, id="a checkpoint is written"),
-        pytest.param("moved_if_free", checkpoint_folder, id="it is checked, and not yet renamed"),
+        pytest.param("to_disk", folder, id="a checkpoint is written"),
+        pytest.param("moved_if_free", folder, id="it is checked, and not yet renamed"),
         pytest.param("write", Index, id="the index is checked, and not yet written"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def of_another_process(**changes: Any) -> Owner:
-    boot, container = folder_owner._machine()
+    boot, container = folder._machine()
     parent = os.getppid()
     here = Owner(
         1,
@@ -237,7 +237,7 @@ def of_another_process(**changes: Any) -> Owner:
         socket.gethostname(),
         f"{boot} {container}",
         parent,
-        folder_owner._started(parent),
+        folder._started(parent),
         1.7e9,
     )
     return replace(here, **changes)
@@ -259,7 +259,7 @@ def test_the_second_job_says_at_its_start_that_there_is_another(
     changes: dict[str, Any], running: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     owner = of_another_process(**changes)
-    folder_owner._create(tmp_path, owner)
+    folder._create(tmp_path, owner)
     Job(tmp_path).train(until=1)
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == running

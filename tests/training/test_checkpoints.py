@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tfdist_ext.training.saving import checkpoint_file, complete_files, whole_values
 from training_cases import (
     X,
     Y,
@@ -29,6 +28,7 @@ from training_cases import (
 )
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import atomic_write, file
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.saving import finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import state_of
@@ -523,7 +523,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     }.items():
         with monkeypatch.context() as patch:
             if folder == denied:  # root is denied nothing
-                patch.setattr(complete_files, "_write", refuse)
+                patch.setattr(atomic_write, "_write", refuse)
             with pytest.raises(tfd.TrainingError, match=words) as raised:
                 model.fit(X, Y, checkpoint_dir=folder, **FIT)
         raised.match("checkpoint_dir must be a folder")
@@ -538,7 +538,7 @@ def test_a_complete_training_is_read_where_nothing_can_be_written(
     model, archived = two
     model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    monkeypatch.setattr(complete_files, "_write", lambda *_: 1 / 0)
+    monkeypatch.setattr(atomic_write, "_write", lambda *_: 1 / 0)
     assert archived.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT).epoch == []
     assert_same_weights(model, archived)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
@@ -599,15 +599,15 @@ def test_a_crash_in_the_middle_leaves_the_old_one(
 ) -> None:
     before = saved.read_bytes()
     model = tfd.distribute(classifier("adam"), mirrored())
-    written = []
+    written, original = [], file.read_rows
 
     def read_rows(*args: Any) -> np.ndarray:
         if len(written) == 3:
             raise MemoryError("no more")
         written.append(args)
-        return whole_values.read_rows(*args)
+        return original(*args)
 
-    monkeypatch.setattr(checkpoint_file, "read_rows", read_rows)
+    monkeypatch.setattr(file, "read_rows", read_rows)
     with pytest.raises(MemoryError):
         model.save_checkpoint(saved)
     assert saved.read_bytes() == before
@@ -615,10 +615,10 @@ def test_a_crash_in_the_middle_leaves_the_old_one(
 
 
 def test_big_variables_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
+    sizes, original = [], file.read_rows
 
     def read_rows(*args: Any) -> np.ndarray:
-        rows = whole_values.read_rows(*args)
+        rows = original(*args)
         sizes.append(rows.nbytes)
         return rows
 
@@ -629,8 +629,8 @@ def test_big_variables_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     model = tfd.distribute(build, mirrored())
     model.save_checkpoint(tmp_path / "at once")
-    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(checkpoint_file, "read_rows", read_rows)
+    monkeypatch.setattr(file, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(file, "read_rows", read_rows)
     model.save_checkpoint(tmp_path / "in pieces")
     assert sum(sizes) > 32_000
     assert max(sizes) == 1024
@@ -645,7 +645,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64"
 
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_values, "BLOCK_BYTES", 24)
+    monkeypatch.setattr(file, "BLOCK_BYTES", 24)
     strategy = strategy_of(name)
     for dtype in DTYPES:
         for shape in ((10, 3), (7,), (), (0, 3)):
