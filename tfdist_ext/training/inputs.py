@@ -102,7 +102,7 @@ def read(
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
-    is_dataset = kp.is_tf_dataset(x)
+    is_dataset = isinstance(x, tf.data.Dataset)
     adapter = kp.get_data_adapter(
         x,
         y,
@@ -114,7 +114,7 @@ def read(
         shuffle=False if is_dataset or isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) else shuffle,
         class_weight=class_weight,
     )
-    if isinstance(adapter, kp.ArrayDataAdapter):
+    if kp.is_of_arrays(adapter):
         within_batches = isinstance(shuffle, str) and shuffle == "batch"
         with tf.device("CPU:0"):
             arrays, rows, batch = kp.array_parts(adapter)

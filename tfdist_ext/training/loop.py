@@ -465,7 +465,7 @@ def predict(
     def rows(*parts: Any) -> Any:
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):
             return parts[0]  # which Keras would take for a tensor
-        return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+        return kp.in_one_array(list(parts))
 
     return keras.tree.map_structure(rows, *collected)
 

@@ -238,7 +238,7 @@ class ReplicaScope(keras.StatelessScope):
             value = here.mean({0: value}, {0: variable})[0]
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
-            kp.write(variable, value)
+            raw.assign(tf.cast(value, raw.dtype))
         else:  # the one copy of all replicas, in a wrapper that asks how they combine
             raw.get().assign(tf.cast(value, raw.dtype))
 
