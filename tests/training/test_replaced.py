@@ -22,7 +22,7 @@ from training_cases import X, Y, classifier, mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.training._keras_private import REPLACED, Replaced, find
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
-from tfdist_ext.training.steps.context import Part
+from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.replaced import (
     StepRecord,
     Target,
@@ -395,7 +395,7 @@ def test_slots_past_the_key() -> None:
 
 
 def test_collectives_past_their_keys() -> None:
-    here = Part(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
+    here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     with tf.distribute.MultiWorkerMirroredStrategy().scope(), said, here._keys_of_turn():
         pass
