@@ -159,10 +159,7 @@ def _with_sums(
 
     if here.timer is not None:
         by_place = dict(zip(apart, weighted, strict=True))
-        own = [
-            substitutes_of[i] if i in substitutes_of else here.own_gradient(grads[i])
-            for i in places
-        ]
+        own = [by_place[i] if i in by_place else here.own_gradient(grads[i]) for i in places]
         with running_step(None):
             loss_scale = optimizer.scale_loss(tf.constant(1.0))
         here.timer.gradients(own, here.batch_fraction(tf.float64) * tf.cast(loss_scale, tf.float64))
