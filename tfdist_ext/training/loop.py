@@ -193,7 +193,7 @@ class Epochs:
         requested = requested or None  # as Keras: 0 is all there is
         if requested is not None and requested < 0:
             raise TrainingError(
-                f"the steps of an epoch must be 1 or more, got {requested}: leave them out to use all"
+                f"the steps of an epoch must be 1 or more, got {requested}: leave them out for all"
                 " of the data."
             )
         if batches.steps is None and batches.is_infinite and requested is None:
