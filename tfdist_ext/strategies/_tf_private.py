@@ -135,8 +135,12 @@ def _give_scalar_conversions() -> None:
 _give_scalar_conversions()
 
 
-def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
+def all_reduce(
+    op: tf.distribute.ReduceOp, values: Sequence[Any], scope: Callable[[], Any]
+) -> list[Any]:
     """`ReplicaContext.all_reduce` of a list of tensors or slices, without a gradient.
+
+    `scope()` is entered in the thread that makes the collectives.
 
     Private because the public one is a `tf.custom_gradient`. In a graph TensorFlow registers each
     of these for the life of the process, and with it the graph of the whole step: a model that is
@@ -147,12 +151,14 @@ def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
     if not NAMES.of(extended, "_use_merge_call", use)():
         options = tf.distribute.experimental.CommunicationOptions()
         reduce = NAMES.of(extended, "_replica_ctx_all_reduce", use)
-        return list(reduce(op, list(values), options))
+        with scope():
+            return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
         # With one replica a part is a tensor, and its destination is told by its device.
         pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-        return strategy.extended.batch_reduce_to(op, pairs)
+        with scope():
+            return strategy.extended.batch_reduce_to(op, pairs)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 

@@ -263,9 +263,9 @@ class StepContext:
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
             varies = kind != "dense" and self._turn is not None
-            with self._keys_of_turn() if varies else contextlib.nullcontext():
-                mine = [values[place] for place in places], [what[place] for place in places]
-                totals = sum_over_replicas(tf.distribute.ReduceOp.SUM, *mine)
+            scope = self._keys_of_turn if varies else contextlib.nullcontext
+            mine = [values[place] for place in places], [what[place] for place in places]
+            totals = sum_over_replicas(tf.distribute.ReduceOp.SUM, *mine, scope)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
