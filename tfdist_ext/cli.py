@@ -83,7 +83,10 @@ def _dispatch(words: list[str]) -> int:
     if unknown:
         _refuse_unknown(unknown, options.command, command, dashes)
     if dashes and not command.takes_command:
-        raise LaunchError(f"tfdist {options.command} takes no command after --; leave it out")
+        raise LaunchError(
+            f"tfdist {options.command} must come without a command, got words after --; leave them"
+            " out"
+        )
     return command.run(options, command_line)
 
 
@@ -98,8 +101,8 @@ def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
 def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bool) -> NoReturn:
     if command.takes_command and not dashes and not unknown[0].startswith("-"):
         raise LaunchError(
-            f"the command to run has to stand after --, and {unknown[0]!r} arrived without it; "
-            f"write: tfdist {name} [options] -- {' '.join(unknown)}"
+            f"the command to run must stand after --, got {unknown[0]!r} without it; write: tfdist"
+            f" {name} [options] -- {' '.join(unknown)}"
         )
     raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help")
 

@@ -59,7 +59,9 @@ def shard_files(
             which no records can be counted where that is needed: each by its name.
     """
     if not isinstance(shard, Shard):
-        raise DataError(f"shard_files wants a Shard(index, count). Received: {shown(shard)}.")
+        raise DataError(
+            f"shard must be a Shard(index, count), got {shown(shard)}; Shard.of(cluster) makes one."
+        )
     files = files_of(patterns)
     if len(files) < shard.count:
         return _ranges(files, shard)
@@ -80,15 +82,19 @@ def files_of(patterns: Any) -> list[str]:
     if isinstance(patterns, str | os.PathLike):
         patterns = [patterns]
     if not isinstance(patterns, Iterable) or isinstance(patterns, bytes):
-        raise DataError(f"files are given by patterns, as text. Received: {shown(patterns)}.")
+        raise DataError(
+            f"files must be patterns or paths as text, got {shown(patterns)}; give one, or a list."
+        )
     found: set[str] = set()
     given = list(patterns)
     for pattern in given:
         if not isinstance(pattern, str | os.PathLike):
-            raise DataError(f"files are given by patterns, as text. Received: {shown(pattern)}.")
+            raise DataError(
+                f"files must be patterns or paths as text, got {shown(pattern)} among them."
+            )
         found |= _matches(os.fspath(pattern))
     if not found:
-        raise DataError(f"no files are given. Received: {shown(given)}.")
+        raise DataError(f"files must have at least one pattern, got {shown(given)}; name the data.")
     # One file may be given in several spellings: "a", "./a".
     one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
     return sorted(one_each.values())

@@ -59,7 +59,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if isinstance(self.n, int | np.integer) and self.n == 0:
-            raise DataError("the data has 0 examples: there is nothing to train on.")
+            raise DataError("the data must have at least 1 example, got 0; check what it reads.")
         checked = {
             "n": check_int(self.n, "the number of examples", 1, _MOST_EXAMPLES, error=DataError)
         }
@@ -148,7 +148,7 @@ class Order:
             DataError: a step that the epoch does not have, a shard that is none.
         """
         if not isinstance(shard, Shard):
-            raise DataError(f"indices wants a Shard(index, count). Received: {shown(shard)}.")
+            raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
         low, high = bounds(self.size(step), shard.index, shard.count)
         return self.rows(step, low, high, epoch, key=key)
 

@@ -176,8 +176,8 @@ class OrderedDataset(ShardedDataset):
         position.check_data(self.source.fingerprint())
         if position.seed != self.order.seed:
             raise DataError(
-                f"the state is of an order with seed {position.seed}, and this one has seed"
-                f" {self.order.seed}: other examples would be behind. Use the seed of the state."
+                f"the state's seed must be {self.order.seed}, as that of this order, got"
+                f" {position.seed}: other examples would be done. Use the seed of the state."
             )
         self.order.after(position.examples)  # it must have as many
         self._epoch, self._examples = position.epoch, position.examples

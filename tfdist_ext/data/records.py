@@ -63,9 +63,9 @@ class Records:
 
     def __init__(self, files: Sequence[str], *, on_error: str = "raise") -> None:
         if on_error not in ("raise", "skip"):
-            raise DataError(f'on_error must be "raise" or "skip". Received: {shown(on_error)}.')
+            raise DataError(f'on_error must be "raise" or "skip", got {shown(on_error)}.')
         if isinstance(files, str | bytes) or not len(files):
-            raise DataError(f"Records wants a list of files. Received: {shown(files)}.")
+            raise DataError(f"files must be a list of paths, got {shown(files)}.")
         self.files = [str(path) for path in files]
         self.bytes_read = 0
         self.skipped: dict[int, str] = {}
@@ -112,10 +112,12 @@ class Records:
         if wanted.size == 0:
             return payloads
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise DataError(f"read wants whole numbers of shape [n]. Received: {shown(indices)}.")
+            raise DataError(f"indices must be integers of shape [n], got {shown(indices)}.")
         if wanted.min() < 0 or wanted.max() >= len(self):
             beyond = wanted.min() if wanted.min() < 0 else wanted.max()
-            raise DataError(f"there is no record {beyond}: the files have {len(self)} records.")
+            raise DataError(
+                f"indices must be below {len(self)}, the number of records, got {beyond}."
+            )
         # In the order of files and offsets: neighbours are found, and a disk turns less.
         by_place = np.argsort(wanted, kind="stable")
         found = self._read_sorted(wanted[by_place].astype(np.int64))

@@ -233,7 +233,10 @@ def check_reads_here(strategy: Any) -> None:
         DataError: no strategy, or one whose workers run steps in other processes.
     """
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise DataError(f"a tf.distribute.Strategy is wanted. Received: {strategy!r}.")
+        raise DataError(
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy() makes"
+            " one."
+        )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
             "under ParameterServerStrategy steps run on the workers, not in this process: train"

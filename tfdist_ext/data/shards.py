@@ -110,11 +110,11 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     """
     n = check_int(n, "the number of rows to share out", error=DataError)
     if not isinstance(shard, Shard):
-        raise DataError(f"shard_range wants a Shard(index, count). Received: {shown(shard)}.")
+        raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
     if not isinstance(remainder, Remainder):
         raise DataError(
-            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD."
-            f" Received: {shown(remainder)}."
+            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got"
+            f" {shown(remainder)}."
         )
     if remainder is Remainder.DROP:
         size = n // shard.count
@@ -150,8 +150,8 @@ def shard_for(context: object) -> Shard:
     if isinstance(context, tf.distribute.Strategy):
         return _shard_of_strategy(context)
     raise DataError(
-        "a shard is that of a tf.distribute.InputContext, a ClusterConfig or a"
-        f" tf.distribute.Strategy. Received: {shown(context)}. Give Shard(index, count) by hand."
+        "a shard must be asked for by a tf.distribute.InputContext, a ClusterConfig or a"
+        f" tf.distribute.Strategy, got {shown(context)}. Give Shard(index, count) by hand."
     )
 
 
@@ -178,7 +178,7 @@ def _shard_of_task(task: Task, jobs: dict[str, list[int]]) -> Shard:
     if task.type in ("chief", "evaluator"):  # a coordinator; one that evaluates on everything
         return Shard(0, 1)
     raise DataError(
-        f"{task} reads no data: the examples are shared out over"
-        f" {' and '.join(sorted({reader.type for reader in readers}))}. Ask for a shard there, or"
-        " give Shard(index, count) by hand."
+        "the task must be one that reads data"
+        f" ({' or '.join(sorted({reader.type for reader in readers}))}), got {task}. Ask for a"
+        " shard there, or give Shard(index, count) by hand."
     )

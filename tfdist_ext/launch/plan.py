@@ -109,8 +109,8 @@ def plan_local(
     )
     if len(ports) < needed:
         raise LaunchError(
-            f"{needed} tasks need {needed} ports, and {len(ports)} arrived: {list(ports)}; "
-            f"reserve {needed}"
+            f"ports must be {needed}, one for each task, got {len(ports)}: {list(ports)}; reserve"
+            f" {needed}"
         )
     free = iter(ports)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
@@ -188,19 +188,22 @@ def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
     counts = {"--workers": workers, "--ps": ps, "--data-workers": data_workers}
     for option, count in counts.items():
         if count < 0:
-            raise LaunchError(f"{option} is a number of tasks, and {count} arrived; give 0 or more")
+            raise LaunchError(f"{option} must be a number of tasks of at least 0, got {count}")
     if ps and not workers:
         raise LaunchError(
-            f"--ps {ps} without workers: parameter servers hold variables and compute nothing; "
-            "add --workers 1 or more"
+            f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables and"
+            " compute nothing; add --workers 1 or more"
         )
     if ps and not chief:
         raise LaunchError(
-            f"--ps {ps} without a chief: training with parameter servers is driven by a "
-            "coordinator, which is the chief task; leave out --no-chief, or leave out --ps"
+            f"--ps must come with a chief, got --ps {ps} without one: training with parameter"
+            " servers is driven by a coordinator, which is the chief task; leave out --no-chief, or"
+            " leave out --ps"
         )
     if not workers and not chief:
-        raise LaunchError("--workers 0 and no chief: no task would train; add --workers 1 or more")
+        raise LaunchError(
+            "at least one task must train, got --workers 0 and no chief; add --workers 1 or more"
+        )
 
 
 def _found(
@@ -208,8 +211,8 @@ def _found(
 ) -> tuple[str, ...]:
     if isinstance(command, str):
         raise LaunchError(
-            f"the command is a list of words, and one string arrived: {command!r}; "
-            "split it, for example with shlex.split"
+            f"the command must be a list of words, got one string: {command!r}; split it, for"
+            " example with shlex.split"
         )
     if not command or not command[0]:
         raise LaunchError(

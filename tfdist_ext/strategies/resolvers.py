@@ -101,7 +101,7 @@ def describe(cluster: Any) -> Described:
         )
     except Exception as error:  # what it raises depends on the resolver and on its clients
         raise StrategyError(
-            f"{source} cannot describe the cluster: {type(error).__name__}: {error}"
+            f"{source} must describe the cluster, got {type(error).__name__}: {error}"
         ) from error
     jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
     if not jobs:
@@ -115,8 +115,8 @@ def describe(cluster: Any) -> Described:
 def _check_type(cluster: Any) -> None:
     if not isinstance(cluster, ClusterConfig):
         raise StrategyError(
-            f"cluster takes a ClusterConfig or a TensorFlow ClusterResolver; {cluster!r} arrived."
-            " For the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
+            f"cluster must be a ClusterConfig or a TensorFlow ClusterResolver, got {cluster!r}. For"
+            " the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
         )
 
 

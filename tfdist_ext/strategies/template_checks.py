@@ -74,8 +74,8 @@ def check_number(strategy: Any, number: Any, variable: Any, copies: int) -> None
     """Raise StrategyError unless `update_variable` calls `update` for a copy that there is."""
     if number not in range(copies):
         raise StrategyError(
-            f"{type(strategy).__name__}.update_variable calls update({number!r}) for"
-            f" {variable.name!r}, which has {copies} copies, from number 0 on."
+            f"{type(strategy).__name__}.update_variable must call update() with a number from 0 to"
+            f" {copies - 1}, got {number!r} for {variable.name!r}, which has {copies} copies."
         )
 
 
@@ -114,7 +114,7 @@ def check_dataset(strategy: Any, made: Any) -> None:
 
 def _wrong(strategy: Any, hook: str, wanted: str, arrived: Any) -> StrategyError:
     return StrategyError(
-        f"{type(strategy).__name__}.{hook} must return {wanted}; it returned {_shown(arrived)}."
+        f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(arrived)}."
     )
 
 

@@ -178,8 +178,8 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 if reduce_op == tf.distribute.ReduceOp.MEAN:
                     return value
                 raise StrategyError(
-                    "a sum over replicas of what is the same on all of them is not defined;"
-                    f" {value!r} arrived. Read it, or use the MEAN."
+                    f"a sum over replicas must be of values that differ, got {value!r}, which is"
+                    " the same on all of them. Read it, or use the MEAN."
                 )
             return self._reduced(reduce_op, value.values, destinations, what)
 

@@ -62,7 +62,7 @@ class Creation:
         of += "" if self.spec is None else f", for {self.spec.path!r}"
         if not isinstance(devices, Iterable):
             raise StrategyError(
-                f"{of}: create() takes a device or a list of devices; {devices!r} arrived."
+                f"{of}: create() must get a device or a list of devices, got {devices!r}."
             )
         picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
         if in_pieces and len(picked) > 1:
@@ -72,9 +72,9 @@ class Creation:
         if len(picked) == 1:
             return self._shared(tp.full_name(picked[0]), **kwargs)
         raise StrategyError(
-            f"{of}: create() takes one device for all replicas, or the devices of all replicas in"
-            f" their order, {list(self._strategy.devices)}; {picked} arrived. With in_pieces=True"
-            " it takes the device of each piece."
+            f"{of}: create() must get one device for all replicas, or the devices of all replicas"
+            f" in their order, {list(self._strategy.devices)}, got {picked}. With in_pieces=True it"
+            " takes the device of each piece."
         )
 
     def _shared(self, device: str, *, aggregation: Any = None, **kwargs: Any) -> Any:

@@ -135,8 +135,8 @@ def _without_value(next_creator: Any, **kwargs: Any) -> tf.Variable:
 def _built(builder: Callable[[], keras.Model]) -> keras.Model:
     if not callable(builder):
         raise PlacementError(
-            "placement is planned for a keras.Model or a function without arguments that returns"
-            f" one. Received: {shown(builder)}."
+            "builder must be a keras.Model, or a function without arguments that returns one, got"
+            f" {shown(builder)}."
         )
     try:
         model = builder()
@@ -147,7 +147,7 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
         ) from error
     if not isinstance(model, keras.Model):
         raise PlacementError(
-            f"the function that builds the model returned no keras.Model. Received: {shown(model)}."
+            f"the function that builds the model must return a keras.Model, got {shown(model)}."
         )
     return model
 
