@@ -38,16 +38,22 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class _Command:
-    """A sub-command: what --help says, its options, and what it does with them.
+    """A sub-command.
 
-    `run` gets the options and the words after `--`, and returns the exit status.
+    Attributes:
+        summary: the first line of its --help.
+        epilog: the last lines of it.
+        add_options: declares its options.
+        run: gets the options and the words after `--`, and returns the exit status.
+        before: words of the usage before the options.
+        after: words of the usage after them.
     """
 
     summary: str
     epilog: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, list[str]], int]
-    before: str = ""  # words of the usage, before the options
+    before: str = ""
     after: str = ""
 
     @property

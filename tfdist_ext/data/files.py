@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +26,13 @@ _AT_ONCE = 16  # files looked at; most of the time of a remote one is waiting
 
 
 class RecordRange(NamedTuple):
-    """The records [start, stop) of a TFRecord file, numbered from 0 in the file."""
+    """Some records of a TFRecord file.
+
+    Attributes:
+        path: of the file.
+        start: number of the first record, counted from 0 in the file.
+        stop: number after the last record.
+    """
 
     path: str
     start: int
@@ -34,7 +40,10 @@ class RecordRange(NamedTuple):
 
 
 def shard_files(
-    patterns: Any, shard: Shard, *, check: bool = True
+    patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    shard: Shard,
+    *,
+    check: bool = True,
 ) -> list[str] | list[RecordRange]:
     """The files that belong to a shard; disjoint and complete over all shards.
 
@@ -73,7 +82,7 @@ def shard_files(
     return mine
 
 
-def files_of(patterns: Any) -> list[str]:
+def files_of(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     """All files that patterns match, each once, sorted; no index files of this package.
 
     Raises:

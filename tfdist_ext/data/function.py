@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
-from tfdist_ext.data.shards import Remainder, Shard, bounds
+from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 
@@ -100,7 +100,7 @@ class FunctionDataset(ShardedDataset):
 
     def dataset(
         self,
-        shard: Any = None,
+        shard: ReadBy | None = None,
         epoch: int | None = None,
         *,
         remainder: Remainder = Remainder.KEEP,
@@ -263,7 +263,7 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     return None if length < 0 else length
 
 
-def _takes_epoch(function: Callable[..., Any]) -> bool:
+def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     """
     Raises:
         DataError: it cannot be called with a shard.

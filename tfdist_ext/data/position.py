@@ -56,7 +56,7 @@ class Position:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
-    def from_state(cls, state: Any) -> Position:
+    def from_state(cls, state: object) -> Position:
         """The position of `to_state()`.
 
         Raises:

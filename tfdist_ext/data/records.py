@@ -14,9 +14,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tfdist_ext.data.file_bytes import FileBytes, open_bytes
 from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
@@ -35,12 +36,25 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class _Open(NamedTuple):
+    """A file that is read.
+
+    Attributes:
+        data: its bytes.
+        offsets: where each of its records begins.
+    """
+
     data: FileBytes
     offsets: np.ndarray
 
 
 class _Places(NamedTuple):
-    """Of each record: the number of its file, and the offsets in it where it begins and ends."""
+    """Where records are.
+
+    Attributes:
+        files: of each record, the number of its file.
+        starts: the offset in the file at which it begins.
+        stops: the offset after its end.
+    """
 
     files: np.ndarray
     starts: np.ndarray
@@ -89,7 +103,7 @@ class Records:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def read(self, indices: Any) -> list[bytes | None]:
+    def read(self, indices: npt.ArrayLike) -> list[bytes | None]:
         """The payloads of these records, in this order.
 
         Args:
@@ -105,7 +119,7 @@ class Records:
         """
         return self.read_array(indices).tolist()
 
-    def read_array(self, indices: Any) -> np.ndarray:
+    def read_array(self, indices: npt.ArrayLike) -> np.ndarray:
         """As `read`, but an array of objects, which TensorFlow takes as it is."""
         wanted = np.asarray(indices)
         payloads = np.empty(wanted.size, object)

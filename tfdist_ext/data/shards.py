@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import DataError
@@ -16,10 +16,25 @@ from tfdist_ext.messages import check_int, shown
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["Remainder", "Shard", "ShardRange", "bounds", "shard_for", "shard_range"]
+__all__ = [
+    "Number",
+    "ReadBy",
+    "Remainder",
+    "Shard",
+    "ShardRange",
+    "bounds",
+    "shard_for",
+    "shard_range",
+]
 
 
-def bounds(n: Any, index: Any, count: Any) -> tuple[Any, Any]:
+# Who reads a shard: what `Shard.of` takes.
+ReadBy: TypeAlias = "Shard | ClusterConfig | tf.distribute.InputContext | tf.distribute.Strategy"
+# A number that is known, or one of a pipeline that is traced.
+Number: TypeAlias = "int | tf.Tensor"
+
+
+def bounds(n: Number, index: Number, count: Number) -> tuple[Number, Number]:
     """The half-open range [start, stop) of shard `index` of `count` in `n` rows, unchecked.
 
     Works on Python integers and on integer tensors alike, because the formula has no branches:
@@ -53,7 +68,7 @@ class Shard:
         object.__setattr__(self, "count", count)
 
     @classmethod
-    def of(cls, context: object) -> Shard:
+    def of(cls, context: ReadBy) -> Shard:
         """The shard that this process reads, in a cluster where each process reads its own.
 
         Args:
@@ -81,7 +96,13 @@ class Remainder(enum.Enum):
 
 
 class ShardRange(NamedTuple):
-    """The rows [start, stop) of a shard, and how many rows of sample weight 0 come after them."""
+    """The rows of a shard.
+
+    Attributes:
+        start: the first row.
+        stop: the row after the last one.
+        padding: rows of sample weight 0 that come after them.
+    """
 
     start: int
     stop: int
@@ -125,7 +146,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     return ShardRange(start, stop, -(-n // shard.count) - (stop - start))
 
 
-def shard_for(context: object) -> Shard:
+def shard_for(context: ReadBy) -> Shard:
     """The shard that this process reads, in a cluster where each process reads its own.
 
     Chief and workers share the data, the chief first; in a cluster with parameter servers the

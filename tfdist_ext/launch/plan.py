@@ -27,9 +27,13 @@ DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://hos
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One process: its name (`worker:1`), its command, its log.
+    """One process.
 
-    `env` is what is added to the environment it gets.
+    Attributes:
+        name: as "worker:1".
+        argv: its command.
+        env: what is added to the environment that it gets.
+        log_file: where its output goes; None: nowhere but the terminal.
     """
 
     name: str
@@ -42,12 +46,13 @@ class TaskPlan:
 class LaunchPlan:
     """The processes of one run.
 
-    `coordinator` names the task whose success is the success of the run. It is None where every
-    task has to end with 0. With parameter servers it is the chief: the servers and the workers
-    serve it, and TensorFlow's own never end by themselves.
-
-    `services` names tasks that work for all others and never end by themselves: the run is over
-    when the others have ended, and a service that ends before has failed.
+    Attributes:
+        tasks: the processes.
+        coordinator: name of the task whose success is the success of the run; None where every
+            task has to end with 0. With parameter servers it is the chief: the servers and the
+            workers serve it, and TensorFlow's own never end by themselves.
+        services: names of tasks that work for all others and never end by themselves: the run is
+            over when the others have ended, and a service that ends before has failed.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -191,8 +196,8 @@ def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
             raise LaunchError(f"{option} must be a number of tasks of at least 0, got {count}")
     if ps and not workers:
         raise LaunchError(
-            f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables and"
-            " compute nothing; add --workers 1 or more"
+            f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables"
+            " and compute nothing; add --workers 1 or more"
         )
     if ps and not chief:
         raise LaunchError(

@@ -88,7 +88,15 @@ def plan(
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be placed, and how."""
+    """What is to be placed, and how.
+
+    Attributes:
+        specs: the variables.
+        placements: of each of them.
+        fixed: path -> the rule that decides it.
+        policy: places what no rule does.
+        name: of the policy.
+    """
 
     specs: tuple[VariableSpec, ...]
     placements: list[Placement]

@@ -118,7 +118,13 @@ class VariableSpec:
 
 
 class VariableShard(NamedTuple):
-    """Rows start to stop (not included) of a variable on a task. A scalar has one row."""
+    """Rows of a variable on a task. A scalar has one row.
+
+    Attributes:
+        task: index of the parameter server, or of the device.
+        start: the first row.
+        stop: the row after the last one.
+    """
 
     task: int
     start: int

@@ -99,7 +99,7 @@ def servers_extended(base: Any) -> Any:
     """
 
     class ServersExtended(base):
-        def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
             if not isinstance(var, server_variable_class()):
                 return super()._update(var, fn, args, kwargs, group)
             optimizer = optimizer_behind(fn)
@@ -201,7 +201,7 @@ def _inside(strategy: tf.distribute.Strategy) -> Any:
     return strategy.scope()
 
 
-def is_copied(variable: Any) -> bool:
+def is_copied(variable: tf.Variable) -> bool:
     """Whether `copied_variable` made it, with a copy on each replica that is equal to the others'.
 
     Private: the type is.
@@ -225,7 +225,9 @@ def copied_variable(
     return create(strategy, make_copies, classes, policies, **kwargs)
 
 
-def shared_variable(strategy: tf.distribute.Strategy, variable: Any, aggregation: Any) -> Any:
+def shared_variable(
+    strategy: tf.distribute.Strategy, variable: tf.Variable, aggregation: tf.VariableAggregation
+) -> Any:
     """One plain variable for all replicas, whose assignments in a replica are aggregated.
 
     Private because CentralStorageStrategy alone can make one.
@@ -308,17 +310,17 @@ def is_mirrored(value: Any) -> bool:
     return isinstance(value, NAMES("distribute.values.Mirrored"))
 
 
-def is_synchronized_on_read(variable: Any) -> bool:
+def is_synchronized_on_read(variable: tf.Variable) -> bool:
     """Whether each replica has a value of its own, as in a metric. Private: the type is."""
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
-def read_from_all(variable: Any) -> Any:
+def read_from_all(variable: tf.Variable) -> Any:
     """The aggregate of a variable synchronized on read. Private: `value()` asks the context."""
     return NAMES.of(variable, "_get_cross_replica", "reading metrics")()
 
 
-def validate_neighbour(variable: Any, extended: Any) -> None:
+def validate_neighbour(variable: tf.Variable, extended: Any) -> None:
     """Raise ValueError where `colocate_vars_with` is given what is none of the strategy's.
 
     Private because a variable does not tell its strategy publicly.
@@ -347,7 +349,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     return tuple(NAMES("distribute.cross_device_ops.get_devices_from")(destinations))
 
 
-def reduced_on(device: str, op: Any, parts: Sequence[Any]) -> Any:
+def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Any]) -> Any:
     """Sum or mean of tensors or slices, computed on a device; slices become one of all rows."""
     mean = op == tf.distribute.ReduceOp.MEAN
     with across(device):
@@ -362,7 +364,7 @@ def reduced_on(device: str, op: Any, parts: Sequence[Any]) -> Any:
         return tf.IndexedSlices(rows / len(parts) if mean else rows, indices, parts[0].dense_shape)
 
 
-def reduced_plain(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
+def reduced_plain(op: tf.distribute.ReduceOp, value: Any, destinations: Any, replicas: int) -> Any:
     """The reduction of what is no value per replica, as TensorFlow's strategies define it.
 
     Private because they share it.

@@ -129,7 +129,7 @@ def _implementation(communication: Any) -> Any:
     return _COMMUNICATION[communication.lower()]
 
 
-def _complete(strategy: str, cluster: Any) -> Described:
+def _complete(strategy: str, cluster: Cluster) -> Described:
     """The cluster's description, with an address for every task."""
     described = describe(cluster)
     if not described.jobs:

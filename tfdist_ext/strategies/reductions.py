@@ -32,7 +32,7 @@ class Reduced:
     """
 
     kind: Kind
-    variable: Any = None
+    variable: tf.Variable | None = None
     path: str = ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -27,6 +27,9 @@ from tfdist_ext.strategies.template_checks import (
 )
 from tfdist_ext.strategies.template_variables import Creation, made_on_each
 
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.template import StrategyTemplate
+
 __all__ = ["TemplateExtended"]
 
 _ONE_PIPELINE_EACH = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -42,7 +45,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     should_checkpoint = True
     should_save_summary = True
 
-    def __init__(self, strategy: Any, devices: Sequence[str]):
+    def __init__(self, strategy: StrategyTemplate, devices: Sequence[str]):
         """
         Args:
             devices: full names, one for each replica.
@@ -117,13 +120,13 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         check_created(strategy, made, creation.spec, creation.made, beside)
         return made
 
-    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         tp.validate_neighbour(colocate_with_variable, self)
 
     def value_container(self, value: Any) -> Any:
         return tp.container_of(value)
 
-    def read_var(self, v: Any) -> tf.Tensor:
+    def read_var(self, v: tf.Variable) -> tf.Tensor:
         """The value of a variable outside of replicas, also for a checkpoint."""
         if tp.is_synchronized_on_read(v):
             return tp.read_from_all(v)
@@ -133,7 +136,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         value = strategy.read_variable(v, strategy.copies(v))
         return tf.identity(check_read(strategy, value, v))
 
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
         strategy = self._container_strategy()
         # One in pieces is assigned to as a whole, each piece where it is.
         copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
@@ -170,7 +175,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         finally:
             self._reducing = before
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         def reduced(value: Any) -> Any:
             if not isinstance(value, tf.distribute.DistributedValues):
                 return tp.reduced_plain(reduce_op, value, destinations, len(self._devices))
@@ -186,7 +193,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         what = _what(value, destinations)
         return tf.nest.map_structure(reduced, value)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
+    ) -> Any:
         results = []
         untold: list[Reduced | None] = [None] * len(value_destination_pairs)
         told = self._reducing or untold
@@ -205,7 +214,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 results.append(self._reduced(reduce_op, everywhere.values, everywhere, what))
         return results
 
-    def _reduced(self, op: Any, parts: Sequence[Any], destinations: Any, what: Reduced) -> Any:
+    def _reduced(
+        self, op: tf.distribute.ReduceOp, parts: Sequence[Any], destinations: Any, what: Reduced
+    ) -> Any:
         strategy = self._container_strategy()
         devices = tp.devices_of(destinations)
         parts = tuple(  # a copy of a variable is read where it is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -15,6 +15,9 @@ from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
+
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["Creation", "made_on_each"]
 
@@ -34,7 +37,7 @@ class Creation:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyTemplate,
         devices: Sequence[str],
         next_creator: Callable[..., Any],
         kwargs: dict[str, Any],
@@ -77,7 +80,9 @@ class Creation:
             " takes the device of each piece."
         )
 
-    def _shared(self, device: str, *, aggregation: Any = None, **kwargs: Any) -> Any:
+    def _shared(
+        self, device: str, *, aggregation: tf.VariableAggregation | None = None, **kwargs: Any
+    ) -> Any:
         """One plain variable on a device, for all replicas.
 
         What replicas write to it without an aggregation is the first one's, as it is read where
@@ -112,7 +117,10 @@ class Creation:
 
 
 def made_on_each(
-    strategy: Any, devices: Sequence[str], next_creator: Callable[..., Any], kwargs: dict[str, Any]
+    strategy: StrategyTemplate,
+    devices: Sequence[str],
+    next_creator: Callable[..., Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """One variable with a copy on each device, which begin equal."""
 
@@ -131,7 +139,7 @@ def made_on_each(
     return tp.copied_variable(strategy, make_copies, **kwargs)
 
 
-def _initial_value_of(copy: Any) -> tf.Tensor:
+def _initial_value_of(copy: tf.Variable) -> tf.Tensor:
     in_session = not tf.executing_eagerly() and not tf.inside_function()
     return tf.identity(copy.initial_value if in_session else copy.value())
 

@@ -166,11 +166,17 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer:
 
 @dataclass
 class _Slots:
-    """What an optimizer keeps for variables, by the id of the variable."""
+    """What an optimizer keeps for variables.
 
-    alike: Counter[int] = field(default_factory=Counter)  # slots of its shape and dtype
-    other_bytes: Counter[int] = field(default_factory=Counter)  # of all other slots
-    ids: set[int] = field(default_factory=set)  # of the slots themselves
+    Attributes:
+        alike: id of a variable -> number of slots of its shape and dtype.
+        other_bytes: id of a variable -> bytes of all its other slots.
+        ids: of the slots themselves.
+    """
+
+    alike: Counter[int] = field(default_factory=Counter)
+    other_bytes: Counter[int] = field(default_factory=Counter)
+    ids: set[int] = field(default_factory=set)
 
     def count(self, reference: keras.Variable, slot: keras.Variable) -> None:
         self.ids.add(id(slot))
