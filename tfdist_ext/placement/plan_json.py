@@ -174,7 +174,7 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _field(content: dict[str, Any], name: str, right: Callable[[Any], bool], what: str) -> Any:
+def _field(content: dict[str, Any], name: str, right: Callable[[object], bool], what: str) -> Any:
     if name not in content or not right(content[name]):
         raise _changed(f"{name!r} must be {what}, got {shown(content.get(name))}")
     return content[name]
@@ -187,15 +187,15 @@ def _number(content: dict[str, Any], name: str, least: int) -> int:
     return _field(content, name, right, f"an integer of at least {least}")
 
 
-def _list_or_none(kind: type) -> Callable[[Any], bool]:
+def _list_or_none(kind: type) -> Callable[[object], bool]:
     return lambda value: (
         value is None or (isinstance(value, list) and all(type(item) is kind for item in value))
     )
 
 
-def _is_index(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 1
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1

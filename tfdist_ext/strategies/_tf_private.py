@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -52,6 +52,11 @@ __all__ = [
     "updating",
     "validate_neighbour",
 ]
+
+# What a replica has, or a reduction gives.
+Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+# (device of the pipeline, devices that it feeds), one for each pipeline.
+Pipelines: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 NAMES = PrivateNames(
     "tensorflow.python",
@@ -135,7 +140,7 @@ def _give_scalar_conversions() -> None:
 _give_scalar_conversions()
 
 
-def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
+def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Value]) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list of tensors or slices, without a gradient.
 
     Private because the public one is a `tf.custom_gradient`. In a graph TensorFlow registers each
@@ -194,7 +199,7 @@ def _saves_one_copy() -> bool:
     return bool(NAMES("distribute.values_util.is_saving_non_distributed")())
 
 
-def _inside(strategy: tf.distribute.Strategy) -> Any:
+def _inside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
     """The strategy's scope, or nothing where it is open; inside of another one a RuntimeError."""
     if tf.distribute.has_strategy() and tf.distribute.get_strategy() is strategy:
         return contextlib.nullcontext()
@@ -210,8 +215,8 @@ def is_copied(variable: tf.Variable) -> bool:
 
 
 def copied_variable(
-    strategy: tf.distribute.Strategy, make_copies: Callable[..., list[Any]], **kwargs: Any
-) -> Any:
+    strategy: tf.distribute.Strategy, make_copies: Callable[..., list[tf.Variable]], **kwargs: Any
+) -> tf.Variable:
     """One variable of copies: `make_copies(**kwargs)` gives a plain variable for each replica.
 
     Private because TensorFlow has no public way to put variables together as MirroredStrategy does.
@@ -227,7 +232,7 @@ def copied_variable(
 
 def shared_variable(
     strategy: tf.distribute.Strategy, variable: tf.Variable, aggregation: tf.VariableAggregation
-) -> Any:
+) -> tf.Variable:
     """One plain variable for all replicas, whose assignments in a replica are aggregated.
 
     Private because CentralStorageStrategy alone can make one.
@@ -235,7 +240,7 @@ def shared_variable(
     return NAMES("distribute.ps_values.AggregatingVariable")(strategy, variable, aggregation)
 
 
-def outside_of_tapes() -> Any:
+def outside_of_tapes() -> contextlib.AbstractContextManager[None]:
     """Scope in which gradient tapes do not see what a variable's initial value reads.
 
     Private because `tape.stop_recording` needs the tape.
@@ -282,7 +287,7 @@ def of_replica(number: int, structure: Any) -> Any:
     return NAMES("distribute.distribute_utils.select_replica")(number, structure)
 
 
-def updating(number: int | str) -> Any:
+def updating(number: int | str) -> contextlib.AbstractContextManager[None]:
     """Scope in which other variables, too, stand for their copy of this number, or on this device.
 
     Private: it is what `extended.update` opens.
@@ -290,7 +295,9 @@ def updating(number: int | str) -> Any:
     return NAMES("distribute.distribute_lib.UpdateContext")(number)
 
 
-def results_of_update(extended: Any, results: Sequence[Any], group: bool) -> Any:
+def results_of_update(
+    extended: tf.distribute.StrategyExtended, results: Sequence[Any], group: bool
+) -> Any:
     """What `extended.update` returns for the results of each copy. Private as `updating` is."""
     return NAMES("distribute.distribute_utils.update_regroup")(extended, tuple(results), group)
 
@@ -315,12 +322,12 @@ def is_synchronized_on_read(variable: tf.Variable) -> bool:
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
-def read_from_all(variable: tf.Variable) -> Any:
+def read_from_all(variable: tf.Variable) -> tf.Tensor:
     """The aggregate of a variable synchronized on read. Private: `value()` asks the context."""
     return NAMES.of(variable, "_get_cross_replica", "reading metrics")()
 
 
-def validate_neighbour(variable: tf.Variable, extended: Any) -> None:
+def validate_neighbour(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
     """Raise ValueError where `colocate_vars_with` is given what is none of the strategy's.
 
     Private because a variable does not tell its strategy publicly.
@@ -349,7 +356,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     return tuple(NAMES("distribute.cross_device_ops.get_devices_from")(destinations))
 
 
-def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Any]) -> Any:
+def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Value]) -> Value:
     """Sum or mean of tensors or slices, computed on a device; slices become one of all rows."""
     mean = op == tf.distribute.ReduceOp.MEAN
     with across(device):
@@ -373,7 +380,7 @@ def reduced_plain(op: tf.distribute.ReduceOp, value: Any, destinations: Any, rep
     return reduce(op, value, destinations, replicas)
 
 
-def copied_to(device: str, value: Any) -> Any:
+def copied_to(device: str, value: Value) -> Value:
     """A tensor or slices on a device."""
     with tf.device(device):
         if not isinstance(value, tf.IndexedSlices):
@@ -389,7 +396,10 @@ def gathered(value: Any, destinations: Any, axis: Any) -> Any:
 
 
 def distributed_dataset(
-    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, workers: Any, options: Any
+    strategy: tf.distribute.Strategy,
+    dataset: tf.data.Dataset,
+    workers: Pipelines,
+    options: tf.distribute.InputOptions | None,
 ) -> Any:
     """A dataset whose batches are cut for the replicas. Private: the class cannot be made publicly.
 
@@ -406,7 +416,10 @@ def distributed_dataset(
 
 
 def datasets_from_function(
-    strategy: tf.distribute.Strategy, function: Callable[..., Any], workers: Any, options: Any
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    workers: Pipelines,
+    options: tf.distribute.InputOptions | None,
 ) -> Any:
     """The datasets that a function of the input context returns, one for each pipeline.
 

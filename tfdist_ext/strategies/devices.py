@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +19,7 @@ _NAME = re.compile(
 _FULL = re.compile(r"^(?P<task>/job:.+/task:\d+)?/device:(?P<type>\w+):(?P<index>\d+)$")
 
 
-def normal_name(name: Any) -> str:
+def normal_name(name: object) -> str:
     """'/cpu:0', 'CPU:0' and '/device:CPU:0' are the same device: 'CPU:0'."""
     if isinstance(name, tf.config.LogicalDevice):
         name = name.name
@@ -66,7 +65,7 @@ def make_logical_cpus(count: int) -> None:
             ) from None
 
 
-def how_many(devices: Any) -> int | None:
+def how_many(devices: object) -> int | None:
     """How many devices `devices=` asks for; None where it is not given, 1 where it is wrong."""
     if devices is None:
         return None

@@ -254,7 +254,7 @@ def _in_words(cluster: ClusterConfig) -> str:
     return f"{cluster.task} of {counted(cluster.num_tasks, 'task')}"
 
 
-def _described(cluster: Any) -> Described | None:
+def _described(cluster: Cluster) -> Described | None:
     if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return None  # a TPU's resolver asks the cloud each time
     try:

@@ -47,8 +47,8 @@ def takes_what(hook: Callable[..., Any]) -> bool:
 
 
 def all_reduce(
-    op: tf.distribute.ReduceOp, values: Sequence[Any], what: Sequence[Reduced]
-) -> Sequence[Any]:
+    op: tf.distribute.ReduceOp, values: Sequence[_tf_private.Value], what: Sequence[Reduced]
+) -> Sequence[_tf_private.Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.

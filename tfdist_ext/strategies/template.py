@@ -151,10 +151,10 @@ class StrategyTemplate(tf.distribute.Strategy):
     def reduce_values(
         self,
         op: tf.distribute.ReduceOp,
-        values: Sequence[Any],
+        values: Sequence[tp.Value],
         devices: Sequence[str],
         what: Reduced = OTHER,
-    ) -> Sequence[Any]:
+    ) -> Sequence[tp.Value]:
         """Hook: how values are reduced.
 
         `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments come here.

@@ -29,7 +29,7 @@ def check_created(
     strategy: StrategyTemplate,
     made: Any,
     spec: VariableSpec,
-    by_create: Sequence[Any],
+    by_create: Sequence[tf.Variable],
     beside: tf.Variable | None = None,
 ) -> None:
     """Raise StrategyError unless it is a variable of that shape, and one that `create` has made.
@@ -78,7 +78,7 @@ def check_read(strategy: StrategyTemplate, value: Any, variable: tf.Variable) ->
 
 
 def check_number(
-    strategy: StrategyTemplate, number: Any, variable: tf.Variable, copies: int
+    strategy: StrategyTemplate, number: object, variable: tf.Variable, copies: int
 ) -> None:
     """Raise StrategyError unless `update_variable` calls `update` for a copy that there is."""
     if number not in range(copies):
@@ -89,7 +89,7 @@ def check_number(
 
 
 def check_updated(
-    strategy: StrategyTemplate, results: Any, variable: tf.Variable, copies: int
+    strategy: StrategyTemplate, results: object, variable: tf.Variable, copies: int
 ) -> None:
     """Raise StrategyError unless there is a result for each copy."""
     if not isinstance(results, list | tuple) or len(results) != copies:
@@ -98,7 +98,10 @@ def check_updated(
 
 
 def check_reduced(
-    strategy: StrategyTemplate, results: Any, parts: Sequence[Any], devices: Sequence[str]
+    strategy: StrategyTemplate,
+    results: Any,
+    parts: Sequence[tf.Tensor | tf.IndexedSlices],
+    devices: Sequence[str],
 ) -> None:
     """Raise StrategyError unless there is a value like the replicas' for each device."""
     first = parts[0]
@@ -116,14 +119,14 @@ def check_reduced(
             raise _wrong(strategy, "reduce_values", what, result)
 
 
-def check_dataset(strategy: StrategyTemplate, made: Any) -> None:
+def check_dataset(strategy: StrategyTemplate, made: object) -> None:
     """Raise StrategyError unless it is a distributed dataset."""
     if not isinstance(made, tf.distribute.DistributedDataset):
         what = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
         raise _wrong(strategy, "distribute_dataset", what, made)
 
 
-def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, arrived: Any) -> StrategyError:
+def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, arrived: object) -> StrategyError:
     return StrategyError(
         f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(arrived)}."
     )

@@ -89,15 +89,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def parameter_devices(self) -> tuple[str, ...]:
         return self._devices
 
-    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+    def _get_local_replica_id(self, replica_id_in_sync_group: int | tf.Tensor) -> int | tf.Tensor:
         return replica_id_in_sync_group
 
-    def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
+    def _get_replica_id_in_sync_group(self, replica_id: int | tf.Tensor) -> int | tf.Tensor:
         return replica_id
 
     # Variables
 
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _create_variable(
+        self, next_creator: Callable[..., tf.Variable], **kwargs: Any
+    ) -> tf.Variable:
         strategy = self._container_strategy()
         beside = kwargs.pop("colocate_with", None)
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
@@ -215,7 +217,11 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return results
 
     def _reduced(
-        self, op: tf.distribute.ReduceOp, parts: Sequence[Any], destinations: Any, what: Reduced
+        self,
+        op: tf.distribute.ReduceOp,
+        parts: Sequence[tp.Value],
+        destinations: Any,
+        what: Reduced,
     ) -> Any:
         strategy = self._container_strategy()
         devices = tp.devices_of(destinations)
@@ -243,13 +249,15 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     # Data
 
-    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+    ) -> Any:
         strategy = self._container_strategy()
         made = strategy.distribute_dataset(dataset, options)
         check_dataset(strategy, made)
         return made
 
-    def split(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
         """TensorFlow's own way: each batch is cut into one part for each replica."""
         if options is not None and options.experimental_replication_mode == _ONE_PIPELINE_EACH:
             raise NotImplementedError(
@@ -260,11 +268,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             self._container_strategy(), dataset, self._pipelines(options), options
         )
 
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        options: tf.distribute.InputOptions | None,
+    ) -> Any:
         strategy = self._container_strategy()
         return tp.datasets_from_function(strategy, dataset_fn, self._pipelines(options), options)
 
-    def _pipelines(self, options: Any) -> list[tuple[str, tuple[str, ...]]]:
+    def _pipelines(
+        self, options: tf.distribute.InputOptions | None
+    ) -> list[tuple[str, tuple[str, ...]]]:
         """(device on which a pipeline runs, devices that its elements go to)."""
         if options is None:
             return [(self._host, self._devices)]

@@ -39,7 +39,7 @@ class Creation:
         self,
         strategy: StrategyTemplate,
         devices: Sequence[str],
-        next_creator: Callable[..., Any],
+        next_creator: Callable[..., tf.Variable],
         kwargs: dict[str, Any],
     ):
         self._strategy = strategy
@@ -47,9 +47,11 @@ class Creation:
         self._next_creator = next_creator
         self._kwargs = dict(kwargs)
         self.spec = _spec(self._kwargs, devices[0])
-        self.made: list[Any] = []
+        self.made: list[tf.Variable] = []
 
-    def create(self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any) -> Any:
+    def create(
+        self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any
+    ) -> tf.Variable:
         """The variable on these devices: those of all replicas, or one for all replicas.
 
         Args:
@@ -60,7 +62,7 @@ class Creation:
         self.made.append(self._created(devices, in_pieces, {**self._kwargs, **instead}))
         return self.made[-1]
 
-    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> Any:
+    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> tf.Variable:
         of = f"{type(self._strategy).__name__}.create_variable"
         of += "" if self.spec is None else f", for {self.spec.path!r}"
         if not isinstance(devices, Iterable):
@@ -82,7 +84,7 @@ class Creation:
 
     def _shared(
         self, device: str, *, aggregation: tf.VariableAggregation | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> tf.Variable:
         """One plain variable on a device, for all replicas.
 
         What replicas write to it without an aggregation is the first one's, as it is read where
@@ -94,7 +96,7 @@ class Creation:
             aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         return tp.shared_variable(self._strategy, plain, aggregation)
 
-    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> Any:
+    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> tf.Variable:
         if self.spec is None or kwargs["initial_value"] is None:
             raise StrategyError(
                 f"{of}: create() cannot cut a variable whose value is loaded from a SavedModel, or"
@@ -119,13 +121,13 @@ class Creation:
 def made_on_each(
     strategy: StrategyTemplate,
     devices: Sequence[str],
-    next_creator: Callable[..., Any],
+    next_creator: Callable[..., tf.Variable],
     kwargs: dict[str, Any],
-) -> Any:
+) -> tf.Variable:
     """One variable with a copy on each device, which begin equal."""
 
-    def make_copies(**kwargs: Any) -> list[Any]:
-        copies: list[Any] = []
+    def make_copies(**kwargs: Any) -> list[tf.Variable]:
+        copies: list[tf.Variable] = []
         for number, device in enumerate(devices):
             with tp.across(device), tp.outside_of_tapes():
                 if copies:

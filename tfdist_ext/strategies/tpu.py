@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Any
 
 import tensorflow as tf
 
@@ -70,7 +69,9 @@ def tpu(
     return _connected(resolver, repr(tpu))
 
 
-def _connected(resolver: Any, name: str) -> tf.distribute.Strategy:
+def _connected(
+    resolver: tf.distribute.cluster_resolver.TPUClusterResolver, name: str
+) -> tf.distribute.Strategy:
     try:
         spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:

@@ -119,7 +119,7 @@ def _nothing_allocated() -> Iterator[None]:
         np.random.set_state(state_of_numpy)
 
 
-def _without_value(next_creator: Any, **kwargs: Any) -> tf.Variable:
+def _without_value(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     behind = variable_behind(kwargs.get("initial_value"))
     if behind is not None:
         variable, _ = behind
@@ -186,7 +186,7 @@ class _Slots:
             self.other_bytes[id(reference)] += math.prod(slot.shape) * itemsize(slot.dtype)
 
 
-def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
+def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> _Slots:
     """Build the optimizer, and see for which variable it makes which slot."""
     found = _Slots()
     inner = optimizer
@@ -194,7 +194,7 @@ def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
         inner = inner.inner_optimizer
     make = inner.add_variable_from_reference
 
-    def watched(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = make(reference_variable, *args, **kwargs)
         found.count(reference_variable, slot)
         return slot
@@ -204,7 +204,9 @@ def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
     return found
 
 
-def _specs(model: keras.Model, optimizer: Any, slots: _Slots) -> list[VariableSpec]:
+def _specs(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: _Slots
+) -> list[VariableSpec]:
     trainable = {id(variable) for variable in model.trainable_variables}
     specs = [
         VariableSpec(
