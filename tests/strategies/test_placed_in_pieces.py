@@ -371,7 +371,7 @@ def test_a_strategy_of_ones_own_cuts() -> None:
         (lambda devices, create: create(devices[:1], in_pieces=True), None),
         (
             lambda devices, create: create([*devices, "CPU:9"], in_pieces=True),
-            "Mine.create_variable, for 'v': there is no CPU:9",
+            "Mine.create_variable, for 'v' must be devices that are there, got CPU:9",
         ),
         (
             lambda devices, create: create(devices, in_pieces=True, initial_value=[0.0]),

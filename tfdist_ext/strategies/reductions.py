@@ -33,7 +33,7 @@ class Reduced:
     """
 
     kind: Kind
-    variable: Any = None
+    variable: tf.Variable | None = None
     path: str = ""
 
 
@@ -49,10 +49,10 @@ def takes_what(hook: Callable[..., Any]) -> bool:
 
 def all_reduce(
     op: tf.distribute.ReduceOp,
-    values: Sequence[Any],
+    values: Sequence[_tf_private.Value],
     what: Sequence[Reduced],
     scope: Callable[[], Any] = contextlib.nullcontext,
-) -> Sequence[Any]:
+) -> Sequence[_tf_private.Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
