@@ -31,7 +31,7 @@ def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     output = outputs / config.stem
     settings = tomllib.loads(config.read_text())
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    train = str(ROOT / "scripts" / "train.py")
+    train = str(ROOT / "docs" / "examples" / "digits.py")
     command = [sys.executable, train, f"--config={config}", f"--output={output}"]
     command.append("--epochs=8")  # enough for the accuracy asked for
     if settings["strategy"]["name"] == "multi_worker_mirrored":
@@ -54,7 +54,7 @@ def test_plain_keras_reads_what_they_wrote(outputs: Path) -> None:
     """Of all tests above: one Python reads what each has written."""
     written = sorted(map(str, outputs.iterdir()))
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    check = [sys.executable, "scripts/check_saved_model.py", *written]
+    check = [sys.executable, "docs/examples/check_saved_model.py", *written]
     # In a Python that has not imported tfdist_ext, which the script asserts.
     run = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, timeout=100, check=True)
     assert run.stdout.count(b"plain Keras loads") == len(written) == len(CONFIGS)
@@ -71,7 +71,7 @@ def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str
 
 
 def test_too_low_an_accuracy_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/train.py", "--epochs=1", f"--output={tmp_path}"]
+    command = [sys.executable, "docs/examples/digits.py", "--epochs=1", f"--output={tmp_path}"]
     command.append("--config=configs/digits_one_device.toml")
     run = run_program(command, tmp_path, cwd=ROOT, timeout=100)
     assert run.returncode != 0

@@ -12,9 +12,9 @@ from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import ClusterConfigError, TfDistError
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "tf_config_errors"
+SCRIPT = ROOT / "scripts" / "figures" / "tf_config_errors"
 PAGE = ROOT / "docs" / "cluster.md"
-BEGIN = "<!-- begin: printed by scripts/tf_config_errors -->\n"
+BEGIN = "<!-- begin: printed by scripts/figures/tf_config_errors -->\n"
 END = "<!-- end -->\n"
 
 
@@ -60,4 +60,4 @@ def test_the_page_shows_what_the_script_prints() -> None:
     assert printed == markdown()
     page = PAGE.read_text(encoding="utf-8")
     section = page.partition(BEGIN)[2].partition(END)[0]
-    assert section.strip() == printed.strip(), "run scripts/tf_config_errors --update"
+    assert section.strip() == printed.strip(), "run scripts/figures/tf_config_errors --update"

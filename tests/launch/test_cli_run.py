@@ -321,16 +321,3 @@ def test_tensorflow_is_not_imported():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("TF_CONFIG=")
-
-
-def test_the_script_does_the_same(mark, tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "launch_local.py", "--", "sh", "-c", "echo a; exit 3"],
-        env={**mark.env, "PYTHONPATH": "", "TMPDIR": str(tmp_path)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=10,
-    )
-    assert (done.returncode, done.stdout) == (3, "[worker:0] a\n")
-    assert "worker:0 failed first" in done.stderr

@@ -1,8 +1,9 @@
-"""Tests and scripts/placement_report look at the same models."""
+"""Tests and scripts/figures/placement_report look at the same models."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "scripts" / "figures"), str(ROOT / "docs" / "examples")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import criteo_model
+import placement_models
 import pytest
 from placement_models import MODELS, mobilenet_v2, resnet50
 
@@ -19,6 +21,10 @@ PARAMETERS = {
 # Where a kernel of one row, as (1, 1, 1024, 2048), is more than a task's share. Its bytes with
 # slots over the mean of 64 tasks are what no placement can beat.
 CANNOT_BE_EVEN = {("ResNet-50", 64), ("MobileNetV2", 64), ("EfficientNetB0", 64)}
+
+
+def test_the_example_has_the_same_tables() -> None:
+    assert criteo_model.CRITEO_ROWS == placement_models.CRITEO_ROWS
 
 
 @pytest.mark.parametrize("name", MODELS)

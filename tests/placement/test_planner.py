@@ -283,7 +283,7 @@ def test_why_no_number_of_tasks_would_do(arguments: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_hundred_thousand_variables(loads: bool) -> None:
-    """scripts/placement_report has the seconds."""
+    """scripts/figures/placement_report has the seconds."""
     made = plan(many_tables(100_000, loads), 1000)
     assert made.imbalance <= 1.01 * made.lower_bound
     assert made.load_imbalance <= 1.05

@@ -1,4 +1,4 @@
-"""Every strategy that the conformance kit is run on, by the tests and by `scripts/conformance`."""
+"""Every strategy that the tests and `scripts/figures/conformance` run the conformance kit on."""
 
 from __future__ import annotations
 

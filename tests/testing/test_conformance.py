@@ -1,7 +1,7 @@
 """The kit passes for TensorFlow's strategies, for the template and for the page's strategy.
 
 The template with other hooks: `tests/strategies/test_template_contract.py`.
-`scripts/conformance` runs all checks on all of them.
+`scripts/figures/conformance` runs all checks on all of them.
 """
 
 from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Placed, Template

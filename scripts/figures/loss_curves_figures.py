@@ -1,4 +1,4 @@
-"""Runs the trainings of `scripts/loss_curves`, and puts them side by side."""
+"""Runs the trainings of `scripts/figures/loss_curves`, and puts them side by side."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def _train(name: str, workers: int, pattern: str, folder: Path, kill_at: int = 0
 def _write(folder: Path) -> str:
     """The digits of scikit-learn, in five record files."""
     import tensorflow as tf
-    from example_data import load
+    from digits_data import load
 
     (images, labels), _ = load("digits")
     for number, rows in enumerate(np.array_split(np.arange(len(labels)), 5)):

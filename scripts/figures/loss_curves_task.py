@@ -1,4 +1,4 @@
-"""What each worker of `scripts/loss_curves` runs: any training script, but for the killing.
+"""What each worker of `scripts/figures/loss_curves` runs: any training script, but for the killing.
 
 Arguments: pattern of the record files, folder for checkpoints, step at which the last worker dies
 (0: none), file for what this worker has to report.

@@ -1,20 +1,20 @@
 """Load saved models with plain Keras, without tfdist_ext, and check their accuracy.
 
-python scripts/check_saved_model.py runs/digits_multi_worker
+python docs/examples/check_saved_model.py runs/digits_multi_worker
 """
 
 import json
 import sys
 from pathlib import Path
 
-import example_data
+import digits_data
 import keras
 
 
 def check(directory: Path) -> None:
     expected = json.loads((directory / "result.json").read_text())
     model = keras.models.load_model(directory / "model.keras")
-    _, (x_test, y_test) = example_data.load(expected["dataset"])
+    _, (x_test, y_test) = digits_data.load(expected["dataset"])
     _, accuracy = model.evaluate(x_test, y_test, batch_size=len(x_test), verbose=0)
     assert "tfdist_ext" not in sys.modules
     events = list((directory / "events").rglob("events.out.tfevents.*"))

@@ -1,8 +1,8 @@
 """Variables of known models, written down: path, shape and what the optimizer adds to them.
 
-Shapes are those of keras.applications (scripts/placement_report learns them from the models
+Shapes are those of keras.applications (scripts/figures/placement_report learns them from the models
 themselves), of BERT-large, and of DLRM on the 26 categories of the Criteo Kaggle data. For
-scripts/placement_report and tests/placement.
+scripts/figures/placement_report and tests/placement.
 """
 
 from __future__ import annotations

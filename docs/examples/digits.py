@@ -1,9 +1,9 @@
 """Train a small convolutional network on images of digits, on whatever strategy the config says.
 
-python scripts/train.py --config configs/digits_mirrored.toml
-tfdist run --workers 2 -- python scripts/train.py --config configs/digits_multi_worker.toml
+python docs/examples/digits.py --config configs/digits_mirrored.toml
+tfdist run --workers 2 -- python docs/examples/digits.py --config configs/digits_multi_worker.toml
 tfdist run --workers 2 --ps 2 --evaluator -- \\
-    python scripts/train.py --config configs/digits_parameter_server.toml
+    python docs/examples/digits.py --config configs/digits_parameter_server.toml
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 import tomllib
 from pathlib import Path
 
-import example_data
+import digits_data
 import keras
 from absl import app, flags, logging
 from rich.console import Console
@@ -52,7 +52,7 @@ def train():
 
     strategy = tfd.create_strategy(config=FLAGS.config)  # first: before TensorFlow starts
     keras.utils.set_random_seed(1)
-    (x, y), (x_test, y_test) = example_data.load(dataset)
+    (x, y), (x_test, y_test) = digits_data.load(dataset)
 
     def build():
         model = keras.Sequential(

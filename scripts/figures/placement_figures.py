@@ -1,4 +1,4 @@
-"""How even models lie on parameter servers: the figures of scripts/placement_report."""
+"""How even models lie on parameter servers: the figures of scripts/figures/placement_report."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def load(name: str) -> tuple[Arrays, Arrays]:
     if name == "digits":
         return _digits()
     if name not in ("mnist", "fashion_mnist"):
-        raise SystemExit(f"dataset is digits, mnist or fashion_mnist; {name!r} arrived")
+        raise SystemExit(f"dataset must be digits, mnist or fashion_mnist, got {name!r}")
     # Workers on one machine share Keras's cache: one downloads, the others find it there.
     with open(Path(tempfile.gettempdir()) / f"tfdist_{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
