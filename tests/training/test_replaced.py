@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,6 +21,8 @@ import tensorflow as tf
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.private_names import TESTED
+from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced, find
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
@@ -405,3 +408,23 @@ def test_collectives_past_their_keys() -> None:
 
 def test_the_message_says_what_to_do() -> None:
     assert "install versions that docs/compatibility.md lists as tested" in str(not_called("loss"))
+
+
+def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "keras", ("Keras", "3.1", "3.2"))
+    model._warn_of_untested_versions.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"tested with Keras from 3.1 to 3.2, got 3") as told:
+            tfd.distribute(classifier(), mirrored())
+        assert len(told) == 1
+        tfd.distribute(classifier(), mirrored())  # a warning would be an error
+        assert told[0].filename == __file__
+    finally:
+        model._warn_of_untested_versions.cache_clear()
+
+
+def test_bounds_of_setup_are_what_was_tested() -> None:
+    text = (Path(__file__).parents[2] / "setup.py").read_text()
+    for package, (_, oldest, newest) in TESTED.items():
+        major, minor = newest.split(".")
+        assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in text

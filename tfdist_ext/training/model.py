@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
 from tfdist_ext.strategies.spanning import check_spans_cluster
@@ -538,6 +540,7 @@ def distribute(
             strategy = create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
+    _warn_of_untested_versions()
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
@@ -554,3 +557,10 @@ def check_counts(**counts: Any) -> None:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if value is not None and not (whole and value >= least):
             raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")
+
+
+@functools.cache
+def _warn_of_untested_versions() -> None:
+    """Once in a process."""
+    if sentence := untested_versions():
+        warnings.warn(sentence, stacklevel=3)
