@@ -399,7 +399,7 @@ def test_a_slot_must_be_cut_alike() -> None:
         return create(["CPU:0", "CPU:1"], in_pieces=beside is None)
 
     mine = template(answer)
-    said = r"must return a variable of 2 pieces, as 'v' beside it has; it returned a variable of"
+    said = r"must return a variable of 2 pieces, as 'v' beside it has, got a variable of"
     with mine.scope():
         variable = tf.Variable(TABLE, name="v")
         with (
