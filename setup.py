@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 setup(
     name="tfdist_ext",
     version="0.1.0",
-    description="One Keras script on one device or on a cluster: a thin layer over tf.distribute",
+    description="Distributed training of Keras 3 models on TensorFlow, by tf.distribute",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

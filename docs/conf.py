@@ -7,6 +7,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["README.md"]  # index.md includes it
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 html_title = project
 html_copy_source = False
 html_show_copyright = False

@@ -40,16 +40,15 @@ PYTHON_BY = {
 }
 
 # What a page's Python takes as given.
-GIVEN = {
-    "README.md": (
-        "import keras, numpy\n"
-        "x, y = numpy.zeros([128, 20]), numpy.zeros([128, 1])\n"
-        "def build():\n"
-        "    model = keras.Sequential([keras.Input([20]), keras.layers.Dense(1)])\n"
-        "    model.compile('sgd', 'mse')\n"
-        "    return model\n"
-    ),
-}
+MODEL_AND_DATA = """
+import keras, numpy
+x, y = numpy.zeros([128, 20]), numpy.zeros([128, 1])
+def build():
+    model = keras.Sequential([keras.Input([20]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+"""
+GIVEN = {"README.md": MODEL_AND_DATA, "docs/README.md": MODEL_AND_DATA}
 
 # What runs commands besides this file: scripts, and tests.
 COMMANDS_BY = {

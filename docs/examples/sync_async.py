@@ -3,7 +3,7 @@
     python docs/examples/sync_async.py sync_async.svg           starts both clusters, draws the plot
     python docs/examples/sync_async.py sync_async.svg --plain   the same in plain tf.distribute
 
-It draws with matplotlib: pip install "tfdist_ext[plot]".
+It draws with matplotlib: pip install matplotlib.
 
 What people compare is the loss after so many steps, which says little. Synchronous steps wait for
 the slow worker; asynchronous ones do not, but have fewer rows, and gradients of older weights.
