@@ -51,6 +51,7 @@ __all__ = [
     "shared_variable",
     "updating",
     "validate_neighbour",
+    "with_scalar_conversions",
 ]
 
 # What a replica has, or a reduction gives.
@@ -120,24 +121,28 @@ def servers_extended(base: Any) -> Any:
     return ServersExtended
 
 
-def _give_scalar_conversions() -> None:
-    """Let `float`, `int` and `complex` read distributed variables, as they read a tf.Variable.
+def with_scalar_conversions(variable: Any) -> Any:
+    """The same variable, which `float`, `int` and `complex` read as they read a tf.Variable.
 
-    Private because it adds methods that a class of TensorFlow lacks: `float(variable)` is a
-    TypeError there, and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable.
+    Private because TensorFlow's distributed variables lack this: `float(variable)` is a TypeError,
+    and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable. The variable
+    gets a class of its own, and TensorFlow's stays as it is.
     """
-    try:
-        variables = NAMES("distribute.values.DistributedVariable")
-    except StrategyError:
-        return  # float(variable) is TensorFlow's TypeError then; all else works
-    for scalar in (float, int, complex):
-        name = f"__{scalar.__name__}__"
-        if not hasattr(variables, name):
-            # numpy() raises what tf.Variable raises inside a tf.function.
-            setattr(variables, name, lambda variable, scalar=scalar: scalar(variable.numpy()))
+    kind: type = type(variable)
+    is_distributed = isinstance(variable, NAMES("distribute.values.DistributedVariable"))
+    if is_distributed and not hasattr(kind, "__float__"):
+        variable.__class__ = _class_with_scalar_conversions(kind)
+    return variable
 
 
-_give_scalar_conversions()
+@functools.cache
+def _class_with_scalar_conversions(kind: type) -> type:
+    # numpy() raises what tf.Variable raises inside a tf.function.
+    methods: dict[str, Any] = {
+        f"__{scalar.__name__}__": lambda variable, scalar=scalar: scalar(variable.numpy())
+        for scalar in (float, int, complex)
+    }
+    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
 
 def all_reduce(

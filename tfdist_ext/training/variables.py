@@ -38,6 +38,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import read_by_tapes
@@ -60,6 +61,7 @@ __all__ = [
     "make_readable",
     "optimizers_of",
     "owner_copy",
+    "readable_numbers",
     "slots_beside_shards",
     "with_inner_optimizers",
 ]
@@ -398,6 +400,15 @@ class ShardedRead:
             return whole, lambda upstream: upstream
 
         return read(source)
+
+
+def readable_numbers() -> Any:
+    """Scope in which `float` reads the variables that are made, as on one device."""
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        return with_scalar_conversions(next_creator(**kwargs))
+
+    return tf.variable_creator_scope(creator)
 
 
 def slots_beside_shards() -> Any:

@@ -36,6 +36,7 @@ from tfdist_ext.training.variables import (
     all_built,
     make_readable,
     optimizers_of,
+    readable_numbers,
     slots_beside_shards,
 )
 
@@ -55,6 +56,7 @@ def creation_scope(strategy: tf.distribute.Strategy) -> Any:
     scope = contextlib.ExitStack()
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
+    scope.enter_context(readable_numbers())
     if not isinstance(strategy, StrategyTemplate):
         scope.enter_context(slots_beside_shards())
     return scope
