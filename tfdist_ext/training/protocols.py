@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,7 +255,7 @@ class Engine(Protocol):
     def read(self, *data: Any, **options: Any) -> BatchSource:
         """What `fit`, `evaluate` and `predict` were given, as global batches."""
 
-    def feed(self, batches: Any) -> Iterable[Any]:
+    def feed(self, batches: Any) -> Any:
         """What programs iterate over, made of what `read` gave."""
 
     def keeps_position(self, data: Any) -> bool:
