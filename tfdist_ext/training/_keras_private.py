@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tfdist_ext.training.protocols import Logs, Structure
+    from tfdist_ext.training.variables import UpdatesVariables
 
 __all__ = [
     "NAMES",
@@ -78,7 +85,7 @@ NAMES = PrivateNames(
 )
 
 
-def train_validation_split(arrays: Any, validation_split: float) -> Any:
+def train_validation_split(arrays: Structure, validation_split: float) -> Any:
     """(the first part of each array, the rest of it). Private: `fit` alone offers it."""
     split = NAMES("trainers.data_adapters.array_slicing.train_validation_split")
     return split(arrays, validation_split=validation_split)
@@ -89,13 +96,13 @@ def get_data_adapter(*data: Any, **options: Any) -> Any:
     return NAMES("trainers.data_adapters.get_data_adapter")(*data, **options)
 
 
-def is_of_arrays(adapter: Any) -> bool:
+def is_of_arrays(adapter: object) -> bool:
     """Whether an adapter holds arrays."""
     path = "trainers.data_adapters.array_data_adapter.ArrayDataAdapter"
     return isinstance(adapter, NAMES(path))
 
 
-def in_one_array(parts: list[Any]) -> Any:
+def in_one_array(parts: list[tf.Tensor | np.ndarray]) -> np.ndarray | tf.RaggedTensor:
     """The outputs of several batches as one NumPy array, or ragged tensor.
 
     Private because Keras's predict keeps to itself how it puts batches together.
@@ -240,7 +247,7 @@ REPLACED = (
 )
 
 
-def find(module: str, owner: str) -> Any:
+def find(module: str, owner: str) -> type | types.ModuleType | None:
     """A module, or a class in it; None where this release has none."""
     try:
         found: Any = importlib.import_module(module)
@@ -251,13 +258,13 @@ def find(module: str, owner: str) -> Any:
     return found
 
 
-def loss_ids(layer: Any) -> set[int]:
+def loss_ids(layer: keras.Layer) -> set[int]:
     """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
     ids: set[int] = NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
     return ids
 
 
-def raw_value(variable: Any) -> Any:
+def raw_value(variable: keras.Variable) -> tf.Variable:  # None before it is initialized
     """The tf.Variable behind a Keras variable, whatever stateless scope is open.
 
     Private because `.value` asks the open scope first, and the scope asks us.
@@ -265,7 +272,7 @@ def raw_value(variable: Any) -> Any:
     return NAMES.of(variable, "_value", "variables in a step")
 
 
-def array_parts(adapter: Any) -> tuple[Any, int, int]:
+def array_parts(adapter: Any) -> tuple[Structure, int, int]:
     """(arrays as tensors, rows, global batch) of an adapter that has checked its arguments.
 
     Private because the adapter's own dataset shuffles with an unseeded order, and a cluster
@@ -282,16 +289,16 @@ def array_parts(adapter: Any) -> tuple[Any, int, int]:
     return parts, NAMES.of(adapter, "_num_samples", use), NAMES.of(adapter, "_batch_size", use)
 
 
-def batches_of(adapter: Any) -> Iterator[Any]:
+def batches_of(adapter: object) -> Iterator[Structure]:
     """The batches of one pass as the adapter gives them to tf.data.
 
     Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
     """
-    batches: Iterator[Any] = NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
+    batches: Iterator[Structure] = NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
     return batches
 
 
-def take(parts: Any, indices: Any) -> Any:
+def take(parts: Structure, indices: tf.Tensor) -> Structure:
     """The given rows of `parts`, dense or sparse. Private for the sparse wrapper's slicing."""
 
     slicing = "trainers.data_adapters.array_slicing"
@@ -306,7 +313,7 @@ def take(parts: Any, indices: Any) -> Any:
     return keras.tree.traverse(rows, parts)
 
 
-def symbolic_build(model: keras.Model, batch: Any) -> None:
+def symbolic_build(model: keras.Model, batch: Structure) -> None:
     """Build model, metrics, losses and optimizer from the shapes of one batch.
 
     Private because Keras offers no public way to build metrics before the first step, and
@@ -315,7 +322,7 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
     NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")(data_batch=batch)
 
 
-def symbolic_call(model: keras.Model, batch: Any) -> None:
+def symbolic_call(model: keras.Model, batch: Structure) -> None:
     """Build the model alone, where there are no targets. Private: public ways need real data."""
     if not all(layer.built for layer in flat_layers(model)):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -327,18 +334,18 @@ def call_symbolically(function: Callable[..., Any], *args: Any) -> Any:
     return NAMES("backend.compute_output_spec")(function, *args)
 
 
-def flat_layers(model: keras.Model) -> list[Any]:
+def flat_layers(model: keras.Model | keras.Layer) -> list[keras.Layer]:
     """The model and every layer inside it. Private: the public list has one level only."""
     return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")())
 
 
-def inner_layers(layer: Any) -> list[Any]:
+def inner_layers(layer: keras.Layer) -> list[keras.Layer]:
     """The layers directly inside a layer or model. Private: the public list is of models alone."""
     flatten = NAMES.of(layer, "_flatten_layers", "layers inside of layers")
     return list(flatten(recursive=False, include_self=False))
 
 
-def inputs_from(operation: Any) -> list[Any]:
+def inputs_from(operation: keras.Operation) -> list[keras.Operation]:
     """The operations of a functional model that one takes its inputs from, call by call.
 
     Private because only a config tells it, and a config of all layers takes long to make.
@@ -375,7 +382,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return arguments
 
 
-def metrics_in_use(model: keras.Model) -> list[Any]:
+def metrics_in_use(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metric objects that the user gave to `compile`, before and after they are built."""
     compiled = NAMES.of(model, "_compile_metrics", use := "the metrics given to compile")
     if compiled is None:
@@ -384,7 +391,7 @@ def metrics_in_use(model: keras.Model) -> list[Any]:
     return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 
 
-def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
     """The values of `logs` in the order in which Keras's `evaluate` returns them."""
     return NAMES.of(model, "_flatten_metrics_in_order", "the order of evaluate's results")(logs)
 
@@ -422,12 +429,12 @@ def global_seed_generator(generator: keras.random.SeedGenerator) -> Iterator[Non
         put(name, before)
 
 
-def trusted() -> Any:
+def trusted() -> contextlib.AbstractContextManager[None]:
     """A scope in which lambdas may be deserialized: for objects alive in this process only."""
     return NAMES("saving.serialization_lib.SafeModeScope")(safe_mode=False)
 
 
-def trained_by(optimizer: Any) -> list[Any]:
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for. Private: there is no public list."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(NAMES.of(inner, "_trainable_variables", "the variables of an optimizer"))
@@ -435,7 +442,8 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def distribution_strategy_of(
-    optimizers: Sequence[Any], strategy: tf.distribute.Strategy
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    strategy: tf.distribute.Strategy | UpdatesVariables,
 ) -> Iterator[None]:
     """Scope in which optimizers work under `strategy`.
 
@@ -457,7 +465,9 @@ def distribution_strategy_of(
             vars(optimizer).pop("_all_reduce_sum_gradients", None)
 
 
-def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+def loss_weights(
+    sample_weight: tf.Tensor | None, mask: tf.Tensor | None, reduction: str, dtype: tf.DType | str
+) -> tf.Tensor | None:
     """Sample weights and mask as the one tensor by whose sum Keras's reduction divides, or None.
 
     Private because the reduction does not tell.
@@ -478,7 +488,9 @@ def stateless_scope() -> keras.StatelessScope | None:
     return scope
 
 
-def step_variables(optimizer: Any) -> tuple[Any, Any]:
+def step_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> tuple[keras.Variable, keras.Variable | None]:
     """(the variable that counts steps, that of the learning rate, or None under a schedule).
 
     Private because `iterations` and `learning_rate` give values computed from them.

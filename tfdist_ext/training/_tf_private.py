@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +49,7 @@ def _context() -> Any:
     return NAMES("eager.context.context")()
 
 
-def read_by_tapes(stand_in: Any) -> None:
+def read_by_tapes(stand_in: object) -> None:
     """Let open gradient tapes watch the `handle` of what stands in for a trainable variable.
 
     Private because only a tf.Variable is watched without the user's word.
@@ -142,7 +142,7 @@ def is_stateful(kind: str) -> bool:
     return definition is not None and definition.is_stateful
 
 
-def function_graph(graph: Any, name: str) -> Any:
+def function_graph(graph: tf.Graph | None, name: str) -> tf.Graph | None:
     """The graph of a function that is called in a graph, or eagerly where that is None.
 
     Private because public names give functions to call, not those that are called by others. None
@@ -159,7 +159,7 @@ def function_graph(graph: Any, name: str) -> Any:
 
 
 @functools.lru_cache(100)
-def _eager_function_graph(name: str) -> Any:
+def _eager_function_graph(name: str) -> tf.Graph | None:
     if not _context().has_function(name):
         return None
     with tf.Graph().as_default():
@@ -174,7 +174,7 @@ def recorded_operations() -> Iterator[None]:
     A thread that stops recording would otherwise end it for the others.
     """
 
-    def nothing(*_: Any, **__: Any) -> None:
+    def nothing(*_: object, **__: object) -> None:
         pass
 
     NAMES("framework.op_callbacks.add_op_callback")(nothing)
@@ -192,7 +192,13 @@ def recording_operations(note: Callable[..., None]) -> Iterator[None]:
     """
 
     def called(
-        kind: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, graph: Any = None, **__: Any
+        kind: str,
+        inputs: Sequence[tf.Tensor],
+        attributes: Any,
+        outputs: Sequence[tf.Tensor],
+        *_: object,
+        graph: tf.Graph | None = None,
+        **__: object,
     ) -> None:
         if graph is None:
             kind = tf.compat.as_str(kind)

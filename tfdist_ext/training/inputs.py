@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -39,12 +39,14 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.protocols import Reduction, Specs, Structure
 
 __all__ = [
     "FunctionBatches",
     "GlobalBatches",
     "OrderedBatches",
+    "Part",
+    "Parts",
     "PartsOf",
     "batches_of_function",
     "batches_of_sharded",
@@ -53,6 +55,14 @@ __all__ = [
     "parts_of_dataset",
     "read",
 ]
+
+
+# The rows of a global batch that are one replica's: how many, of how many in the whole, the rows.
+Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
+
+
+# A global batch as a task gets it: a part for each of its replicas.
+Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 
 
 _NOT_FOR_KERAS_TO_SHUFFLE = (keras.utils.PyDataset, types.GeneratorType)
@@ -148,7 +158,7 @@ def read(
 
 
 def _in_an_order(
-    source: keras.utils.PyDataset, spec: Any, class_weight: dict[int, float] | None, seed: int
+    source: keras.utils.PyDataset, spec: Specs, class_weight: dict[int, float] | None, seed: int
 ) -> GlobalBatches:
     dataset = OrderedBatches(source, seed, class_weight).dataset(spec)
     return GlobalBatches(
@@ -163,7 +173,7 @@ def _in_an_order(
 
 
 def _parts_of_arrays(
-    arrays: Any, rows: int, batch: int, seed: int | None, within_batches: bool
+    arrays: Structure, rows: int, batch: int, seed: int | None, within_batches: bool
 ) -> Callable[[int], PartsOf]:
     """The number of the first global batch -> the parts from there on."""
     steps = max(1, -(-rows // batch))
@@ -172,7 +182,7 @@ def _parts_of_arrays(
 
     def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
-        def parts(step: tf.Tensor) -> Any:
+        def parts(step: tf.Tensor) -> tuple[Part, ...]:
             size = tf.minimum(rows - (step % steps) * batch, batch)
             spans = _spans(size, first, local, replicas)
             begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
@@ -198,7 +208,7 @@ def _parts_of_arrays(
     return lambda begin: functools.partial(parts_of, begin)
 
 
-def _spec_of_arrays(arrays: Any) -> Any:
+def _spec_of_arrays(arrays: Structure) -> Specs:
     """What a batch of them is; None where that takes a pipeline to know."""
     if not all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
         return None
@@ -212,7 +222,7 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
-        def parts(*batch: Any) -> Any:
+        def parts(*batch: Structure) -> tuple[Part, ...]:
             whole = _plain(batch if len(batch) > 1 else batch[0])
             size = _batch_size(whole)
             if replicas == 1:
@@ -227,14 +237,16 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
     return parts_of
 
 
-def _plain(batch: Any) -> Any:
+def _plain(batch: Structure) -> Structure:
     """Keras's generators put an empty Optional where a part of the batch is None."""
     return keras.tree.map_structure(
         lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
     )
 
 
-def _spans(rows: Any, first: int, local: int, replicas: int) -> list[tuple[Any, Any, Any]]:
+def _spans(
+    rows: tf.Tensor, first: int, local: int, replicas: int
+) -> list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
     """Of each local replica: rows of its part, first row, row after the last one to read.
 
     A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
@@ -245,18 +257,18 @@ def _spans(rows: Any, first: int, local: int, replicas: int) -> list[tuple[Any, 
     return list(zip(*(tf.unstack(each, local) for each in spans), strict=True))
 
 
-def _rows_of(batch: Any, low: Any, high: Any) -> Any:
-    def cut(part: Any) -> Any:
+def _rows_of(batch: Structure, low: tf.Tensor, high: tf.Tensor) -> Structure:
+    def cut(part: tf.Tensor | None) -> tf.Tensor | None:
         return None if part is None else rows_between(part, low, high)
 
     return keras.tree.map_structure(cut, batch)
 
 
-def _batch_size(batch: Any) -> tf.Tensor:
+def _batch_size(batch: Structure) -> tf.Tensor:
     return rows_in(next(part for part in keras.tree.flatten(batch) if part is not None))
 
 
-def _check_has_input(spec: Any) -> None:
+def _check_has_input(spec: Specs) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
     if all(getattr(part, "shape", None) is None for part in keras.tree.flatten(x)):
         raise TrainingError(
@@ -265,7 +277,7 @@ def _check_has_input(spec: Any) -> None:
         )
 
 
-def _check_batched(spec: Any) -> None:
+def _check_batched(spec: Specs) -> None:
     shapes = [getattr(part, "shape", None) for part in keras.tree.flatten(spec)]
     known = [shape for shape in shapes if shape is not None and shape.rank is not None]
     single = any(shape.rank == 0 for shape in known)
@@ -313,18 +325,18 @@ class GlobalBatches:
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
     needs_row_count: bool = False
-    spec: Any = None
+    spec: Specs = None
     dataset: tf.data.Dataset | None = None
-    arrays: Any = None
+    arrays: Structure = None
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Specs:
         """The structure of one global batch, batch dimension unknown."""
         spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
         # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
         return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
 
-    def distributed(self, strategy: tf.distribute.Strategy) -> Any:
+    def distributed(self, strategy: tf.distribute.Strategy) -> tf.distribute.DistributedDataset:
         """A distributed dataset: each element holds one part for each local replica."""
 
         def pipeline(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
@@ -371,13 +383,15 @@ class OrderedBatches:
         class_weight: as in `fit`.
     """
 
-    def __init__(self, source: keras.utils.PyDataset, seed: int, class_weight: Any = None):
+    def __init__(
+        self, source: keras.utils.PyDataset, seed: int, class_weight: dict[int, float] | None = None
+    ):
         self._source = source
         self._seed = seed
         self._class_weight = class_weight
         self._passes = 0
 
-    def dataset(self, spec: Any) -> tf.data.Dataset:
+    def dataset(self, spec: Specs) -> tf.data.Dataset:
         """Each iterator over it is the next pass.
 
         Args:
@@ -385,7 +399,7 @@ class OrderedBatches:
         """
         return tf.data.Dataset.from_generator(self._next_pass, output_signature=spec)
 
-    def _next_pass(self) -> Iterator[Any]:
+    def _next_pass(self) -> Iterator[Structure]:
         order = order_of_pass(self._source.num_batches, self._seed, self._passes)
         self._passes += 1
         batches = _Permuted(self._source, order)
@@ -412,7 +426,7 @@ class _Permuted(keras.utils.PyDataset):
     def num_batches(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Structure:
         return self._source[self._order[index]]
 
 
@@ -421,7 +435,7 @@ def batches_of_sharded(
     *,
     beside: tuple[Any, ...],
     batch_size: int | None,
-    class_weight: Any,
+    class_weight: dict[int, float] | None,
     from_position: bool,
 ) -> GlobalBatches:
     """The global batches from the data's position on, or all of it in its own order.
@@ -469,7 +483,10 @@ def batches_of_sharded(
 
 
 def check_says_nothing_else(
-    data: ShardedDataset, beside: tuple[Any, ...], batch_size: int | None, class_weight: Any
+    data: ShardedDataset,
+    beside: tuple[Any, ...],
+    batch_size: int | None,
+    class_weight: dict[int, float] | None,
 ) -> None:
     """
     Raises:
@@ -500,20 +517,20 @@ def check_says_nothing_else(
 class FunctionBatches(GlobalBatches):
     """Each iteration asks the data anew what its position's epoch is."""
 
-    def distributed(self, strategy: tf.distribute.Strategy) -> Any:
+    def distributed(self, strategy: tf.distribute.Strategy) -> _Passes:
         return _Passes(lambda: GlobalBatches.distributed(self, strategy))
 
-    def on_host(self, first: int, local: int, replicas: int) -> Any:
+    def on_host(self, first: int, local: int, replicas: int) -> _Passes:
         return _Passes(lambda: GlobalBatches.on_host(self, first, local, replicas))
 
 
 class _Passes:
     """Made anew for each iteration."""
 
-    def __init__(self, make: Callable[[], Any]):
+    def __init__(self, make: Callable[[], Iterable[Parts]]):
         self._make = make
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Parts]:
         return iter(self._make())
 
 
@@ -522,8 +539,8 @@ def batches_of_function(
     reduction: Reduction,
     *beside: Any,
     batch_size: int | None = None,
-    class_weight: Any = None,
-    seed: Any = None,
+    class_weight: dict[int, float] | None = None,
+    seed: Callable[[], int] | None = None,
     **_: Any,
 ) -> GlobalBatches:
     """This task's batches, from the data's position on, or of epoch 0; every worker must call.
@@ -590,8 +607,8 @@ def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
     The tasks agree in each step on what there is; see `GlobalBatches`.
     """
 
-    def marked(real: bool) -> Callable[..., Any]:
-        def of_parts(*parts: Any) -> Any:
+    def marked(real: bool) -> Callable[..., tuple[Part, ...]]:
+        def of_parts(*parts: Part) -> tuple[Part, ...]:
             flag = tf.constant(int(real), tf.int64)
             return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
 
@@ -603,7 +620,7 @@ def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
     return parts.concatenate(nothing.map(marked(False)).repeat())
 
 
-def _one_row(spec: Any) -> Any:
+def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
     """A batch of one row of zeros: what a replica computes with that has none."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]

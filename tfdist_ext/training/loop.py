@@ -49,11 +49,14 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
 from tfdist_ext.training.protocols import (
+    BatchIterator,
     BatchSource,
     Engine,
     Epoch,
+    Logs,
     StepListener,
     StepProgram,
+    Structure,
 )
 
 __all__ = [
@@ -102,7 +105,7 @@ class Loop:
     def _stopped(self) -> bool:
         return bool(getattr(self._model, self._stop_flag))
 
-    def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[dict[str, Any], int]:
+    def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[Logs, int]:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
             return self._run(program, data, raise_if_interrupted, where)
@@ -113,9 +116,9 @@ class Loop:
         data: Epoch,
         raise_if_interrupted: Callable[[], None],
         where: str,
-    ) -> tuple[dict[str, Any], int]:
+    ) -> tuple[Logs, int]:
         peers = self._reduction.peers
-        logs: dict[str, Any] = {}
+        logs: Logs = {}
         done, seconds = 0, 0.0
         with peers.meeting(f"{where}before its first step"):
             # Told to stop before the first batch, Keras still runs that one.
@@ -182,7 +185,7 @@ class Epochs:
         batches: BatchSource,
         feed: Callable[[Any], Any],
         requested: int | None,
-        inspect: Callable[[Any], None] | None = None,
+        inspect: Callable[[Structure], None] | None = None,
     ) -> None:
         """
         Args:
@@ -211,8 +214,8 @@ class Epochs:
             in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
         self._dataset: Any = None if self._passes else feed(batches)
-        self._fed_from: Any = None
-        self._iterator: Any = None
+        self._fed_from: tf.data.Dataset | None = None
+        self._iterator: BatchIterator | None = None
         self._position = batches.begin
         self._seen: int | None = None
         self._fresh = True
@@ -371,14 +374,18 @@ class DatasetPasses:
         dataset: tf.data.Dataset,
         *,
         in_steps: bool,
-        inspect: Callable[[Any], None] | None = None,
+        inspect: Callable[[Structure], None] | None = None,
     ):
         # Each epoch lets go of an iterator, and would wait for its tuner; see `without_autotune`.
         self._dataset = without_autotune(dataset)
         self._in_steps = in_steps
         self._inspect = inspect
-        self._iterator: Any = None
-        self._rest: tuple[Any, int | None, Any] = (None, None, None)  # iterator, steps, dataset
+        self._iterator: Any = None  # a tf.data.Iterator
+        self._rest: tuple[tf.data.Iterator | None, int | None, tf.data.Dataset | None] = (
+            None,
+            None,
+            None,
+        )  # iterator, steps, dataset
 
     def begins_a_pass(self) -> bool:
         """Whether the next epoch makes an iterator of its own."""
@@ -422,14 +429,14 @@ class DatasetPasses:
         """Begin the next epoch at the start of the data."""
         self._iterator = None
 
-    def _new_iterator(self) -> Any:
+    def _new_iterator(self) -> tf.data.Iterator:
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False  # it reads ahead, too
         with tf.device("CPU:0"):
             return iter(self._dataset.with_options(options))
 
 
-def _rest_of(iterator: Any, steps: int | None, known_length: bool) -> tf.data.Dataset:
+def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
     """What an iterator yields from here on, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
     untouched = tf.autograph.experimental.do_not_convert
@@ -442,11 +449,11 @@ def _rest_of(iterator: Any, steps: int | None, known_length: bool) -> tf.data.Da
 
 def predict(
     model: keras.Model, engine: Engine, epochs: Epochs, hooks: keras.callbacks.CallbackList
-) -> Any:
+) -> Structure:
     """The outputs for one pass over the data, as NumPy arrays of all rows, in input order."""
     model.stop_predicting = False
     hooks.on_predict_begin()
-    collected: list[Any] = []
+    collected: list[Structure] = []
     done = 0  # global batches
     with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
         each = engine.predictor(model).outputs(data)
@@ -469,7 +476,7 @@ def predict(
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
 
-    def rows(*parts: Any) -> Any:
+    def rows(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):
             return parts[0]  # which Keras would take for a tensor
         return kp.in_one_array(list(parts))
@@ -531,7 +538,7 @@ def preserve_sigint() -> Iterator[Callable[[], None]]:
     """
     pressed = False
 
-    def raise_interrupt(*_: Any) -> None:
+    def raise_interrupt(*_: object) -> None:
         nonlocal pressed
         pressed = True
         raise KeyboardInterrupt

@@ -55,7 +55,14 @@ from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.protocols import BatchSource, Engine, NullStepTimer, on_every_worker
+from tfdist_ext.training.protocols import (
+    BatchSource,
+    Callbacks,
+    Engine,
+    Logs,
+    NullStepTimer,
+    on_every_worker,
+)
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.variables import make_readable
 
@@ -114,7 +121,7 @@ class DistributedModel(SavingMixin):
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: str | int = "auto",
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool | str = True,
@@ -251,7 +258,7 @@ class DistributedModel(SavingMixin):
         self,
         epochs: range,
         train: Epochs,
-        validate: Callable[[Any], dict[str, Any]] | None,
+        validate: Callable[[keras.callbacks.CallbackList], Logs] | None,
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
@@ -265,7 +272,7 @@ class DistributedModel(SavingMixin):
             timer = self._engine.step_timer()
             program = self._engine.program(model, "train", timer)
             board.follow(program, timer, self._strategy, self._reduction)
-        logs: dict[str, Any] = {}
+        logs: Logs = {}
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
@@ -295,7 +302,7 @@ class DistributedModel(SavingMixin):
         verbose: str | int = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
         *,
         _use_cached_eval_dataset: bool = False,
@@ -326,7 +333,7 @@ class DistributedModel(SavingMixin):
         batch_size: int | None = None,
         verbose: str | int = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
     ) -> Any:
         """The model's outputs for all rows, in input order, on every task, as NumPy arrays.
 
@@ -410,7 +417,7 @@ class DistributedModel(SavingMixin):
         else:
             setattr(self._model, name, value)
 
-    def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> dict[str, Any]:
+    def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
         batches = self._engine.read(*data, batch_size=_rows(data[0]), shuffle=False, **options)
         epochs = self._epochs(batches, None, f"{kind}_on_batch")
         self._build(batches, kind)
@@ -419,20 +426,22 @@ class DistributedModel(SavingMixin):
         with epochs.next() as batch:
             return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
 
-    def _validate(self, epochs: Epochs, given: dict[str, Any], hooks: Any) -> dict[str, Any]:
+    def _validate(
+        self, epochs: Epochs, given: dict[str, Any], hooks: keras.callbacks.CallbackList
+    ) -> Logs:
         """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
         if not overrides(self._model, "evaluate"):
             return self._evaluate(epochs, hooks)
         self._validation = epochs
         try:
-            logs: dict[str, Any] = self.evaluate(
+            logs: Logs = self.evaluate(
                 **given, callbacks=hooks, return_dict=True, _use_cached_eval_dataset=True
             )
         finally:
             self._validation = None
         return logs
 
-    def _evaluate(self, epochs: Epochs, hooks: Any) -> dict[str, Any]:
+    def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self._model.stop_evaluating = False
         hooks.on_test_begin()
         epochs.rewind()
@@ -443,7 +452,9 @@ class DistributedModel(SavingMixin):
         hooks.on_test_end(logs)
         return logs
 
-    def _callbacks(self, callbacks: Any, verbose: str | int, **params: Any) -> Any:
+    def _callbacks(
+        self, callbacks: Callbacks, verbose: str | int, **params: Any
+    ) -> keras.callbacks.CallbackList:
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
         chief = self._reduction.is_chief

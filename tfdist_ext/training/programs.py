@@ -45,8 +45,8 @@ class EngineBase(ABC, Generic[_Reduction]):
     def __init__(self, strategy: tf.distribute.Strategy, reduction: _Reduction):
         self._strategy = strategy
         self.reduction = reduction
-        self._programs: dict[tuple[str, bool], tuple[Any, StepProgram]] = {}
-        self._predictor: tuple[Any, PredictProgram] | None = None
+        self._programs: dict[tuple[str, bool], tuple[object, StepProgram]] = {}
+        self._predictor: tuple[bool, PredictProgram] | None = None
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         """The compiled "train" or "test" steps, made anew when the model was compiled since."""
@@ -101,7 +101,7 @@ class ProgramBase:
         logs: dict[str, tf.Tensor],
         versions: MetricVersions,
         final: Mapping[str, int],
-        has_mean: Callable[[Any], bool],
+        has_mean: Callable[[tf.Tensor], bool],
         *,
         warns: bool = True,
     ) -> DerivedLogs:

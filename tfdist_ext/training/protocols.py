@@ -12,23 +12,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 import keras
+import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 __all__ = [
+    "BatchIterator",
     "BatchSource",
+    "Callbacks",
     "Engine",
     "Epoch",
     "Execution",
+    "Logs",
     "NullStepTimer",
     "PredictProgram",
     "Reduction",
     "SingleTask",
+    "Specs",
     "StepFunction",
     "StepListener",
     "StepProgram",
+    "Structure",
     "TaskStatus",
     "on_every_worker",
 ]
@@ -38,9 +54,35 @@ if TYPE_CHECKING:
     from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 
 
+# Tensors, in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
+# sparse, or a variable; None stands where one is left out.
+Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"
+
+
+# The same of `tf.TypeSpec`s.
+Specs: TypeAlias = "tf.TypeSpec | Sequence[Specs] | Mapping[str, Specs] | None"
+
+
+# What `iter` makes of what `Engine.feed` gave: for each global batch, this task's parts of it.
+BatchIterator: TypeAlias = tf.data.Iterator | tf.distribute.DistributedIterator
+
+
+# The value of each metric by name; of an output that is no single number, an array.
+Logs: TypeAlias = dict[str, float | np.ndarray]
+
+
+# What Keras's fit, evaluate and predict take as callbacks.
+Callbacks: TypeAlias = (
+    keras.callbacks.Callback
+    | keras.callbacks.CallbackList
+    | Sequence[keras.callbacks.Callback]
+    | None
+)
+
+
 # A step method of a model: a batch (the part of the replica that runs) -> what Keras's has
 # returned: logs of a train or test step, outputs of a predict step.
-StepFunction = Callable[[Any], Any]
+StepFunction = Callable[[Structure], Structure]
 
 
 class Execution(NamedTuple):
@@ -52,7 +94,7 @@ class Execution(NamedTuple):
         chief_seconds: how long the execution before this one took on the chief.
     """
 
-    logs: dict[str, Any]
+    logs: Logs
     steps: int
     chief_seconds: float
 
@@ -64,7 +106,13 @@ class StepProgram(Protocol):
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
+        self,
+        iterator: BatchIterator,
+        n: int,
+        *,
+        seconds: float,
+        known_length: bool,
+        needs_row_count: bool,
     ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
@@ -83,7 +131,7 @@ class StepProgram(Protocol):
 class PredictProgram(Protocol):
     """The compiled predict step of one model."""
 
-    def outputs(self, data: Epoch) -> Iterator[Any]:
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order; None for one without a row that is whole."""
 
 
@@ -93,7 +141,7 @@ class StepListener(Protocol):
     def max_steps(self) -> int | None:
         """How many steps may be done before it is to be told; None: any number."""
 
-    def steps_done(self, steps: int, logs: Mapping[str, Any], *, epoch_ends: bool) -> None:
+    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
         """So many global batches more were trained on; `logs` are over the epoch so far."""
 
 
@@ -119,11 +167,11 @@ class BatchSource(Protocol):
     is_infinite: bool
     begin: int
     needs_row_count: bool
-    dataset: Any
-    arrays: Any
+    dataset: tf.data.Dataset | None
+    arrays: Structure
 
     @property
-    def element_spec(self) -> Any: ...
+    def element_spec(self) -> Specs: ...
 
     def on_epoch_begin(self) -> None: ...
 
@@ -236,13 +284,17 @@ class Engine(Protocol):
         """At the end of a training: averaged weights take the place of the last ones."""
 
 
+_Value = TypeVar("_Value")
+_Answer = TypeVar("_Answer")
+
+
 class SingleTask:
     """The `TaskStatus` of a task that has no others."""
 
-    def call(self, name: str) -> Any:
+    def call(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def meeting(self, where: str = "") -> Any:
+    def meeting(self, where: str = "") -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def reached(self, where: str) -> None:
@@ -254,11 +306,11 @@ class NullStepTimer:
 
     records = False
 
-    def timed_iterator(self, iterator: Any) -> Any:
+    def timed_iterator(self, iterator: BatchIterator) -> BatchIterator:
         """The iterator; to take from it is the beginning of a step."""
         return iterator
 
-    def synchronize(self, ask: Callable[[Any], Any], value: Any) -> Any:
+    def synchronize(self, ask: Callable[[_Value], _Answer], value: _Value) -> _Answer:
         """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
         return ask(value)
 
@@ -266,10 +318,10 @@ class NullStepTimer:
         """What one replica's step is to note with."""
         return None
 
-    def step_is_done(self, notes: Sequence[Any]) -> None:
+    def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:
         """Take the notes of this task's replicas."""
 
-    def execution_is_done(self, last: Any) -> None:
+    def execution_is_done(self, last: tf.Tensor) -> None:
         """Take note of the end, at which this tensor is there."""
 
 
@@ -308,7 +360,7 @@ class Epoch:
         advance: to be told how many batches were used, after each execution.
     """
 
-    iterator: Any
+    iterator: BatchIterator
     steps: int | None
     known_length: bool
     needs_row_count: bool

@@ -74,25 +74,25 @@ class LocalCopies(keras.StatelessScope):
         copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
     """
 
-    def __init__(self, copy_of: Callable[[Any], Any]):
+    def __init__(self, copy_of: Callable[[keras.Variable], tf.Variable]):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._piece: int | None = None
-        self._used: dict[int, Any] = {}
+        self._used: dict[int, keras.Variable] = {}
 
     @property
-    def used(self) -> list[Any]:
+    def used(self) -> list[keras.Variable]:
         """The Keras variables that were read or assigned."""
         return list(self._used.values())
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Variable:
         self._used[id(variable)] = variable
         copy = self._copy_of(variable)
         if self._piece is None or not is_partitioned(copy):
             return copy
         return copy.variables[self._piece]
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         copy = self.get_current_value(variable)
         copy.assign(tf.cast(value, copy.dtype))
@@ -119,17 +119,17 @@ class UpdatesVariables(ABC):
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: Any = None,
+        var: tf.Variable,
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> None:
         del group
         self.run(var, functools.partial(fn, **(kwargs or {})), args)
 
     @abstractmethod
-    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
 
 
@@ -142,17 +142,22 @@ class UpdatesInPlace(UpdatesVariables):
         copies: the scope in which the optimizer runs.
     """
 
-    def __init__(self, optimizer: Any, copies: LocalCopies):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, copies: LocalCopies):
         self._by_row = updates_by_row(optimizer)
         self._copies = copies
-        self._wholes: dict[int, Any] = {}  # id of a piece -> what it is a piece of
+        self._wholes: dict[int, tf.Variable] = {}  # id of a piece -> what it is a piece of
 
-    def key_of(self, original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+    def key_of(
+        self,
+        original: Callable[..., int | str],
+        optimizer: keras.optimizers.Optimizer,
+        variable: keras.Variable | tf.Variable,
+    ) -> int | str:
         """An optimizer's key of a variable; of a piece, that of the variable it belongs to."""
         raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
         return original(optimizer, self._wholes.get(id(raw), raw))
 
-    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
         if is_partitioned(var) and self._by_row:
             for number, piece, mine in with_each_piece(var, args):
@@ -164,18 +169,20 @@ class UpdatesInPlace(UpdatesVariables):
             fn(var, *args)
 
 
-def device_of_update(copy: Any) -> str:
+def device_of_update(copy: tf.Variable) -> str:
     """Where an update of a plain variable as a whole is computed; of one in pieces at the first."""
     device: str = pieces_of(copy)[0][0].device
     return device
 
 
-def copies_per_worker(variable: Any, strategy: tf.distribute.Strategy) -> int:
+def copies_per_worker(variable: keras.Variable, strategy: tf.distribute.Strategy) -> int:
     """How many copies of a Keras variable the strategy keeps on this worker."""
     return len(strategy.experimental_local_results(kp.raw_value(variable)))
 
 
-def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> Any:
+def local_copy(
+    variable: keras.Variable, strategy: tf.distribute.Strategy, number: int
+) -> tf.Variable:
     """The plain tf.Variable that is a Keras variable's copy of the given number.
 
     Of one in pieces, the ShardedVariable of plain pieces.
@@ -186,7 +193,7 @@ def local_copy(variable: Any, strategy: tf.distribute.Strategy, number: int) -> 
     return copy.get() if hasattr(copy, "get") else copy
 
 
-def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
+def owner_copy(variable: keras.Variable, strategy: tf.distribute.Strategy) -> tf.Variable:
     """The plain tf.Variable on which an update that is computed once is computed."""
     number = 0
     if isinstance(strategy, StrategyTemplate):
@@ -196,7 +203,7 @@ def owner_copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
 
 
 def is_updated_once(
-    variables: Sequence[Any], strategy: tf.distribute.Strategy, local_replicas: int
+    variables: Sequence[keras.Variable], strategy: tf.distribute.Strategy, local_replicas: int
 ) -> bool:
     """Whether an update is computed once, and not by each replica on copies of its own.
 
@@ -208,15 +215,17 @@ def is_updated_once(
     return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
 
 
-def broadcast_from_owner(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+def broadcast_from_owner(
+    variables: Sequence[keras.Variable], strategy: tf.distribute.Strategy
+) -> None:
     """Give all copies the value of the owner's; to be called in cross-replica context."""
     for variable in variables:
         if copies_per_worker(variable, strategy) > 1:
             _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
 
 
-def _broadcast(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
-    def take(copy: Any, value: Any) -> None:
+def _broadcast(raw: tf.Variable, source: tf.Variable, strategy: tf.distribute.Strategy) -> None:
+    def take(copy: tf.Variable, value: tf.Tensor) -> None:
         if copy is not source:
             copy.assign(value)
 
@@ -226,7 +235,9 @@ def _broadcast(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 @contextlib.contextmanager
-def default_strategy_scope(optimizers: Sequence[Any] = (), updates: Any = None) -> Iterator[None]:
+def default_strategy_scope(
+    optimizers: Sequence[keras.optimizers.Optimizer] = (), updates: UpdatesVariables | None = None
+) -> Iterator[None]:
     """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 
     Args:
@@ -237,10 +248,10 @@ def default_strategy_scope(optimizers: Sequence[Any] = (), updates: Any = None) 
         yield
 
 
-_context: Any = None
+_context: tf.distribute.ReplicaContext | None = None
 
 
-def _default_context() -> Any:
+def _default_context() -> tf.distribute.ReplicaContext:
     """TensorFlow's replica context where no strategy is used."""
     global _context
     if _context is None:
@@ -261,13 +272,15 @@ class LocalVariables:
         self._strategy = strategy
         self._local_replicas = local_replicas
         self._beside: dict[tuple[int, int], tf.Variable] = {}
-        self.written: dict[int, Any] = {}  # id -> variable that steps write in inner graphs
+        self.written: dict[
+            int, keras.Variable
+        ] = {}  # id -> variable that steps write in inner graphs
 
-    def is_apart(self, variable: Any) -> bool:
+    def is_apart(self, variable: keras.Variable) -> bool:
         """Whether the replica's copy is another variable than the one that steps start from."""
         return not variable.trainable and self._is_shared(variable)
 
-    def of(self, variable: Any) -> Any:
+    def of(self, variable: keras.Variable) -> tf.Variable:
         """What to read and assign on the replica that runs."""
         if isinstance(self._strategy, tf.distribute.TPUStrategy):
             return kp.raw_value(variable)  # copies cannot be had one by one there
@@ -282,7 +295,7 @@ class LocalVariables:
                 self._beside[key] = thread.submit(_like, variable).result()
         return self._beside[key]
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assign inside an inner graph.
 
         Raises:
@@ -300,20 +313,20 @@ class LocalVariables:
         copy.assign(tf.cast(value, copy.dtype))
         self.written[id(variable)] = variable
 
-    def _is_shared(self, variable: Any) -> bool:
+    def _is_shared(self, variable: keras.Variable) -> bool:
         """Whether the replicas of this worker have one copy together."""
         if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
             return False
         return copies_per_worker(variable, self._strategy) < self._local_replicas
 
 
-def _like(variable: Any) -> tf.Variable:
+def _like(variable: keras.Variable) -> tf.Variable:
     raw = kp.raw_value(variable)
     with tf.device("CPU:0"):
         return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
 
 
-def gather_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
+def gather_rows(value: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
     """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
 
     No tape sees it: `ShardedRead` gives the gradient.
@@ -349,7 +362,7 @@ class ShardedRead:
 
     trainable = True  # what TensorFlow's tapes look for in a variable that is read
 
-    def __init__(self, raw: Any):
+    def __init__(self, raw: tf.Variable):
         self._raw = raw
         self.handle = tf.zeros([], raw.dtype)
         self.written = False  # by the step
@@ -374,7 +387,9 @@ class ShardedRead:
         read_by_tapes(self)
 
         @tf.custom_gradient
-        def take(source: tf.Tensor) -> Any:
+        def take(
+            source: tf.Tensor,
+        ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.IndexedSlices]]:
             del source
 
             def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
@@ -388,7 +403,7 @@ class ShardedRead:
 
     def _made_whole(self, source: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient
-        def read(source: tf.Tensor) -> Any:
+        def read(source: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             del source
             values = []
             for piece, _, _ in pieces_of(self._raw):
@@ -402,7 +417,7 @@ class ShardedRead:
         return read(source)
 
 
-def readable_numbers() -> Any:
+def readable_numbers() -> contextlib.AbstractContextManager[None]:
     """Scope in which `float` reads the variables that are made, as on one device."""
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
@@ -411,14 +426,14 @@ def readable_numbers() -> Any:
     return tf.variable_creator_scope(creator)
 
 
-def slots_beside_shards() -> Any:
+def slots_beside_shards() -> contextlib.AbstractContextManager[None]:
     """Scope in which an optimizer's slots of a partitioned variable are partitioned alike.
 
     To be entered after the strategy's own scope, where that is TensorFlow's own; `create_strategy`
     gives one that knows how.
     """
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         if not is_partitioned(kwargs.get("colocate_with")):
             return next_creator(**kwargs)
         return beside_pieces(next_creator, **kwargs)
@@ -436,13 +451,15 @@ def make_readable(model: keras.Model) -> None:
             raw.__array__ = _as_array(raw)
 
 
-def _as_array(raw: Any) -> Any:
+def _as_array(raw: tf.Variable) -> Callable[..., np.ndarray]:
     return lambda dtype=None: np.asarray(raw.numpy(), dtype)
 
 
-def optimizers_of(model: keras.Model) -> dict[str, Any]:
+def optimizers_of(
+    model: keras.Model | keras.optimizers.Optimizer,
+) -> dict[str, keras.optimizers.Optimizer]:
     """Attribute -> optimizer, also of those in an attribute that is a list or a dict."""
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
     for attribute, value in vars(model).items():
         if attribute.startswith("_self_"):
             continue  # TensorFlow's list of what is tracked, under other names
@@ -451,7 +468,9 @@ def optimizers_of(model: keras.Model) -> dict[str, Any]:
     return dict(found.values())
 
 
-def with_inner_optimizers(optimizer: Any) -> list[Any]:
+def with_inner_optimizers(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
     """An optimizer and those that it holds, as loss scaling and lookahead do."""
     inner = [
         each for held in optimizers_of(optimizer).values() for each in with_inner_optimizers(held)
@@ -475,7 +494,7 @@ def check_built(model: keras.Model) -> None:
             )
 
 
-def _optimizers_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _optimizers_in(name: str, value: object) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
     if isinstance(value, keras.optimizers.Optimizer):
         yield name, value
     elif isinstance(value, dict):

@@ -43,7 +43,7 @@ from tfdist_ext.data.pipelines import operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
-from tfdist_ext.training.protocols import BatchSource, Reduction
+from tfdist_ext.training.protocols import BatchSource, Reduction, Structure
 
 __all__ = [
     "Difference",
@@ -115,7 +115,7 @@ def difference_between_workers(
     different = np.flatnonzero((digests != digests[0]).any(axis=1))
     if not different.size:
         return None
-    firsts: Any = None
+    firsts: Mapping[str, Value] | None = None
     for worker in different.tolist():
         if firsts is None:
             firsts = _from_worker(reduction, text, 0)
@@ -144,7 +144,9 @@ def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Va
     return values
 
 
-def _differing(first: Any, other: Any) -> dict[str, tuple[Value, Value]]:
+def _differing(
+    first: Mapping[str, Value], other: Mapping[str, Value]
+) -> dict[str, tuple[Value, Value]]:
     return {
         name: (first.get(name), other.get(name))
         for name in {**first, **other}
@@ -211,7 +213,7 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     if not reduction.multi_worker:
         return
     epoch, steps = data.position
-    values: dict[str, Any] = {"epoch of the data": epoch, "position in the epoch": steps}
+    values: dict[str, Value] = {"epoch of the data": epoch, "position in the epoch": steps}
     if isinstance(data, OrderedDataset):
         content = {**data.source.fingerprint(), "time stamps": ""}
         as_text = json.dumps(content, sort_keys=True, default=str)
@@ -246,7 +248,7 @@ def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = 
 
 def first_batch_comparison(
     reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
-) -> Callable[[Any], None] | None:
+) -> Callable[[Structure], None] | None:
     """What compares the first batch of a dataset that each worker reads whole; None on one worker.
 
     Inputs may differ rightly where a pipeline draws random numbers or calls Python, as an
@@ -258,7 +260,7 @@ def first_batch_comparison(
     if not reduction.multi_worker or dataset is None:
         return None
 
-    def check(batch: Any) -> None:
+    def check(batch: Structure) -> None:
         described = _described(batch, names)
         difference = difference_between_workers(reduction, described)
         if difference is None:
@@ -288,9 +290,9 @@ def _about_batch(difference: Difference) -> str:
     )
 
 
-def _described(batch: Any, names: str) -> dict[str, Any]:
+def _described(batch: Structure, names: str) -> dict[str, Value]:
     """The parts of a batch, or of a tuple of arrays, as values to compare."""
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     if batch is None:
         return {f"{names}data": "no batch at all"}
     parts = keras.utils.unpack_x_y_sample_weight(batch)
@@ -311,7 +313,7 @@ def _described(batch: Any, names: str) -> dict[str, Any]:
     return values
 
 
-def _decisive(described: Mapping[str, Any], names: str) -> list[str]:
+def _decisive(described: Mapping[str, Value], names: str) -> list[str]:
     """What no augmentation changes: how many rows, and labels of one integer or text a row."""
     labels = [
         name
@@ -332,7 +334,7 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
     return any(_RANDOM.search(name) or name in _PYTHON for name in operations)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Value:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):

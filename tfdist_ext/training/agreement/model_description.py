@@ -88,7 +88,7 @@ def describe_model(model: keras.Model, *, with_code: bool) -> ModelDescription:
 class _Names:
     """Names as a process gives them that makes this model alone."""
 
-    def __init__(self, layers: Iterable[Any]):
+    def __init__(self, layers: Iterable[keras.Layer]):
         self._names: dict[str, str] = {}
         seen: dict[str, int] = {}
         for layer in layers:
@@ -145,7 +145,7 @@ class _Found:
         else:
             self.values[name] = self._plain(value)
 
-    def add_config(self, name: str, thing: Any) -> None:
+    def add_config(self, name: str, thing: object) -> None:
         """The class of a Keras object, its config, and its code where it is the user's own."""
         self.values[f"class of {name}"] = type(thing).__name__
         self.add_code_of_class(name, type(thing))
@@ -154,7 +154,7 @@ class _Found:
             if key not in _LEFT_OUT and not str(key).endswith("_seed"):
                 self.add(f"{key} of {name}", value)
 
-    def add_function(self, name: str, function: Any) -> None:
+    def add_function(self, name: str, function: object) -> None:
         self.values[name] = _name_of(function)
         self.values[f"code of {name}"] = self._code(name, function)
 
@@ -165,12 +165,12 @@ class _Found:
             if any(codes.values()):
                 self.values[f"code of {named}"] = _digest(repr(codes))
 
-    def add_attribute(self, name: str, value: Any) -> None:
+    def add_attribute(self, name: str, value: object) -> None:
         """A value that may play no part, where it is a plain one."""
         if isinstance(value, bool | int | float | str):
             self.attributes[name] = self._plain(value)
 
-    def _code(self, name: str, function: Any) -> str:
+    def _code(self, name: str, function: object) -> str:
         """A digest of a Python function's code; "" for anything else, or where it is left out."""
         function = _python_function(function)
         if function is None or not self._with_code:
@@ -200,7 +200,7 @@ class _Found:
         return type(value).__name__
 
 
-def _describe_layer(layer: Any, names: _Names, found: _Found) -> None:
+def _describe_layer(layer: keras.Layer, names: _Names, found: _Found) -> None:
     name = f"layer {names[layer.name]!r}"
     if kp.is_graph_of_layers(layer):  # its layers speak for themselves
         found.values[f"class of {name}"] = type(layer).__name__
@@ -229,7 +229,7 @@ def _describe_layer(layer: Any, names: _Names, found: _Found) -> None:
             found.add_attribute(f"attribute {key} of {name}", value)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     if isinstance(value, tf.Tensor):
         return not tf.is_symbolic_tensor(value) and value.dtype not in (tf.resource, tf.variant)
     return isinstance(value, np.ndarray)
@@ -273,7 +273,7 @@ def _python_function(function: Any) -> types.FunctionType | None:
     return function if isinstance(function, types.FunctionType) and _is_own(function) else None
 
 
-def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _references(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """Names and values of what a function captures, and of the globals that it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is empty
@@ -283,7 +283,7 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
@@ -296,7 +296,7 @@ def _of_code(code: types.CodeType) -> Any:
     return code.co_code, code.co_names, constants
 
 
-def _is_own(thing: Any) -> bool:
+def _is_own(thing: object) -> bool:
     """Whether a class or function is the user's own, not one of the packages'."""
     return not str(getattr(thing, "__module__", "builtins")).startswith(_PACKAGES)
 
@@ -309,7 +309,7 @@ _RUNS, _RUN = 64, 1 << 12  # of an array with more elements, runs at even distan
 _FEW = 4
 
 
-def describe_array(array: Any) -> dict[str, Any]:
+def describe_array(array: tf.Tensor | np.ndarray) -> dict[str, Any]:
     """Shape, dtype and content as values that `check_equal_across_workers` compares.
 
     Content is a checksum, and of floats weighted sums, because another processor may round
@@ -344,7 +344,7 @@ def _dtype(array: np.ndarray) -> str:
     return "string" if array.dtype.kind in "OSU" else array.dtype.name
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 

@@ -30,7 +30,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -109,7 +109,8 @@ class Peers:
         self._aborted = False
         self._looking = threading.Lock()
         self._looks = 0
-        self._alarms: dict[Any, tuple[int, int]] = {}  # looks in a row that found it; the last one
+        # Looks in a row that found it; the last one.
+        self._alarms: dict[Hashable, tuple[int, int]] = {}
         self._published: Place | None = None
         self._termination = Termination()
         self._pid = os.getpid()
@@ -355,7 +356,7 @@ class Peers:
                 self._decide("differs", odd_one(calls), different_calls(calls), here.number - 1)
                 return
 
-    def _alarm(self, what: Any, here: Place, looks: int = _LOOKS) -> bool:
+    def _alarm(self, what: Hashable, here: Place, looks: int = _LOOKS) -> bool:
         """Whether this was found in several looks in a row, in the meeting that still goes on."""
         found, look = self._alarms.get(what, (0, 0))
         found = found + 1 if look == self._looks - 1 else 1

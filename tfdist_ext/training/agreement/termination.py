@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 __all__ = ["STATUS", "Termination"]
 
@@ -66,7 +65,7 @@ class Termination:
         if came and signal.SIGTERM in self._reader.recv(64):
             self._note()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         self._note()
         if not self.deferred:
             raise SystemExit(STATUS)

@@ -30,6 +30,7 @@ from tfdist_ext.training.building.cloning import (
     custom_objects_of,
     truncate_message,
 )
+from tfdist_ext.training.protocols import Specs, Structure
 from tfdist_ext.training.steps.replaced import uses_keras_step
 from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 
-def creation_scope(strategy: tf.distribute.Strategy) -> Any:
+def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
     """The scope in which everything of a distributed model is created."""
     scope = contextlib.ExitStack()
     scope.enter_context(strategy.scope())
@@ -78,7 +79,7 @@ def adopt(
             "distribute() takes a keras.Model or a function without arguments that returns one;"
             f" {model_or_builder!r} arrived."
         )
-    named_as_planned: Any = contextlib.nullcontext()
+    named_as_planned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:
         strategy.placer.learn(learn_specs(model_or_builder))
         named_as_planned = fresh_names()
@@ -100,7 +101,7 @@ def adopt(
 
 
 def build(
-    model: keras.Model, spec: Any, strategy: tf.distribute.Strategy, *, kind: str = "train"
+    model: keras.Model, spec: Specs, strategy: tf.distribute.Strategy, *, kind: str = "train"
 ) -> None:
     """Make every variable, before a step is traced, from the structure of one global batch.
 
@@ -115,7 +116,7 @@ def build(
     """
     reject_stateful_rnns(model, strategy)
 
-    def symbol(spec: Any) -> Any:
+    def symbol(spec: tf.TypeSpec | None) -> keras.KerasTensor | None:
         if spec is None:
             return None
         sparse = isinstance(spec, tf.SparseTensorSpec)
@@ -131,7 +132,7 @@ def build(
     make_readable(model)
 
 
-def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
+def _build_from(model: keras.Model, kind: str, batch: Structure) -> None:
     """Build from one symbolic batch, by the model's `call` or else by its own step.
 
     Keras warns of a model whose `call` it cannot trace. Where the model's own step can be traced
@@ -162,7 +163,7 @@ def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
             raise failure
 
 
-def belongs_to(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
     """Whether a Keras variable was created in the strategy's scope (or not at all yet)."""
     value = kp.raw_value(variable)
     return value is None or strategy.extended.variable_created_in_scope(value)
@@ -286,7 +287,7 @@ def _specs_if_known(
         return []
 
 
-def _trained(source: keras.Model, optimizer: Any) -> list[int]:
+def _trained(source: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[int]:
     """Places, among the model's weights, of those that an optimizer was built for.
 
     What it was built for, not what is trainable today: weights may have been frozen since.
@@ -302,7 +303,10 @@ def _trained(source: keras.Model, optimizer: Any) -> list[int]:
 
 
 def _take_over_optimizer(
-    old: Any, new: Any, weights: list[Any], strategy: tf.distribute.Strategy
+    old: keras.optimizers.Optimizer,
+    new: keras.optimizers.Optimizer,
+    weights: list[keras.Variable],
+    strategy: tf.distribute.Strategy,
 ) -> None:
     """Build the optimizer `new` for `weights`, and give it the state of `old`."""
     if not old.built:

@@ -8,8 +8,7 @@ a strategy all variables must be there before; so the step is traced once for no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -17,13 +16,14 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.cloning import truncate_message
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = ["build_from_step", "recording_updates"]
 
 
-def build_from_step(model: keras.Model, kind: str, batch: Any) -> bool:
+def build_from_step(model: keras.Model, kind: str, batch: Structure) -> bool:
     """Make the variables of layers and optimizers that a step of the model's own uses.
 
     To be called in the scope in which variables are to be made. An optimizer is built for the
@@ -41,12 +41,12 @@ def build_from_step(model: keras.Model, kind: str, batch: Any) -> bool:
     """
     step = getattr(model, f"{kind}_step")
     step = getattr(step, "python_function", step)
-    applied: dict[int, tuple[Any, list[Any]]] = {}
+    applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
 
-    def note(optimizer: Any, variables: list[Any]) -> None:
+    def note(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
         applied.setdefault(id(optimizer), (optimizer, variables))
 
-    def tried(batch: Any) -> Any:
+    def tried(batch: Structure) -> Structure:
         # What layers give to add_loss goes with the scope.
         losses = keras.StatelessScope(collect_losses=True)
         with default_strategy_scope(), recording_updates(note), losses:
@@ -78,7 +78,9 @@ def build_from_step(model: keras.Model, kind: str, batch: Any) -> bool:
 
 
 @contextlib.contextmanager
-def recording_updates(note: Callable[[Any, list[Any]], None]) -> Iterator[None]:
+def recording_updates(
+    note: Callable[[keras.optimizers.Optimizer, list[keras.Variable]], None],
+) -> Iterator[None]:
     """Scope in which gradients are zeros, and `apply` of an optimizer calls
     `note(optimizer, variables)` and does no more.
 
@@ -86,15 +88,22 @@ def recording_updates(note: Callable[[Any, list[Any]], None]) -> Iterator[None]:
     context.
     """
 
-    def apply(original: Any, optimizer: Any, grads: Any, variables: Any = None) -> None:
+    def apply(
+        original: object,
+        optimizer: keras.optimizers.Optimizer,
+        grads: object,
+        variables: Iterable[keras.Variable] | None = None,
+    ) -> None:
         if variables is not None:
             note(optimizer, list(variables))
 
-    def zeros(of: Any) -> Any:
+    def zeros(of: keras.Variable | tf.Variable | tf.Tensor) -> tf.Tensor:
         variable = isinstance(of, keras.Variable | tf.Variable)
         return tf.zeros(of.shape, of.dtype) if variable else tf.zeros_like(of)
 
-    def gradient(original: Any, tape: Any, target: Any, sources: Any, *_: Any, **__: Any) -> Any:
+    def gradient(
+        original: object, tape: object, target: object, sources: Structure, *_: object, **__: object
+    ) -> Structure:
         return tf.nest.map_structure(zeros, sources)
 
     targets = [target for target in step_targets() if target.key in ("apply", "gradient")]

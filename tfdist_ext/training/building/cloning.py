@@ -10,9 +10,10 @@ import contextlib
 import difflib
 import inspect
 import tempfile
+import types
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import keras
 
@@ -39,7 +40,11 @@ _NAMED_BY_CLASS = (
 )
 
 
-def clone_from_config(thing: Any) -> Any:
+# What Keras makes anew from its config.
+Configured: TypeAlias = keras.optimizers.Optimizer | keras.metrics.Metric | keras.losses.Loss
+
+
+def clone_from_config(thing: Configured) -> Configured:
     """The same optimizer or metric, made anew, without its state.
 
     Raises:
@@ -81,15 +86,17 @@ def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
         after.trainable = before.trainable
 
 
-def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
+def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[keras.Layer, keras.Layer]]:
     """Each layer and its copy, parents first.
 
     Without those that the model has made in its first call, as a tokenizer's packer, and the copy
     has not; such a layer has no weights, or the numbers of weights differ.
     """
     old, new = kp.flat_layers(model), kp.flat_layers(copy)
-    kinds: Any = [[type(layer) for layer in layers] for layers in (old, new)]
-    matcher: Any = difflib.SequenceMatcher(None, kinds[0], kinds[1], False)
+    kinds: list[list[type]] = [[type(layer) for layer in layers] for layers in (old, new)]
+    matcher: difflib.SequenceMatcher[type] = difflib.SequenceMatcher(
+        None, kinds[0], kinds[1], False
+    )
     blocks = matcher.get_matching_blocks()
     return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
 
@@ -119,7 +126,7 @@ def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
 
 
-def _layer_again(layer: Any) -> Any:
+def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Operation:
     if not isinstance(layer, keras.layers.Layer):  # an operation of a functional model: h + 1
         return type(layer).from_config(layer.get_config())
     config = layer.get_config()
@@ -151,9 +158,9 @@ def _layer_again(layer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def custom_objects_of(things: Iterable[Any]) -> Iterator[None]:
+def custom_objects_of(things: Iterable[object]) -> Iterator[None]:
     """Scope in which the classes and functions that `things` use are found by name."""
-    objects: dict[str, Any] = {}
+    objects: dict[str, type | types.FunctionType] = {}
     for thing in things:
         objects[type(thing).__name__] = type(thing)
         for value in vars(thing).values():
@@ -180,7 +187,7 @@ def _not_compiled(model: keras.Model) -> Iterator[None]:
         model.compiled = compiled
 
 
-def _own_functions(thing: Any) -> dict[str, Any]:
+def _own_functions(thing: object) -> dict[str, types.FunctionType]:
     """Attribute -> function of the user's; without the methods, which Keras wraps."""
     return {
         name: value

@@ -18,7 +18,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
@@ -26,7 +26,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard, check_tensorboard
 from tfdist_ext.training.checkpoints.chief import broadcast_state
-from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.protocols import Callbacks, Reduction
 from tfdist_ext.training.steps.replaced import (
     Target,
     functions_in_place,
@@ -34,6 +34,9 @@ from tfdist_ext.training.steps.replaced import (
     substitute_of,
     substitutes,
 )
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.model import DistributedModel
 
 __all__ = [
     "board_among",
@@ -58,7 +61,9 @@ _WRITING_CALLBACKS = (
 )
 
 
-def callbacks_of_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Callback]:
+def callbacks_of_this_task(
+    callbacks: Callbacks, *, is_chief: bool
+) -> list[keras.callbacks.Callback]:
     """The given callbacks that run on this task: all on the chief, elsewhere all but writers.
 
     What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
@@ -80,7 +85,7 @@ def callbacks_of_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.call
     return kept
 
 
-def uses_batch_hooks(callbacks: Any, kind: str) -> bool:
+def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     if kind == "train":
@@ -93,7 +98,7 @@ def uses_batch_hooks(callbacks: Any, kind: str) -> bool:
     )
 
 
-def broadcast_if_restored(model: keras.Model, reduction: Reduction, callbacks: Any) -> None:
+def broadcast_if_restored(model: keras.Model, reduction: Reduction, callbacks: Callbacks) -> None:
     """BackupAndRestore reads its files on the chief; the others take over what it read."""
     given = keras.tree.flatten(callbacks or [])
     restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in given)
@@ -127,7 +132,9 @@ def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
 _WRITING_METHODS = ("export", "save", "save_weights")
 
 
-def redirect_model_methods(distributed: Any, model: keras.Model, *, is_chief: bool) -> Any:
+def redirect_model_methods(
+    distributed: DistributedModel, model: keras.Model, *, is_chief: bool
+) -> contextlib.AbstractContextManager[None]:
     """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
 
     Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
@@ -141,7 +148,7 @@ def redirect_model_methods(distributed: Any, model: keras.Model, *, is_chief: bo
     )
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -177,7 +184,9 @@ def overridable(method: Method) -> Method:
     return _Overridable(method)  # type: ignore[return-value]
 
 
-def redirected_method(distributed: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def redirected_method(
+    distributed: DistributedModel, method: Callable[..., Any]
+) -> Callable[..., Any]:
     """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
 
     @functools.wraps(method)
@@ -195,7 +204,9 @@ class _Overridable:
         self.method = method
         self.__doc__ = method.__doc__
 
-    def __get__(self, distributed: Any, owner: Any = None) -> Any:
+    def __get__(
+        self, distributed: DistributedModel | None, owner: type | None = None
+    ) -> Callable[..., Any]:
         if distributed is None:
             return self.method
         bound = types.MethodType(self.method, distributed)
@@ -204,7 +215,9 @@ class _Overridable:
         return functools.wraps(bound)(functools.partial(_call_own, distributed, bound))
 
 
-def _call_own(distributed: Any, bound: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_own(
+    distributed: DistributedModel, bound: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     model, name = distributed.keras_model, bound.__name__
     own = getattr(type(model), name)
     of_keras = inspect.signature(getattr(keras.Model, name)).parameters
@@ -229,7 +242,7 @@ def _call_own(distributed: Any, bound: Callable[..., Any], *args: Any, **kwargs:
 
 
 @contextlib.contextmanager
-def _trained_by(distributed: Any, **instead: Callable[..., Any]) -> Iterator[None]:
+def _trained_by(distributed: DistributedModel, **instead: Callable[..., Any]) -> Iterator[None]:
     """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
 
     Args:
@@ -237,7 +250,12 @@ def _trained_by(distributed: Any, **instead: Callable[..., Any]) -> Iterator[Non
     """
 
     def called(
-        name: str, outer: Any, original: Any, model: keras.Model, *args: Any, **kwargs: Any
+        name: str,
+        outer: Callable[..., Any] | None,
+        original: Callable[..., Any],
+        model: keras.Model,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if model is not distributed.keras_model:  # another one, in a method of this one's
             unchanged = original if outer is None else functools.partial(outer, original)
@@ -251,11 +269,11 @@ def _trained_by(distributed: Any, **instead: Callable[..., Any]) -> Iterator[Non
         yield
 
 
-def _implementation(distributed: Any, name: str) -> Callable[..., Any]:
+def _implementation(distributed: DistributedModel, name: str) -> Callable[..., Any]:
     return types.MethodType(getattr(type(distributed), name), distributed)
 
 
-def board_among(callbacks: Iterable[Any]) -> WorkerTensorBoard | None:
+def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:
     """The one of a `fit`, if there is one.
 
     Raises:

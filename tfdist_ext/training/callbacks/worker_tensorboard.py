@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Reduction, StepProgram
+from tfdist_ext.training.protocols import Logs, Reduction, StepProgram
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
@@ -85,10 +85,10 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._workers = _workers(strategy, reduction)
         self._index = reduction.first_replica // reduction.local_replicas
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self._program = None
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._program is None:
             raise TrainingError(
                 "WorkerTensorBoard goes into the fit of tfdist_ext.distribute(model, strategy): it"
@@ -101,7 +101,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             self._step = int(iterations)  # a training that goes on draws its curves further
         self._timer.read()  # what is left of an epoch that was broken off
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         notes = self._timer.read()
         count = len(notes.own)
         if count == 0:
@@ -131,7 +131,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * self._slow):
                 print(f"\n{line}", flush=True)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -140,7 +140,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             self._writer = None
 
 
-def slow_workers(names: list[str], own_ms: Any, most_ms: float) -> list[str]:
+def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[str]:
     """A line for each worker whose own time is more than `most_ms` above the others' median."""
     lines = []
     for number, name in enumerate(names if len(names) > 1 else []):

@@ -7,7 +7,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tfdist_ext.errors import TrainingError
 
@@ -38,7 +37,7 @@ def local_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def checkpoint_folder(checkpoint_dir: Any) -> Path | None:
+def checkpoint_folder(checkpoint_dir: str | os.PathLike[str] | None) -> Path | None:
     """The folder that `fit(checkpoint_dir=...)` names; None: no checkpoints.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +19,8 @@ __all__ = ["broadcast_state", "broadcast_text", "run_on_chief"]
 _TEXT = 2000  # bytes of an error message that travel to the other workers
 
 
-Rows = tuple[Any, int, np.ndarray]  # a Keras variable, the first row, the rows' values here
+# A variable, the first row, the rows' values here.
+Rows = tuple[keras.Variable, int, np.ndarray]
 
 
 def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
@@ -74,7 +74,7 @@ def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
             assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
 
 
-def _messages(variables: list[Any]) -> Iterator[list[Rows]]:
+def _messages(variables: list[keras.Variable]) -> Iterator[list[Rows]]:
     """The rows of all variables, small variables together, up to about two blocks at once."""
     message: list[Rows] = []
     for variable in variables:

@@ -16,6 +16,7 @@ from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints.atomic_write import check_writable, checkpoint_folder
 from tfdist_ext.training.checkpoints.folder import Index, Progress
+from tfdist_ext.training.protocols import Callbacks
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -43,7 +44,7 @@ def evaluate_checkpoints(
     validation_data: Any,
     batch_size: int | None,
     steps: int | None,
-    callbacks: Any,
+    callbacks: Callbacks,
     verbose: str | int,
 ) -> NoReturn:
     """Evaluate the checkpoints that the training writes, until it is done.
@@ -136,7 +137,7 @@ def _restored(
                 leader.look()
 
 
-def _log_dir(callbacks: Any, folder: Path) -> tuple[Path, str]:
+def _log_dir(callbacks: Callbacks, folder: Path) -> tuple[Path, str]:
     """(where the scalars go, the argument that says so)."""
     for callback in keras.tree.flatten(callbacks or []):
         if isinstance(callback, keras.callbacks.TensorBoard):

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import h5py  # type: ignore[import-untyped]
+import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
@@ -71,12 +73,12 @@ class Saved:
     shape: tuple[int, ...]
     dtype: str
     crc: int | None  # None in a file of version 1
-    values: Any  # the dataset in the file, while that is open
+    values: h5py.Dataset  # the dataset in the file, while that is open
 
 
 def write_checkpoint(
     path: Path,
-    groups: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, Mapping[str, keras.Variable]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
     place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
@@ -136,7 +138,7 @@ class _Sink(io.FileIO):
             self._error = self._error or error
             return size or 0
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         if self._error is not None:
             self._error.filename = self.name
@@ -180,7 +182,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             self._file.close()
             raise
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def number(self, name: str) -> int:
@@ -243,7 +245,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             )
         return version
 
-    def _saved(self, dataset: Any) -> Saved:
+    def _saved(self, dataset: h5py.Dataset) -> Saved:
         attributes = dict(dataset.attrs)
         return Saved(
             name=_text(attributes["name"]),
@@ -273,14 +275,14 @@ def _in(folder: Path) -> str:
     return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."
 
 
-def _open(path: Path | _Sink, mode: str) -> Any:
+def _open(path: Path | _Sink, mode: str) -> h5py.File:
     # Files are written under a name of their own and never changed; shared disks may have no locks.
     # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
     # may end the process.
     return h5py.File(path, mode, locking=False, libver=("v108", "latest"))
 
 
-def _write_variable(group: Any, place: str, key: str, variable: Any) -> None:
+def _write_variable(group: h5py.Group, place: str, key: str, variable: keras.Variable) -> None:
     shape = tuple(variable.shape)
     dataset, crc = None, 0
     for start, stop in blocks(variable):
@@ -314,14 +316,14 @@ def _as_bytes(text: str) -> np.bytes_:
     return np.bytes_(text.encode())
 
 
-def _text(attribute: Any) -> str:
+def _text(attribute: bytes | str) -> str:
     return attribute.decode() if isinstance(attribute, bytes) else str(attribute)
 
 
 BLOCK_BYTES = 64 * 2**20
 
 
-def whole_value(variable: Any) -> np.ndarray:
+def whole_value(variable: keras.Variable) -> np.ndarray:
     """The value of a Keras variable: of its first copy here, its pieces put together.
 
     Where the strategy reads variables in a way of its own, what it reads.
@@ -336,7 +338,7 @@ def whole_value(variable: Any) -> np.ndarray:
     return whole
 
 
-def assign_whole(variable: Any, value: Any) -> None:
+def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
     """Give a Keras variable a value, on every copy here and on every piece.
 
     Raises:
@@ -353,7 +355,7 @@ def assign_whole(variable: Any, value: Any) -> None:
         assign_rows(variable, start, rows[start:stop])
 
 
-def blocks(variable: Any) -> Iterator[tuple[int, int]]:
+def blocks(variable: keras.Variable) -> Iterator[tuple[int, int]]:
     """The ranges of rows in which a Keras variable is read and written: `blocks_of` its value."""
     return blocks_of(tuple(variable.shape), kp.raw_value(variable).dtype.size)
 
@@ -370,7 +372,7 @@ def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, in
         yield start, min(rows, start + step)
 
 
-def read_rows(variable: Any, start: int, stop: int) -> np.ndarray:
+def read_rows(variable: keras.Variable, start: int, stop: int) -> np.ndarray:
     """The rows from `start` up to `stop`; of a scalar, an array of one value."""
     raw = kp.raw_value(variable)
     strategy = getattr(raw, "distribute_strategy", None)
@@ -391,7 +393,7 @@ def read_rows(variable: Any, start: int, stop: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def assign_rows(variable: Any, start: int, values: np.ndarray) -> None:
+def assign_rows(variable: keras.Variable, start: int, values: np.ndarray) -> None:
     """Give the rows from `start` on new values, on every copy here and on every piece."""
     for first, rows, copies in _pieces(variable):
         low, high = max(start - first, 0), min(start + len(values) - first, rows)
@@ -407,7 +409,7 @@ def assign_rows(variable: Any, start: int, values: np.ndarray) -> None:
                 )
 
 
-def _pieces(variable: Any) -> Iterator[tuple[int, int, Sequence[Any]]]:
+def _pieces(variable: keras.Variable) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
     """(first row, rows, the plain variables that are its copies here) of each piece."""
     raw = kp.raw_value(variable)
     first = 0
@@ -417,13 +419,13 @@ def _pieces(variable: Any) -> Iterator[tuple[int, int, Sequence[Any]]]:
         first += rows
 
 
-def _copies(piece: Any) -> list[Any]:
+def _copies(piece: tf.Variable) -> list[tf.Variable]:
     strategy = getattr(piece, "distribute_strategy", None)
     copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
     return [_unwrapped(copy) for copy in copies]
 
 
-def _unwrapped(variable: Any) -> Any:
+def _unwrapped(variable: tf.Variable) -> tf.Variable:
     # Central storage and parameter servers wrap their variables to aggregate, or to cache.
     while hasattr(variable, "get"):
         variable = variable.get()

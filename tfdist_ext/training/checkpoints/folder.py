@@ -40,7 +40,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.atomic_write import (
@@ -456,7 +455,7 @@ class _Found:
         return self.generation, self.progress.epoch, self.progress.batches
 
 
-def _checksum(content: dict[str, Any]) -> int:
+def _checksum(content: dict[str, object]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import run_on_chief
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError, Progress
 from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
-from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.protocols import Callbacks, Logs, Reduction
 
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import Epochs
@@ -53,7 +53,7 @@ class CheckpointManager:
         folder: str | Path | None,
         model: keras.Model,
         reduction: Reduction,
-        callbacks: Any,
+        callbacks: Callbacks,
         data: ShardedDataset | None = None,
         every: int | None = None,
         epochs: int = 1,
@@ -148,7 +148,7 @@ class CheckpointManager:
         """How many global batches there may be before the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._since
 
-    def steps_done(self, steps: int, logs: Mapping[str, Any], *, epoch_ends: bool) -> None:
+    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
         """Write a checkpoint whenever `every` global batches more are done."""
         self._since += steps
         self._in_epoch += steps
@@ -160,7 +160,7 @@ class CheckpointManager:
             self._progress = replace(self._progress, batches=self._in_epoch)
             self._save_in_index()
 
-    def epoch_is_done(self, epoch: int, logs: dict[str, Any], *, complete: bool) -> Progress:
+    def epoch_is_done(self, epoch: int, logs: Logs, *, complete: bool) -> Progress:
         """Save what is there after an epoch, unless its loss says that the weights are lost.
 
         Args:
@@ -185,7 +185,7 @@ class CheckpointManager:
         self._save_in_index()
         return self._progress
 
-    def training_is_done(self, epochs: int, logs: dict[str, Any]) -> None:
+    def training_is_done(self, epochs: int, logs: Logs) -> None:
         """Save the state at the end of `fit`, and say in the index that it is the end."""
         if self._folder is None or self._was_done:
             return
@@ -292,7 +292,7 @@ def _completed(progress: Progress) -> str:
     return f"epoch {progress.epoch} (step {progress.step})"
 
 
-def _is_finite(logs: Mapping[str, Any]) -> bool:
+def _is_finite(logs: Logs) -> bool:
     return math.isfinite(logs.get("loss", 0.0))
 
 

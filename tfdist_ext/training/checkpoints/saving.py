@@ -46,7 +46,7 @@ from tfdist_ext.training.checkpoints.file import (
 )
 from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import MODEL, kinds_of, matching, state_of
-from tfdist_ext.training.protocols import Reduction, on_every_worker
+from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
 
 __all__ = [
     "Progress",
@@ -66,7 +66,7 @@ class SavingMixin:
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
     _builder: Callable[[], keras.Model] | None
-    _built_for: Any  # tf.TypeSpecs of a batch, once one was seen
+    _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
 
     @on_every_worker
@@ -147,7 +147,7 @@ def export(
     model: keras.Model,
     filepath: str,
     builder: Callable[[], keras.Model] | None,
-    spec: Any,
+    spec: Specs,
     **arguments: Any,
 ) -> None:
     """As `keras.Model.export`, on this task alone.
@@ -176,7 +176,7 @@ def export(
 
 
 def _plain_copy(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Any
+    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
 ) -> keras.Model:
     """The model with its weights in ordinary variables of this process, not compiled."""
     if not model.built:
@@ -199,7 +199,7 @@ def _plain_copy(
 
 
 def _made_again(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Any
+    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
 ) -> keras.Model:
     try:
         copy = clone_model(model)

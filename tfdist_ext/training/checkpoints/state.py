@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
 
 import keras
 
@@ -40,7 +40,7 @@ _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$", re.S)
 _SHOWN = 6
 
 
-def state_of(model: keras.Model) -> dict[str, dict[str, Any]]:
+def state_of(model: keras.Model) -> dict[str, dict[str, keras.Variable]]:
     """Group -> name -> Keras variable: the model's, the metrics', and those of each optimizer.
 
     The model's are weights, moving statistics, counters and the states of seed generators; an
@@ -61,7 +61,9 @@ def kinds_of(model: keras.Model) -> dict[str, str]:
     return {name: _class_of(optimizer) for name, optimizer in _optimizers(model).items()}
 
 
-def matching(file: CheckpointFile, model: keras.Model, path: Any) -> list[tuple[Saved, Any]]:
+def matching(
+    file: CheckpointFile, model: keras.Model, path: str | Path
+) -> list[tuple[Saved, keras.Variable]]:
     """(saved variable, the model's variable) of all that is to be restored.
 
     A model that is not compiled takes no optimizer's state; metrics take what there is of theirs.
@@ -94,7 +96,7 @@ def matching(file: CheckpointFile, model: keras.Model, path: Any) -> list[tuple[
     return pairs
 
 
-def _paths_in(layer: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
+def _paths_in(layer: keras.Layer, parent: str = "") -> Iterator[tuple[str, keras.Variable]]:
     """(path, variable) by where a variable is in the model.
 
     The variable's own path says where its layer was built, which is another place in a copy.
@@ -108,7 +110,7 @@ def _paths_in(layer: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
         yield from _paths_in(part, f"{parent}{part.name}/")
 
 
-def _named(paths: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _named(paths: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
     """Name -> variable; two of one path are told apart by their order."""
     variables = {id(variable): (path, variable) for path, variable in reversed(list(paths))}
     pairs = list(reversed(variables.values()))  # a shared layer counts where it comes first
@@ -142,12 +144,14 @@ def _levels(path: str) -> Iterable[tuple[str, str, int]]:
         parent += part + "/"
 
 
-def _named_in_optimizer(variables: Iterable[Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _named_in_optimizer(
+    variables: Iterable[keras.Variable], own: Mapping[str, keras.Variable]
+) -> dict[str, keras.Variable]:
     """Name -> variable; an optimizer names its variables by the paths of those that it trains."""
     trained = {v.path.replace("/", "_"): name.replace("/", "_") for name, v in own.items()}
     longest_first = sorted(trained, key=len, reverse=True)
 
-    def name_of(variable: Any) -> str:
+    def name_of(variable: keras.Variable) -> str:
         name = variable.path.rsplit("/", 1)[-1]
         path = next((path for path in longest_first if name.startswith(f"{path}_")), None)
         return name if path is None else trained[path] + name.removeprefix(path)
@@ -155,7 +159,7 @@ def _named_in_optimizer(variables: Iterable[Any], own: Mapping[str, Any]) -> dic
     return _told_apart((name_of(variable), variable) for variable in variables)
 
 
-def _told_apart(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _told_apart(named: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
     seen: Counter[str] = Counter()
     result = {}
     for name, variable in named:
@@ -164,7 +168,7 @@ def _told_apart(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _optimizers(model: keras.Model) -> dict[str, Any]:
+def _optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Attribute -> optimizer; a model with a step of its own may have several."""
     return {
         name.replace("/", "_"): optimizer  # the name of a group in an HDF5 file
@@ -173,19 +177,19 @@ def _optimizers(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def _class_of(optimizer: Any) -> str:
+def _class_of(optimizer: keras.optimizers.Optimizer) -> str:
     inner = getattr(optimizer, "inner_optimizer", None)
     name = type(optimizer).__name__
     return name if inner is None else f"{name} of {type(inner).__name__}"
 
 
-def _has_value(variable: Any) -> bool:
+def _has_value(variable: keras.Variable) -> bool:
     return kp.raw_value(variable) is not None
 
 
 def _pairs(
-    saved: Mapping[str, Saved], here: Mapping[str, Any], what: str
-) -> list[tuple[Saved, Any]]:
+    saved: Mapping[str, Saved], here: Mapping[str, keras.Variable], what: str
+) -> list[tuple[Saved, keras.Variable]]:
     missing = [variable.path for name, variable in here.items() if name not in saved]
     extra = [variable.path for name, variable in saved.items() if name not in here]
     pairs = [(saved[name], variable) for name, variable in here.items() if name in saved]

@@ -12,13 +12,14 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
@@ -37,11 +38,13 @@ __all__ = [
 class Call:
     """Makes the calls of one execution, and keeps what they return, in the order of the calls."""
 
-    def __init__(self, coordinator: Any):
+    def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator):
         self._coordinator = coordinator
-        self._results: list[Any] = []
+        self._results: list[tf.distribute.coordinator.RemoteValue] = []
 
-    def __call__(self, function: Any, args: Sequence[Any]) -> None:
+    def __call__(
+        self, function: tf.types.experimental.ConcreteFunction, args: Sequence[Any]
+    ) -> None:
         self._results.append(self._coordinator.schedule(function, args=tuple(args)))
 
     def results(self) -> Iterator[Any]:
@@ -101,7 +104,9 @@ class Calls:
                 silent_since = time.monotonic()
 
 
-def on_worker(function: Any, *specs: Any) -> Any:
+def on_worker(
+    function: Callable[..., Any], *specs: Specs
+) -> tf.types.experimental.ConcreteFunction:
     """The function traced as workers run it: no strategy in sight, each worker a device."""
     with default_strategy_scope():
         return tf.function(function, autograph=False).get_concrete_function(*specs)
@@ -113,7 +118,7 @@ def _worker_tasks() -> int:
     return len({device.task for device in devices if device.job == "worker"})
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> object:
     return value.numpy() if isinstance(value, tf.Tensor) else value
 
 
@@ -189,16 +194,16 @@ class BatchChunk(NamedTuple):
     Without any it stands for a step that has nothing to compute with.
     """
 
-    tensors: list[Any]
+    tensors: list[tf.Tensor]
     ends: list[int]
 
 
-def batch_chunks(iterator: Any, n: int, most: int) -> Iterator[BatchChunk]:
+def batch_chunks(iterator: BatchIterator, n: int, most: int) -> Iterator[BatchChunk]:
     """`n` global batches, or fewer where the data ends, at most `most` in a chunk.
 
     Batches go together where their rows are of the same shape, however many they are.
     """
-    waiting: list[list[Any]] = []
+    waiting: list[list[tf.Tensor]] = []
     for _ in range(n):
         try:
             (part,) = next(iterator)
@@ -215,15 +220,15 @@ def batch_chunks(iterator: Any, n: int, most: int) -> Iterator[BatchChunk]:
     yield from _packed(waiting, most)
 
 
-def specs_of(iterator: Any) -> tuple[Any, list[Any]]:
+def specs_of(iterator: BatchIterator) -> tuple[Specs, list[tf.TypeSpec]]:
     """(structure of a global batch, specs of its tensors) that `batch_of` and `BatchChunk` use."""
     (part,) = iterator.element_spec
     return part[-1], _tensors(part[-1])
 
 
 def batch_of(
-    structure: Any, tensors: Sequence[Any], ends: tf.Tensor, number: int, batches: int
-) -> Any:
+    structure: Specs, tensors: Sequence[tf.Tensor], ends: tf.Tensor, number: int, batches: int
+) -> Structure:
     """One global batch out of a chunk, in its own structure."""
     if batches > 1:
         start = ends[number - 1] if number else 0
@@ -232,11 +237,11 @@ def batch_of(
     return keras.tree.map_structure(lambda spec: None if spec is None else next(left), structure)
 
 
-def _tensors(batch: Any) -> list[Any]:
+def _tensors(batch: Structure | Specs) -> list[Any]:
     return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
-def _go_together(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _go_together(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
     return all(
         isinstance(a, tf.Tensor)
         and isinstance(b, tf.Tensor)
@@ -246,7 +251,7 @@ def _go_together(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-def _packed(batches: list[list[Any]], most: int) -> Iterator[BatchChunk]:
+def _packed(batches: list[list[tf.Tensor]], most: int) -> Iterator[BatchChunk]:
     """One chunk of `most` batches, or one for each: two sizes, so two functions to compile."""
     if len(batches) < most:
         for tensors in batches:

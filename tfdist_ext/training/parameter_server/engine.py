@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
@@ -46,7 +48,7 @@ class CoordinatorReduction:
     workers = 1
     peers = SingleTask()
 
-    def call(self, name: str) -> Any:
+    def call(self, name: str) -> AbstractContextManager[None]:
         return self.peers.call(name)
 
     def task_names(self) -> list[str]:
@@ -55,7 +57,7 @@ class CoordinatorReduction:
     def any_worker(self, flag: bool) -> bool:
         return bool(flag)
 
-    def from_chief(self, value: Any) -> np.ndarray:
+    def from_chief(self, value: npt.ArrayLike) -> np.ndarray:
         return np.asarray(value)
 
     sum_over_workers = from_chief
@@ -126,7 +128,7 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
             self._calls, self._spare, lambda worker: data.made(shards[worker], alone=True)
         )
 
-    def feed(self, batches: Any) -> Any:
+    def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:
         if isinstance(batches, WorkerBatches):
             return batches
         with tf.device("CPU:0"):

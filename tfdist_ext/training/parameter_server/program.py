@@ -28,7 +28,14 @@ from tfdist_ext.training.parameter_server.calls import (
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import Steps, WorkerIterators, WorkerLoop
 from tfdist_ext.training.programs import ProgramBase
-from tfdist_ext.training.protocols import Epoch, Execution, StepFunction
+from tfdist_ext.training.protocols import (
+    BatchIterator,
+    Epoch,
+    Execution,
+    Logs,
+    StepFunction,
+    Structure,
+)
 from tfdist_ext.training.steps.logs import is_carried, own_outputs, results
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
 from tfdist_ext.training.steps.scope import metrics_and_others
@@ -48,8 +55,8 @@ class ParameterServerProgram(ProgramBase):
         self._calls = calls
         self._training = kind == "train"
         self._watched = [v for v in self._others if not v.trainable]
-        self._counter: Any = None
-        self._rate: Any = None
+        self._counter: keras.Variable | None = None
+        self._rate: keras.Variable | None = None
         if isinstance(model.optimizer, keras.optimizers.Optimizer):
             self._counter, self._rate = kp.step_variables(model.optimizer)
         # Other optimizers count in the servers' variables: what a step adds is added there.
@@ -60,7 +67,7 @@ class ParameterServerProgram(ProgramBase):
         ]
         self._counted = 0  # how often a step counts itself
         self._logs_in_graph: Any = None
-        self._functions: dict[Any, Any] = {}
+        self._functions: dict[tuple[int, str], tf.types.experimental.ConcreteFunction] = {}
         self._start = self._reset_values()
         self.reset(resume=True)
         steps = Steps(
@@ -94,7 +101,13 @@ class ParameterServerProgram(ProgramBase):
         return start
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
+        self,
+        iterator: BatchIterator | WorkerIterators,
+        n: int,
+        *,
+        seconds: float,
+        known_length: bool,
+        needs_row_count: bool,
     ) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
@@ -116,7 +129,7 @@ class ParameterServerProgram(ProgramBase):
                 step = np.int64(first + done * self._counted)
                 call(function, [chunk.tensors, chunk.ends, step, rate])
                 done += len(chunk.ends)
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, np.ndarray] = {}
         for packed, of_call in call.results():
             self._add(_unpacked(packed, self._start))
             outputs = of_call
@@ -138,14 +151,19 @@ class ParameterServerProgram(ProgramBase):
             self._add(states)
         return self._finish(first, done, outputs, seconds)
 
-    def _number_and_rate(self) -> tuple[int, Any]:
+    def _number_and_rate(self) -> tuple[int, np.floating]:
         """(steps before this execution, learning rate in it)."""
         first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
         return first, rate
 
     def _finish(
-        self, first: int, done: int, outputs: Any, seconds: float, passed_over: int = 0
+        self,
+        first: int,
+        done: int,
+        outputs: dict[str, np.ndarray],
+        seconds: float,
+        passed_over: int = 0,
     ) -> Execution:
         if self._training and self._counter is not None and done:
             kp.raw_value(self._counter).assign(first + done * self._counted)
@@ -157,16 +175,20 @@ class ParameterServerProgram(ProgramBase):
             kp.raw_value(variable).assign(value)
         return Execution(self._logs(values, outputs), done + passed_over, seconds)
 
-    def _function(self, iterator: Any, chunk: BatchChunk) -> Any:
+    def _function(
+        self, iterator: BatchIterator, chunk: BatchChunk
+    ) -> tf.types.experimental.ConcreteFunction:
         structure, specs = specs_of(iterator)
         count = len(chunk.ends)
         key = (count, str(specs))
         if key not in self._functions:
             one = tf.function(self._one_step, autograph=False)
 
-            def steps(tensors: Any, ends: Any, first: Any, rate: Any) -> Any:
-                states: list[Any] = [tf.constant(value) for value in self._start]
-                outputs: dict[str, Any] = {}
+            def steps(
+                tensors: list[tf.Tensor], ends: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
+            ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+                states: list[tf.Tensor] = [tf.constant(value) for value in self._start]
+                outputs: dict[str, tf.Tensor] = {}
                 for number in range(count):
                     batch = batch_of(structure, tensors, ends, number, count)
                     step = first + number * self._counted
@@ -183,7 +205,9 @@ class ParameterServerProgram(ProgramBase):
             )
         return self._functions[key]
 
-    def _one_step(self, batch: Any, step: Any, rate: Any, states: Sequence[Any]) -> Any:
+    def _one_step(
+        self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
         values = list(zip(self._metrics, states, strict=True))
         if self._training and self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
@@ -200,7 +224,7 @@ class ParameterServerProgram(ProgramBase):
         states = [scope.get_current_value(variable) for variable in self._metrics]
         return states, outputs
 
-    def _carried(self, logs: dict[str, Any], scope: WorkerScope) -> dict[str, Any]:
+    def _carried(self, logs: dict[str, tf.Tensor], scope: WorkerScope) -> dict[str, tf.Tensor]:
         """The values of a step from which the logs are computed in the end."""
         numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
         final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
@@ -218,7 +242,7 @@ class ParameterServerProgram(ProgramBase):
             else:
                 self._totals[i] = states[i]
 
-    def _logs(self, values: list[tf.Tensor], outputs: dict[str, Any]) -> dict[str, Any]:
+    def _logs(self, values: list[tf.Tensor], outputs: dict[str, np.ndarray]) -> Logs:
         of_metrics: set[str] = set()
         if self._derived is not None:
             carried = [
@@ -268,9 +292,9 @@ class ParameterServerPredictor:
         self._step = step
         # Layers may write while they predict: masked kernels, counters.
         self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
-        self._functions: dict[Any, Any] = {}
+        self._functions: dict[tuple[int, str], tf.types.experimental.ConcreteFunction] = {}
 
-    def outputs(self, data: Epoch) -> Iterator[Any]:
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order; None for one without a row that is whole."""
         done = 0
         turn = self._calls.workers  # a short one first: it shows early that all is well
@@ -284,7 +308,7 @@ class ParameterServerPredictor:
                 return
             turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
 
-    def _outputs(self, iterator: Any, n: int) -> tuple[list[Any], int]:
+    def _outputs(self, iterator: BatchIterator, n: int) -> tuple[list[Structure], int]:
         """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
         read = 0
         with self._calls.joined() as call:
@@ -295,14 +319,16 @@ class ParameterServerPredictor:
                     call(self._function(iterator, chunk), [chunk.tensors, chunk.ends])
         return [outputs for of_call in call.results() for outputs in of_call], read
 
-    def _function(self, iterator: Any, chunk: BatchChunk) -> Any:
+    def _function(
+        self, iterator: BatchIterator, chunk: BatchChunk
+    ) -> tf.types.experimental.ConcreteFunction:
         structure, specs = specs_of(iterator)
         count = len(chunk.ends)
         key = (count, str(specs))
         if key not in self._functions:
             one = tf.function(self._one_batch, autograph=False)
 
-            def batches(tensors: Any, ends: Any) -> list[Any]:
+            def batches(tensors: list[tf.Tensor], ends: tf.Tensor) -> list[Structure]:
                 return [
                     one(batch_of(structure, tensors, ends, number, count))
                     for number in range(count)
@@ -311,7 +337,7 @@ class ParameterServerPredictor:
             self._functions[key] = on_worker(batches, specs, tf.TensorSpec([count], tf.int64))
         return self._functions[key]
 
-    def _one_batch(self, batch: Any) -> Any:
+    def _one_batch(self, batch: Structure) -> Structure:
         scope = WorkerScope([], self._watched)
         with scope, functions_in_place(step_targets()), substitutes(scope.substitutes):
             outputs = self._step(batch)

@@ -28,7 +28,7 @@ from tfdist_ext.training.steps.replaced import (
     step_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.scope import taken_by
+from tfdist_ext.training.steps.scope import Ids, taken_by
 from tfdist_ext.training.variables import (
     ShardedRead,
     UpdatesVariables,
@@ -54,10 +54,10 @@ class WorkerScope(keras.StatelessScope):
 
     def __init__(
         self,
-        values: Iterable[tuple[Any, Any]],
-        watched: Sequence[Any] = (),
-        counter: Any = None,
-        metrics: Sequence[Any] = (),
+        values: Iterable[tuple[keras.Variable, tf.Tensor]],
+        watched: Sequence[keras.Variable] = (),
+        counter: keras.Variable | None = None,
+        metrics: Sequence[keras.Variable] = (),
     ):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self._metrics = {id(variable) for variable in metrics}
@@ -76,9 +76,9 @@ class WorkerScope(keras.StatelessScope):
         self._piece: int | None = None
         self._as_one = False
         self.updated: set[int] = set()  # ids of the given values that were written
-        self._sources: dict[int, Any] = {}
+        self._sources: dict[int, tf.Variable] = {}
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
         if key in self.state_mapping:
             return self.state_mapping[key]
@@ -99,7 +99,7 @@ class WorkerScope(keras.StatelessScope):
         with self._step():  # not in a loop of a layer, whose gradient has the shape of its inputs
             return read.whole()
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         key = id(variable)
         if variable is self._counter:
@@ -129,7 +129,7 @@ class WorkerScope(keras.StatelessScope):
             if after is not before:
                 _add_difference(kp.raw_value(self._watched[key]), after, before)
 
-    def rows(self, variable: Any, ids: Any) -> Any:
+    def rows(self, variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
         """The rows of a variable, moved without the rest of it; None where that cannot be."""
         raw = kp.raw_value(variable)
         written = id(variable) in self.state_mapping and id(variable) not in self._before
@@ -155,7 +155,11 @@ class WorkerScope(keras.StatelessScope):
     def substitutes(self) -> dict[str, Callable[..., Any]]:
         """What stands in for Keras's functions in this step, by key."""
 
-        def key(original: Callable[..., Any], optimizer: Any, variable: Any) -> Any:
+        def key(
+            original: Callable[..., int | str],
+            optimizer: keras.optimizers.Optimizer,
+            variable: keras.Variable | tf.Variable,
+        ) -> int | str:
             raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
             return original(optimizer, self.owner_of(raw))
 
@@ -166,13 +170,13 @@ class WorkerScope(keras.StatelessScope):
         raws = {id(kp.raw_value(variable)): variable for variable in model.variables}
         return {id(raws[key]) for key, read in self._reads.items() if read.read_whole}
 
-    def owner_of(self, value: Any) -> Any:
+    def owner_of(self, value: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
         """The raw value that a piece, or a tensor read from the pieces, belongs to."""
         handle = getattr(value, "handle", None)
         return self._sources.get(id(handle), value)
 
     @contextlib.contextmanager
-    def updating(self, raw: Any, piece: int | None) -> Iterator[None]:
+    def updating(self, raw: tf.Variable, piece: int | None) -> Iterator[None]:
         """Scope in which partitioned variables are their pieces of a number, or as they are."""
         if is_partitioned(raw):
             self._read_of(raw).written = True
@@ -187,14 +191,14 @@ class WorkerScope(keras.StatelessScope):
         else:
             yield
 
-    def _read_of(self, raw: Any) -> ShardedRead:
+    def _read_of(self, raw: tf.Variable) -> ShardedRead:
         if id(raw) not in self._reads:
             with self._step():
                 read = self._reads[id(raw)] = ShardedRead(raw)
             self._sources[id(read.handle)] = raw
         return self._reads[id(raw)]
 
-    def _write(self, variable: Any, value: Any) -> None:
+    def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         raw = kp.raw_value(variable)
         if is_partitioned(raw):
             self._read_of(raw).written = True
@@ -202,7 +206,7 @@ class WorkerScope(keras.StatelessScope):
                 raw = raw.variables[self._piece]
         _add_difference(raw, value, tf.convert_to_tensor(raw))
 
-    def _step(self) -> Any:
+    def _step(self) -> contextlib.AbstractContextManager[Any]:
         return self._graph.as_default() if self._graph else contextlib.nullcontext()
 
     def _in_step(self) -> bool:
@@ -230,11 +234,11 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]
 class _UpdatesOnServers(UpdatesVariables):
     """Updates of a step run where the variable is."""
 
-    def __init__(self, scope: WorkerScope, optimizer: Any):
+    def __init__(self, scope: WorkerScope, optimizer: keras.optimizers.Optimizer):
         self._scope = scope
         self._by_row = updates_by_row(optimizer)
 
-    def run(self, var: Any, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
         raw = self._scope.owner_of(var)
         if is_partitioned(raw) and not self._by_row:
@@ -246,7 +250,7 @@ class _UpdatesOnServers(UpdatesVariables):
                 fn(piece, *mine)
 
 
-def _add_difference(raw: Any, after: Any, before: tf.Tensor) -> None:
+def _add_difference(raw: tf.Variable, after: tf.Tensor, before: tf.Tensor) -> None:
     for piece, first, end in pieces_of(raw):
         new, old = tf.cast(after, piece.dtype), tf.cast(before, piece.dtype)
         if is_partitioned(raw):

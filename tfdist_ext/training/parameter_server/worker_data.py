@@ -24,8 +24,8 @@ import inspect
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -35,6 +35,7 @@ from tfdist_ext.data.pipelines import find_py_functions_in_graph, without_autotu
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.parameter_server.calls import Calls, on_worker
+from tfdist_ext.training.protocols import Specs, Structure
 
 __all__ = [
     "PATIENCE",
@@ -61,7 +62,7 @@ class WorkerIterators:
     def __init__(self, batches: WorkerBatches):
         self._batches = batches
         self.unfinished = set(range(batches.workers))
-        self.of_workers: Any = None
+        self.of_workers: tf.distribute.coordinator.PerWorkerValue | None = None
 
     @property
     def records(self) -> WorkerRecords:
@@ -76,7 +77,7 @@ class WorkerIterators:
         return self.records.begin_execution(start)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Specs:
         """Specs of one batch."""
         return self._batches.element_spec
 
@@ -84,11 +85,11 @@ class WorkerIterators:
         """Let all workers go on where the records say that they are."""
         self.of_workers = self._batches.iterators()
 
-    def of_worker(self, worker: tf.Tensor) -> Any:
+    def of_worker(self, worker: tf.Tensor) -> tf.data.Iterator:
         """In a graph: an iterator over the rest of a worker's data, on whichever worker it runs."""
         return iter(self._batches.rest_of(worker))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> NoReturn:
         raise TrainingError(
             "a function of the input context arrived as data: each worker reads its own, and this"
             " process reads none of it. So predict(), whose rows have an order, and going on in"
@@ -106,8 +107,8 @@ class WorkerBatches:
     batch_size: int | None = None
     begin = 0
     needs_row_count = False
-    dataset: Any = None
-    arrays: Any = None
+    dataset: tf.data.Dataset | None = None
+    arrays: Structure = None
 
     def __init__(
         self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]
@@ -121,7 +122,7 @@ class WorkerBatches:
         self.is_infinite = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
         self._spare = spare
         self._records: WorkerRecords | None = None
-        self._datasets: Any = None
+        self._datasets: Iterable[Any] | None = None  # an iterator of each worker
 
     @property
     def records(self) -> WorkerRecords:
@@ -164,7 +165,7 @@ class WorkerBatches:
         with tf.init_scope():
             return captures_resources(lambda: self._dataset_of(0))
 
-    def iterators(self) -> Any:
+    def iterators(self) -> tf.distribute.coordinator.PerWorkerValue:
         """An iterator on each worker; one for a worker that is started again is made by itself."""
         if self._datasets is None:
             index = tf.distribute.coordinator.experimental_get_current_worker_index
@@ -190,7 +191,11 @@ class WorkerBatches:
 
 
 def datasets_of_function(
-    function: Any, workers: int, y: Any = None, sample_weight: Any = None, **options: Any
+    function: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+    workers: int,
+    y: Any = None,
+    sample_weight: Any = None,
+    **options: Any,
 ) -> Callable[[int], tf.data.Dataset]:
     """What calls `function(tf.distribute.InputContext)` for a worker of that number.
 
@@ -229,7 +234,7 @@ def interleave(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf
     )
 
 
-def _check_takes_context(function: Any) -> None:
+def _check_takes_context(function: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables do not tell
@@ -272,13 +277,13 @@ def captures_resources(make: Callable[[], tf.data.Dataset]) -> bool:
     return tf.resource in _captured_dtypes(_traced(make))
 
 
-def _traced(make: Callable[[], tf.data.Dataset]) -> Any:
+def _traced(make: Callable[[], tf.data.Dataset]) -> tf.types.experimental.ConcreteFunction:
     return tf.function(
         lambda: tf.data.experimental.to_variant(make()), autograph=False
     ).get_concrete_function()
 
 
-def _captured_dtypes(traced: Any) -> set[tf.DType]:
+def _captured_dtypes(traced: tf.types.experimental.ConcreteFunction) -> set[tf.DType]:
     return {tensor.dtype for tensor in traced.captured_inputs}
 
 
@@ -343,7 +348,7 @@ class WorkerRecords:
         self._rows.scatter_update(tf.IndexedSlices(row[tf.newaxis], worker[tf.newaxis]))
 
 
-def _in_one(states: Sequence[Any]) -> tf.Tensor:
+def _in_one(states: Sequence[tf.Tensor]) -> tf.Tensor:
     flat = [tf.reshape(tf.cast(state, tf.float64), [-1]) for state in states]
     return tf.concat(flat, axis=0) if flat else tf.zeros([0], tf.float64)
 
@@ -354,7 +359,7 @@ class SpareRecords:
     def __init__(self) -> None:
         self._spare: dict[int, list[WorkerRecords]] = {}
 
-    def acquire(self, user: Any, workers: int, numbers: int) -> WorkerRecords:
+    def acquire(self, user: object, workers: int, numbers: int) -> WorkerRecords:
         """Records for as long as the user is alive."""
         spare = self._spare.setdefault(numbers, [])
         records = spare.pop() if spare else WorkerRecords(workers, numbers)
@@ -379,11 +384,16 @@ class Steps(NamedTuple):
         counted: how often a step counts itself; known when `one` has been traced.
     """
 
-    one: Any
+    one: tf.types.experimental.GenericFunction
     start: Sequence[np.ndarray]
     adds: Sequence[bool]
-    rate: Any
+    rate: tf.DType | str
     counted: Callable[[], int]
+
+
+# A call's worker, steps done, whether the data has ended, whether the iterator is not where the
+# records say, and what the last step returned.
+Answer: TypeAlias = tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]
 
 
 class WorkerLoop:
@@ -393,11 +403,14 @@ class WorkerLoop:
         self._calls = calls
         self._steps = steps
         self._most = batches_in_a_call
-        self._functions: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._functions: dict[
+            tuple[str, int],
+            tuple[tf.types.experimental.ConcreteFunction, tf.types.experimental.ConcreteFunction],
+        ] = {}
 
     def run(
-        self, data: WorkerIterators, n: int, first: int, rate: Any
-    ) -> tuple[int, list[list[np.ndarray]], dict[str, Any]]:
+        self, data: WorkerIterators, n: int, first: int, rate: np.floating
+    ) -> tuple[int, list[list[np.ndarray]], dict[str, np.ndarray]]:
         """(steps done, the metrics' states of each worker's data, what the last step returned).
 
         Args:
@@ -406,7 +419,7 @@ class WorkerLoop:
         """
         begun = data.begin(self._steps.start)
         own, rest = self._functions_for(data)
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, np.ndarray] = {}
         done = 0
         heard = dict.fromkeys(data.unfinished, time.monotonic())
         while done < n and data.unfinished:
@@ -438,8 +451,14 @@ class WorkerLoop:
         return done, states, outputs
 
     def _take_over(
-        self, data: WorkerIterators, rest: Any, worker: int, n: int, first: int, rate: Any
-    ) -> dict[str, Any]:
+        self,
+        data: WorkerIterators,
+        rest: tf.types.experimental.ConcreteFunction,
+        worker: int,
+        n: int,
+        first: int,
+        rate: np.floating,
+    ) -> dict[str, np.ndarray]:
         warnings.warn(
             f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
             " are done with their data: one of them goes on with the rest of its data.",
@@ -455,7 +474,9 @@ class WorkerLoop:
         positions, _ = data.records.read(self._steps.start)
         return int((positions - begun).sum())
 
-    def _functions_for(self, data: WorkerIterators) -> tuple[Any, Any]:
+    def _functions_for(
+        self, data: WorkerIterators
+    ) -> tuple[tf.types.experimental.ConcreteFunction, tf.types.experimental.ConcreteFunction]:
         """(calls on the worker's own iterator, calls on the rest of another one's data)."""
         key = (str(data.element_spec), id(data.records))
         if key not in self._functions:
@@ -464,11 +485,15 @@ class WorkerLoop:
             index = tf.TensorSpec([], tf.int64)
             element = (index, data.element_spec)
 
-            def own(iterator: Any, count: Any, first: Any, rate: Any) -> Any:
+            def own(
+                iterator: tf.data.Iterator, count: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
+            ) -> Answer:
                 worker = tf.distribute.coordinator.experimental_get_current_worker_index()
                 return self._loop(data, iterator, tf.identity(worker), count, first, rate)
 
-            def rest(worker: Any, count: Any, first: Any, rate: Any) -> Any:
+            def rest(
+                worker: tf.Tensor, count: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
+            ) -> Answer:
                 iterator = data.of_worker(worker)
                 return self._loop(data, iterator, worker, count, first, rate)
 
@@ -479,14 +504,20 @@ class WorkerLoop:
         return self._functions[key]
 
     def _loop(
-        self, data: WorkerIterators, iterator: Any, worker: Any, count: Any, first: Any, rate: Any
-    ) -> tuple[Any, ...]:
+        self,
+        data: WorkerIterators,
+        iterator: tf.data.Iterator,
+        worker: tf.Tensor,
+        count: tf.Tensor,
+        first: tf.Tensor,
+        rate: tf.Tensor,
+    ) -> Answer:
         """In a graph: `count` steps, or fewer where the data ends or the iterator is elsewhere.
 
         Returns (worker, steps done, whether the data has ended, whether the iterator is not where
         the records say, what the last step returned).
         """
-        start: list[Any] = [tf.constant(value) for value in self._steps.start]
+        start: list[tf.Tensor] = [tf.constant(value) for value in self._steps.start]
         # Traced beforehand: a loop must know what comes out of it, and how steps count.
         spec = self._steps.one.get_concrete_function(data.element_spec, first, rate, start)
         empty = {
@@ -496,7 +527,13 @@ class WorkerLoop:
         counted = self._steps.counted()
         position = data.records.position(worker)
 
-        def body(i: Any, _: Any, __: Any, states: Any, outputs: Any) -> Any:
+        def body(
+            i: tf.Tensor,
+            _: tf.Tensor,
+            __: tf.Tensor,
+            states: list[tf.Tensor],
+            outputs: dict[str, tf.Tensor],
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, list[tf.Tensor], dict[str, tf.Tensor]]:
             element = iterator.get_next_as_optional()
             more = element.has_value()
             expected = tf.cond(

@@ -12,19 +12,21 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced
+from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
     BatchDependence,
+    Gradient,
     RowTrace,
     finished,
     may_compare_rows,
@@ -46,6 +48,10 @@ __all__ = [
 
 
 _COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
+
+
+_Values = TypeVar("_Values")
+_Answer = TypeVar("_Answer")
 
 
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
@@ -81,7 +87,7 @@ class StepContext:
         of: tf.Tensor,
         replicas: int,
         local_replicas: int,
-        batch: Any,
+        batch: Structure,
         keras_step: bool = False,
         turn: tf.Tensor | None = None,
         timer: ReplicaTimer | None = None,
@@ -107,13 +113,15 @@ class StepContext:
         self._turn = turn
         self.timer = timer
         self.dependence = BatchDependence(batch, self._size)
-        self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
+        self._own_gradients: dict[
+            int, tuple[Gradient, Gradient]
+        ] = {}  # id of a sum -> sum, own part of it
 
-    def batch_fraction(self, dtype: Any) -> tf.Tensor:
+    def batch_fraction(self, dtype: tf.DType | str) -> tf.Tensor:
         """Rows over the rows of the global batch."""
         return tf.cast(self._batch_fraction, dtype)
 
-    def is_nonempty(self, dtype: Any) -> tf.Tensor:
+    def is_nonempty(self, dtype: tf.DType | str) -> tf.Tensor:
         """1, or 0 where this replica has no row of its own."""
         return tf.cast(self._rows > 0, dtype)
 
@@ -121,7 +129,7 @@ class StepContext:
         """`value`, or `otherwise` where this replica has no row of its own."""
         return tf.where(self._rows > 0, value, otherwise)
 
-    def has_rows(self, value: Any) -> bool:
+    def has_rows(self, value: tf.Tensor) -> bool:
         """Whether a floating tensor has numbers for each row of the part.
 
         Where the size of the part is not known (nearly always, while a graph is built), it has them
@@ -134,7 +142,7 @@ class StepContext:
             return None in sizes
         return sizes[:1] == [self._size]
 
-    def has_all_rows(self, value: Any) -> bool:
+    def has_all_rows(self, value: tf.Tensor) -> bool:
         """Whether a tensor has numbers for each row of the global batch, from `all_rows`.
 
         It is the same on all replicas.
@@ -159,7 +167,7 @@ class StepContext:
         except ValueError:  # a shape that cannot be with these numbers of rows
             return None
 
-    def check_written(self, variable: Any, value: Any) -> None:
+    def check_written(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Raise TrainingError if rows of this part are written into a variable's rows."""
         if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
             return
@@ -184,7 +192,7 @@ class StepContext:
         number = tf.get_static_value(number)
         return number is not None and int(number) % self.local_replicas == 0
 
-    def warn_of_rows_compared(self, targets: Sequence[Any]) -> None:
+    def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
         """Warn if a loss compares this part's rows with each other."""
         tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
         if not tensors or not self._is_traced_first():
@@ -203,7 +211,7 @@ class StepContext:
                 stacklevel=2,
             )
 
-    def may_have_rows(self, value: Any) -> bool:
+    def may_have_rows(self, value: tf.Tensor) -> bool:
         """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""
         sizes = _sizes(value)
         if self._size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
@@ -211,7 +219,7 @@ class StepContext:
         first = sizes[0]
         return first is not None and first > 0 and first % self._size == 0
 
-    def weighted(self, values: Sequence[Any]) -> list[Any]:
+    def weighted(self, values: Sequence[Gradient]) -> list[Gradient]:
         """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
         if self.replicas == 1:
             return list(values)
@@ -226,7 +234,9 @@ class StepContext:
         """What this replica adds to the mean over all rows; what is no float stays as it is."""
         return self._times_share(value) if value.dtype.is_floating else value
 
-    def mean(self, values: dict[Any, Any], variables: dict[Any, Any]) -> dict[Any, Any]:
+    def mean(
+        self, values: dict[int, tf.Tensor], variables: dict[int, keras.Variable]
+    ) -> dict[int, tf.Tensor]:
         """The mean over all rows of each floating value that is a mean over the part's.
 
         Other values (seeds, counters) are the same on every replica already.
@@ -239,7 +249,9 @@ class StepContext:
         reduced = self.all_reduce(self.weighted([values[key] for key in floats]), what)
         return {**values, **dict(zip(floats, reduced, strict=True))}
 
-    def all_reduce(self, values: Sequence[Any], what: Sequence[Reduced] | None = None) -> list[Any]:
+    def all_reduce(
+        self, values: Sequence[Gradient], what: Sequence[Reduced] | None = None
+    ) -> list[Gradient]:
         """The sum of each value over all replicas. It has no gradient.
 
         Args:
@@ -257,8 +269,8 @@ class StepContext:
         self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
         return summed
 
-    def _all_reduce(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
-        summed: list[Any] = [None] * len(values)
+    def _all_reduce(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
+        summed: list[Gradient] = [None] * len(values)
         kinds = [_kind_of_sum(value) for value in values]
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
@@ -281,7 +293,7 @@ class StepContext:
 
         shift = 0 if self._turn is None else self._turn * _COLLECTIVES
 
-        def key(original: Callable[[Any], Any], launcher: Any) -> Any:
+        def key(original: Callable[[object], int], launcher: object) -> int | tf.Tensor:
             return original(launcher) + shift
 
         with substitutes({"collective_key": key}, self.called):
@@ -315,7 +327,7 @@ class StepContext:
         in_step = current_graph() is self._graph and not is_recording()
         return in_step and not isinstance(strategy, tf.distribute.TPUStrategy)
 
-    def of_all_rows(self, gradients: Any, variables: Any) -> Any:
+    def of_all_rows(self, gradients: Structure, variables: Structure) -> Structure:
         """A structure of this part's gradients as those of the global batch."""
         flat = tf.nest.flatten(gradients)
         weighted = self.weighted([each for each in flat if each is not None])
@@ -329,16 +341,16 @@ class StepContext:
             gradients, [None if each is None else next(rest) for each in flat]
         )
 
-    def is_equal(self, gradient: Any) -> bool:
+    def is_equal(self, gradient: Gradient) -> bool:
         """Whether a gradient is the same on every replica, as of the global batch."""
         return self.replicas > 1 and self.dependence.is_equal(gradient)
 
-    def own_gradient(self, gradient: Any) -> Any:
+    def own_gradient(self, gradient: Gradient) -> Gradient:
         """This part's share in a gradient of the global batch."""
         known = self._own_gradients.get(id(gradient))
         return self.weighted([gradient])[0] if known is None else known[1]
 
-    def synchronize(self, meet: Callable[[Any], Any], values: Any) -> Any:
+    def synchronize(self, meet: Callable[[_Values], _Answer], values: _Values) -> _Answer:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""
         return meet(values) if self.timer is None else self.timer.synchronize(meet, values)
 
@@ -352,12 +364,12 @@ class StepContext:
         loss is not weighted already.
         """
 
-        def sum_up(parts: Sequence[Any]) -> list[Any]:
+        def sum_up(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             return self.synchronize(lambda mine: self.all_reduce(mine, [what] * len(mine)), parts)
 
         @tf.custom_gradient
-        def summed(*parts: tf.Tensor) -> Any:
-            def gradient(*upstream: tf.Tensor) -> Any:
+        def summed(*parts: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
                 upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
                 if self.computes_gradients and self.gradients_are_weighted:
                     # Of a part without rows it may be NaN, and would be so on all replicas.
@@ -374,7 +386,7 @@ class StepContext:
 
         return list(summed(*values))
 
-    def all_rows(self, values: Sequence[Any]) -> list[tf.Tensor]:
+    def all_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all replicas, for each dense tensor of this part's rows; differentiable.
 
         Each replica puts its rows where they belong among zeros, and these are summed: parts may
@@ -430,7 +442,7 @@ class StepContext:
                 " train_step or call; the step is compiled as a whole already."
             )
 
-    def _times_share(self, value: Any) -> tf.Tensor:
+    def _times_share(self, value: tf.Tensor) -> tf.Tensor:
         value = tf.convert_to_tensor(value)
         return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
@@ -470,14 +482,14 @@ def _sizes(value: Any) -> list[int | None]:
     return value.shape.as_list()
 
 
-def _kind_of_sum(value: Any) -> str:
+def _kind_of_sum(value: Gradient) -> str:
     """What is summed in one collective; all but "dense" may have another size in another step."""
     if isinstance(value, tf.IndexedSlices):
         return "slices"
     return "dense" if value.shape.is_fully_defined() else "rows"
 
 
-def reduced_for(kind: Any, variable: Any) -> Reduced:
+def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:
     """What a value of this kind for a Keras variable is."""
     path = getattr(variable, "path", "")
     raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
@@ -486,27 +498,27 @@ def reduced_for(kind: Any, variable: Any) -> Reduced:
 
 def current_step() -> StepContext | None:
     """The part of the replica whose step is running, None outside of one."""
-    return getattr(_here, "current_step", None)
+    return getattr(_here, "step", None)
 
 
 @contextlib.contextmanager
 def running_step(value: StepContext | None) -> Iterator[None]:
     """Scope of a replica's step; with None, a scope in which there is none."""
-    before, _here.part = current_step(), value
+    before, _here.step = current_step(), value
     functions, called = (value.substitutes, value.called) if value else (None, None)
     try:
         with substitutes(functions, called):
             yield
     finally:
-        _here.part = before
+        _here.step = before
 
 
-def current_graph() -> Any:
+def current_graph() -> tf.Graph | None:
     """The graph that is being built, None in eager code."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def outside_of_inner_graphs(graph: Any) -> Any:
+def outside_of_inner_graphs(graph: tf.Graph | None) -> contextlib.AbstractContextManager[Any]:
     """Scope in which operations go to the given outer graph, or run at once where it is None."""
     if current_graph() is graph:
         return contextlib.nullcontext()

@@ -23,16 +23,18 @@ as the sum over all rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import StepContext, reduced_for, running_step
 from tfdist_ext.training.steps.replaced import (
     Target,
@@ -41,7 +43,7 @@ from tfdist_ext.training.steps.replaced import (
     requiring,
     substitutes,
 )
-from tfdist_ext.training.steps.rows import PreparedReduction, finished, prepare_reduction
+from tfdist_ext.training.steps.rows import Gradient, PreparedReduction, finished, prepare_reduction
 from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
@@ -68,7 +70,13 @@ __all__ = [
 ]
 
 
-def substitutes_of(here: StepContext, take: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+# Mean and variance of each channel.
+Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+
+
+def substitutes_of(
+    here: StepContext, take: Callable[..., tf.Tensor]
+) -> Mapping[str, Callable[..., Any]]:
     """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
 
     Args:
@@ -100,8 +108,8 @@ def own_applies(model: keras.Model) -> list[Target]:
 def _apply(
     here: StepContext,
     original: Callable[..., Any],
-    optimizer: Any,
-    grads: Any,
+    optimizer: keras.optimizers.Optimizer,
+    grads: Iterable[Gradient | None],
     *more: Any,
     **named: Any,
 ) -> Any:
@@ -109,7 +117,7 @@ def _apply(
     given = [*more, *named.values()]
     variables = next((list(each) for each in given if isinstance(each, list | tuple)), None)
 
-    def apply(summed: list[Any]) -> Any:
+    def apply(summed: list[Gradient | None]) -> Any:
         return original(optimizer, summed, *more, **named)
 
     return _with_sums(here, optimizer, list(grads), variables, apply)
@@ -118,15 +126,15 @@ def _apply(
 def _apply_gradients(
     here: StepContext,
     original: Callable[..., Any],
-    optimizer: Any,
-    pairs: Any,
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Iterable[tuple[Gradient | None, keras.Variable]],
     *more: Any,
     **named: Any,
 ) -> Any:
     """`optimizer.apply_gradients(zip(grads, variables))`, the same."""
     pairs = list(pairs)
 
-    def apply(summed: list[Any]) -> Any:
+    def apply(summed: list[Gradient | None]) -> Any:
         of_all = [(g, variable) for g, (_, variable) in zip(summed, pairs, strict=True)]
         return original(optimizer, of_all, *more, **named)
 
@@ -135,10 +143,10 @@ def _apply_gradients(
 
 def _with_sums(
     here: StepContext,
-    optimizer: Any,
-    grads: list[Any],
-    variables: list[Any] | None,
-    apply: Callable[[list[Any]], Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[Gradient | None],
+    variables: list[keras.Variable] | None,
+    apply: Callable[[list[Gradient | None]], Any],
 ) -> Any:
     """Call `apply` with the gradients of the global batch; nothing in it sums once more.
 
@@ -164,7 +172,7 @@ def _with_sums(
             loss_scale = optimizer.scale_loss(tf.constant(1.0))
         here.timer.gradients(own, here.batch_fraction(tf.float64) * tf.cast(loss_scale, tf.float64))
 
-    def apply_to(summed: list[Any]) -> Any:
+    def apply_to(summed: list[Gradient]) -> Any:
         sums = dict(zip(apart, summed, strict=True))
         return apply([sums.get(i, g) for i, g in enumerate(grads)])
 
@@ -181,7 +189,7 @@ def _with_sums(
 
         called: set[str] = set()
 
-        def apply_once(_: Any, values: list[list[Any]]) -> Any:
+        def apply_once(_: object, values: list[list[Gradient]]) -> tuple[Any, Structure]:
             owned = [variables[i] for i in apart]
             summed = _on_owners(parts, values, owned, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
@@ -212,10 +220,10 @@ def _with_sums(
 
 def _on_owners(
     parts: Sequence[PreparedReduction],
-    values: Sequence[Sequence[Any]],
-    variables: Sequence[Any],
+    values: Sequence[Sequence[Gradient]],
+    variables: Sequence[keras.Variable],
     strategy: tf.distribute.Strategy,
-) -> list[Any]:
+) -> list[Gradient]:
     """The sum over replicas of each gradient, on the device that computes its update alone."""
     devices = [device_of_update(owner_copy(variable, strategy)) for variable in variables]
     of_all = list(zip(values, devices, variables, strict=True))
@@ -226,16 +234,16 @@ def _on_owners(
     return finished(parts, batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what))
 
 
-def _replica_number() -> Any:
+def _replica_number() -> tf.Tensor | int:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def _update_mean(
     here: StepContext,
     original: Callable[..., Any],
-    metric: Any,
-    values: Any,
-    sample_weight: Any = None,
+    metric: keras.metrics.Metric,
+    values: npt.ArrayLike | tf.Tensor,
+    sample_weight: npt.ArrayLike | tf.Tensor | None = None,
 ) -> Any:
     """A single number is the part's mean: as on one device it counts once a step."""
     share = here.batch_fraction(metric.dtype)
@@ -248,8 +256,12 @@ def _update_mean(
 
 
 def _moments(
-    here: StepContext, original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
-) -> tuple[Any, Any]:
+    here: StepContext,
+    original: Callable[..., Moments],
+    x: tf.Tensor,
+    axes: Sequence[int],
+    keepdims: bool,
+) -> Moments:
     """Mean and variance over the rows of all replicas, by Keras's formula."""
     del original
     here.synchronized_moments += 1
@@ -264,12 +276,16 @@ def _moments(
 
 
 def _moments_of_layer(
-    here: StepContext, original: Callable[..., Any], layer: Any, inputs: Any, mask: Any
-) -> tuple[Any, Any]:
+    here: StepContext,
+    original: Callable[..., Moments],
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    mask: tf.Tensor | None,
+) -> Moments:
     """Those of a BatchNormalization; over the entries of all replicas that a mask leaves."""
     if mask is None or not layer.synchronized:
         before = here.synchronized_moments
-        moments: tuple[Any, Any] = original(layer, inputs, mask)
+        moments: Moments = original(layer, inputs, mask)
         if layer.synchronized and here.synchronized_moments == before:
             raise not_called("moments")
         return moments
@@ -277,7 +293,7 @@ def _moments_of_layer(
     mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
     present = here.is_nonempty(inputs.dtype)
 
-    def sum_of(value: Any) -> Any:
+    def sum_of(value: tf.Tensor) -> tf.Tensor:
         value = tf.where(mask, value, tf.zeros_like(value))
         return tf.reduce_sum(value, axes, keepdims=True) * present
 
@@ -293,13 +309,13 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 def reduce_loss(
     here: StepContext,
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
+    original: Callable[..., tf.Tensor],
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    mask: tf.Tensor | None = None,
     reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
-) -> Any:
+    dtype: tf.DType | str | None = None,
+) -> tf.Tensor:
     """Keras's reduction of a loss over the part; its weighted mean over parts is the global one."""
     here.reduced_losses += 1
     loss = original(
@@ -327,13 +343,13 @@ def reduce_loss(
 
 def _weighted_number(
     here: StepContext,
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any,
-    mask: Any,
+    original: Callable[..., tf.Tensor],
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None,
     reduction: str | None,
-    loss: Any,
-) -> Any:
+    loss: tf.Tensor,
+) -> tf.Tensor:
     """A loss function's one number for the batch: the mean over parts, times the weights of all."""
     if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
         return loss
@@ -346,8 +362,12 @@ def _weighted_number(
 
 
 def loss_of_batch(
-    here: StepContext, original: Callable[..., Any], loss: Any, *given: Any, **named: Any
-) -> Any:
+    here: StepContext,
+    original: Callable[..., tf.Tensor],
+    loss: keras.losses.Loss,
+    *given: Any,
+    **named: Any,
+) -> tf.Tensor:
     """A loss of Keras's or the user's; Dice and Tversky are ratios of sums over the whole batch."""
     before = here.reduced_losses
     is_function = type(loss).call is keras.losses.Dice.call
@@ -363,14 +383,14 @@ def loss_of_batch(
 class _RatioOfSums(keras.losses.Loss):
     """Dice or Tversky over the rows of all replicas."""
 
-    def __init__(self, here: StepContext, loss: Any, config: dict[str, Any]):
+    def __init__(self, here: StepContext, loss: keras.losses.Loss, config: dict[str, Any]):
         super().__init__(loss.name, loss.reduction, loss.dtype)
         self._here = here
         is_dice = loss.fn is keras.losses.dice
         # Dice is Tversky with equal weights, but for the epsilon above.
         self._weights = None if is_dice else (config.get("alpha", 0.5), config.get("beta", 0.5))
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         here = self._here
         y_pred = tf.convert_to_tensor(y_pred)
         y_true = tf.cast(y_true, y_pred.dtype)
@@ -383,7 +403,7 @@ class _RatioOfSums(keras.losses.Loss):
         return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
 
 
-def clear_losses(here: StepContext, original: Callable[..., Any], layer: Any) -> None:
+def clear_losses(here: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
     """Forget the losses that this replica's last call of a layer has added.
 
     Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
@@ -400,7 +420,9 @@ def _scope() -> ReplicaScope | None:
     return scope if isinstance(scope, ReplicaScope) else None
 
 
-def added_loss(here: StepContext, original: Callable[..., Any], model: Any, loss: Any) -> Any:
+def added_loss(
+    here: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
+) -> tf.Tensor:
     """A layer's `add_loss`; of one number for each example Keras takes the sum, as of all."""
     total = original(model, loss)
     if not here.has_rows(loss):
@@ -410,14 +432,14 @@ def added_loss(here: StepContext, original: Callable[..., Any], model: Any, loss
 
 def gradient(
     here: StepContext,
-    original: Callable[..., Any],
+    original: Callable[..., Structure],
     tape: tf.GradientTape,
-    target: Any,
-    sources: Any,
-    output_gradients: Any = None,
+    target: Structure,
+    sources: Structure,
+    output_gradients: Structure = None,
     *options: Any,
     **named_options: Any,
-) -> Any:
+) -> Structure:
     """A tape's gradient with respect to variables: that of the global batch.
 
     Of a loss for each example it is that of their sum, which is no mean. What belongs to a row
@@ -446,7 +468,7 @@ def gradient(
     return here.of_all_rows(made, variables)
 
 
-def _of_sums(here: StepContext, targets: list[Any], output_gradients: Any) -> Any:
+def _of_sums(here: StepContext, targets: list[tf.Tensor], output_gradients: Structure) -> Structure:
     """The upstream gradients of targets, over the part's share for those that have rows.
 
     Raises:
@@ -471,6 +493,6 @@ def _of_sums(here: StepContext, targets: list[Any], output_gradients: Any) -> An
     ]
 
 
-def _upstream(targets: list[Any], given: Any) -> list[Any]:
+def _upstream(targets: list[tf.Tensor], given: Structure) -> list[tf.Tensor]:
     """The upstream gradient of each target, ones where none is given."""
     return [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.protocols import Structure
 
 __all__ = [
     "DerivedLogs",
@@ -44,7 +45,7 @@ def has_own_outputs(model: keras.Model, kind: str) -> bool:
     )
 
 
-def own_outputs(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+def own_outputs(model: keras.Model, outputs: Structure) -> dict[str, tf.Tensor]:
     """What an overridden step returned, by name, as tensors.
 
     To be called in the step's scope: a metric's result may be a variable itself.
@@ -61,7 +62,7 @@ def own_outputs(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
 
 
 def results(
-    model: keras.Model, outputs: dict[str, Any], of_metrics: Set[str], updated: set[int]
+    model: keras.Model, outputs: dict[str, tf.Tensor], of_metrics: Set[str], updated: set[int]
 ) -> dict[str, tf.Tensor]:
     """Logs, in a scope that holds the metrics' states of the whole epoch.
 
@@ -101,7 +102,7 @@ def names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:
     return names
 
 
-def metrics_of(model: keras.Model) -> list[Any]:
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The model's metrics, those that a `metrics` property of its own leaves out too."""
     found = list(model.metrics)
     for layer in kp.flat_layers(model):
@@ -110,7 +111,7 @@ def metrics_of(model: keras.Model) -> list[Any]:
     return list({id(metric): metric for metric in found}.values())
 
 
-def metric_variables(metrics: Iterable[Any]) -> list[Any]:
+def metric_variables(metrics: Iterable[keras.metrics.Metric]) -> list[keras.Variable]:
     """The variables of metrics, each once."""
     variables = [variable for metric in metrics for variable in metric.variables]
     return list({id(variable): variable for variable in variables}.values())
@@ -128,9 +129,11 @@ class MetricVersions:
     """The tensors that the metrics' variables were while a step was traced."""
 
     def __init__(self) -> None:
-        self.variables: dict[str, Any] = {}  # name of a tensor -> the variable that had its value
+        self.variables: dict[
+            str, keras.Variable
+        ] = {}  # name of a tensor -> the variable that had its value
 
-    def add(self, variable: Any, value: Any) -> Any:
+    def add(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         """The tensor to use as the variable's value, which is the value of nothing else."""
         value = tf.identity(value)
         if not tf.executing_eagerly():
@@ -168,14 +171,14 @@ class DerivedLogs:
 
     def __init__(
         self,
-        logs: dict[str, Any],
+        logs: dict[str, tf.Tensor],
         versions: MetricVersions,
         final: dict[str, int],
-        has_mean: Callable[[Any], bool],
+        has_mean: Callable[[tf.Tensor], bool],
     ):
         self._versions = versions.variables
         self._final = final
-        self.returned: list[tuple[Any, Any]] = []
+        self.returned: list[tuple[tf.Tensor, keras.Variable | None]] = []
         self._feeds: dict[str, _Feed] = {}
         self._shapes = {name: value.shape for name, value in logs.items()}
         ops = self._operations(list(logs.values()))
@@ -205,7 +208,9 @@ class DerivedLogs:
             for name, value in logs.items()
         }
 
-    def compute(self, states: Sequence[Any], returned: Sequence[Any]) -> dict[str, Any]:
+    def compute(
+        self, states: Sequence[tf.Tensor], returned: Sequence[tf.Tensor]
+    ) -> dict[str, tf.Tensor]:
         """The logs.
 
         Args:
@@ -234,15 +239,15 @@ class DerivedLogs:
             logs[name] = tf.ensure_shape(feeds[source], self._shapes[name])
         return logs
 
-    def of_states(self, states: Sequence[Any]) -> dict[str, Any]:
+    def of_states(self, states: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Those of the logs that are computed from the metrics' states alone."""
         zeros = [tf.zeros(value.shape, value.dtype) for value, _ in self.returned]
         logs = self.compute(states, zeros)
         return {name: logs[name] for name in self._of_states}
 
-    def _operations(self, tensors: list[Any]) -> dict[str, Any]:
+    def _operations(self, tensors: list[tf.Tensor]) -> dict[str, tf.Operation]:
         """Name -> operation that depends on a metric's variable, each after its inputs."""
-        found: dict[str, Any] = {}
+        found: dict[str, tf.Operation] = {}
         depends: dict[str, bool] = {}
         left = [(value.op, False) for value in tensors if value.name not in self._versions]
         while left:
@@ -261,7 +266,7 @@ class DerivedLogs:
                 found[op.name] = op
         return found
 
-    def _copied(self, ops: dict[str, Any]) -> Any:
+    def _copied(self, ops: dict[str, tf.Operation]) -> tf.compat.v1.GraphDef:
         """The operations as a graph of their own, whose inputs are feeds."""
         graph = tf.compat.v1.GraphDef()
         self._inputs: set[str] = set()
@@ -291,7 +296,7 @@ class DerivedLogs:
             graph.library.CopyFrom(whole.library)
         return graph
 
-    def _feed(self, value: Any) -> str:
+    def _feed(self, value: tf.Tensor) -> str:
         """The name of an input of the copied graph."""
         name = f"feed/{value.op.name}:{value.value_index}"
         if name not in self._feeds:
@@ -303,12 +308,12 @@ class DerivedLogs:
         return name
 
 
-def is_carried(value: Any) -> bool:
+def is_carried(value: tf.Tensor) -> bool:
     """Whether a tensor can go from the step to the end of the execution: its size is known."""
     return value.dtype not in (tf.resource, tf.variant) and value.shape.is_fully_defined()
 
 
-def _reached(ops: dict[str, Any], begins: Callable[[Any], bool]) -> set[str]:
+def _reached(ops: dict[str, tf.Operation], begins: Callable[[tf.Tensor], bool]) -> set[str]:
     """Names of the operations, sorted, that depend on inputs from outside with a property."""
     reached: set[str] = set()
     for op in ops.values():
@@ -322,7 +327,7 @@ def _reached(ops: dict[str, Any], begins: Callable[[Any], bool]) -> set[str]:
     return reached
 
 
-def _node(graph: Any, op: Any) -> Any:
+def _node(graph: tf.compat.v1.GraphDef, op: tf.Operation) -> tf.compat.v1.NodeDef:
     """A copy of an operation without inputs and without a place."""
     node = graph.node.add()
     node.CopyFrom(op.node_def)
@@ -332,5 +337,5 @@ def _node(graph: Any, op: Any) -> Any:
     return node
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: tf.Tensor) -> bool:
     return bool(value.op.type == "Const")

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class Target(NamedTuple):
     """
 
     key: str
-    owner: Any
+    owner: type | types.ModuleType
     name: str
 
 
@@ -82,7 +83,7 @@ class _InPlace(NamedTuple):
         users: the scopes that need it in place.
     """
 
-    original: Any
+    original: Callable[..., Any] | property
     inherited: bool
     users: set[object]
 
@@ -93,7 +94,7 @@ _step = _Step()
 _lock = threading.RLock()  # Ctrl-C may come, and leave a scope, while this thread has it
 
 
-_in_place: dict[tuple[Any, str], _InPlace] = {}  # by owner and name
+_in_place: dict[tuple[type | types.ModuleType, str], _InPlace] = {}  # by owner and name
 
 
 @contextlib.contextmanager
@@ -196,14 +197,14 @@ def _restore(targets: Sequence[Target], user: object) -> None:
         raise
 
 
-def _asking(key: str, original: Any) -> Any:
+def _asking(key: str, original: Callable[..., Any] | property) -> Callable[..., Any] | property:
     """In the place of an original: it asks which function this thread is to call."""
     if isinstance(original, property):
         return property(_function_asking(key, original.fget), doc=original.__doc__)
     return _function_asking(key, original)
 
 
-def _function_asking(key: str, original: Any) -> Any:
+def _function_asking(key: str, original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         substitute = _step.substitutes.get(key)
@@ -349,7 +350,9 @@ def _of_optimizers(model: keras.Model, step: StepRecord) -> Iterator[tuple[str, 
 
 
 @contextlib.contextmanager
-def redirect_methods(model: keras.Model, **methods: Callable[..., Any]) -> Iterator[None]:
+def redirect_methods(
+    model: keras.Model | keras.metrics.Metric, **methods: Callable[..., Any]
+) -> Iterator[None]:
     """Scope in which these methods of a Keras model are others."""
     attributes = vars(model)
     before = {name: attributes[name] for name in methods if name in attributes}

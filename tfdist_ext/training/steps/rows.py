@@ -28,18 +28,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training._tf_private import function_graph, is_stateful, recording_operations
+from tfdist_ext.training.protocols import Structure
 
 __all__ = [
     "BATCH",
     "CONSTANT",
     "DISTINCT",
     "BatchDependence",
+    "Gradient",
     "PreparedReduction",
     "RowTrace",
     "finished",
@@ -102,7 +104,15 @@ _CALLS = (
 )
 
 
+# Of a variable: dense, or slices of what was looked up.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
 HasRows = Callable[[tf.Tensor], bool]
+
+
+# A tensor as a graph knows it: id of the graph, name; of one that was made eagerly, its own id.
+_Key = tuple[int, str] | int
 
 
 class RowTrace:
@@ -238,11 +248,13 @@ class _Slice:
         cut: by key, the tensors with which they begin: batches, variables, results of functions.
     """
 
-    def __init__(self, targets: Sequence[tf.Tensor], stops: set[Any], graph: Any):
+    def __init__(self, targets: Sequence[tf.Tensor], stops: set[tuple[int, str]], graph: tf.Graph):
         self.operations: list[tf.Operation] = []
-        self.cut: dict[Any, tf.Tensor] = {}
-        self._captured: dict[Any, tf.Tensor] = {}  # placeholder -> the tensor of the outer graph
-        self._graphs: list[Any] = []
+        self.cut: dict[tuple[int, str], tf.Tensor] = {}
+        self._captured: dict[
+            tuple[int, str], tf.Tensor
+        ] = {}  # placeholder -> the tensor of the outer graph
+        self._graphs: list[tf.Graph] = []
         waiting, seen, copied = list(targets), set(), set()
         while waiting:
             tensor = waiting.pop()
@@ -273,7 +285,7 @@ class _Slice:
             return f"cut/{name}_{tensor.value_index}:0"
         return f"{name}:{tensor.value_index}"
 
-    def node(self, op: tf.Operation) -> Any:
+    def node(self, op: tf.Operation) -> tf.compat.v1.NodeDef:
         """An operation as it is in the scratch graph."""
         node = tf.compat.v1.NodeDef()
         node.CopyFrom(op.node_def)
@@ -380,7 +392,7 @@ _SAME_NUMBERS = frozenset(["Cast", "Identity", "PreventGradient", "Snapshot", "S
 _SAME_ORDER = _SAME_NUMBERS | {"ExpandDims", "Reshape", "Squeeze"}
 
 
-def _no_attribute(name: str) -> Any:
+def _no_attribute(name: str) -> NoReturn:
     raise KeyError(name)
 
 
@@ -388,10 +400,10 @@ class _Operation(NamedTuple):
     """One operation, of a graph or run eagerly."""
 
     type: str
-    inputs: Sequence[Any]
+    inputs: Sequence[tf.Tensor]
     output: int  # which of its outputs
     attribute: Callable[[str], Any]
-    graph: Any = None
+    graph: tf.Graph | None = None
 
 
 _CONSTANT_OPERATION = _Operation("Const", (), 0, _no_attribute)
@@ -405,23 +417,25 @@ class BatchDependence:
         part_size: rows of the part where that is known when the step is traced, else None.
     """
 
-    def __init__(self, batch: Any, part_size: int | None = None):
+    def __init__(self, batch: Structure, part_size: int | None = None):
         self._part_size = part_size
-        self._states: dict[Any, int] = {}
-        self._captures: dict[int, dict[str, Any]] = {}  # id of a graph -> name inside -> outside
+        self._states: dict[_Key, int] = {}
+        self._captures: dict[
+            int, dict[str, tf.Tensor]
+        ] = {}  # id of a graph -> name inside -> outside
         self._recorded: dict[int, _Operation] = {}
-        self._alive: list[Any] = []  # eager tensors are known by their ids
+        self._alive: list[tf.Tensor] = []  # eager tensors are known by their ids
         self._set(_leaves(batch), _VARIES)
 
-    def set_equal(self, values: Any) -> None:
+    def set_equal(self, values: Structure) -> None:
         """Tell that these tensors are the same on every replica."""
         self._set(_leaves(values), _SAME)
 
-    def is_equal(self, value: Any) -> bool:
+    def is_equal(self, value: Gradient) -> bool:
         """Whether a tensor, or IndexedSlices, is the same on every replica."""
         return all(self._state(leaf) == _SAME for leaf in _leaves(value))
 
-    def parts_of(self, indices: Any) -> list[tuple[Any, str]]:
+    def parts_of(self, indices: tf.Tensor) -> list[tuple[tf.Tensor, str]]:
         """(part, kind) of indices that were concatenated, as those of several lookups are."""
         operation = self._source(indices)
         if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
@@ -435,29 +449,33 @@ class BatchDependence:
             yield
 
     def _record(
-        self, kind: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: Sequence[Any]
+        self,
+        kind: str,
+        inputs: Sequence[tf.Tensor],
+        attributes: dict[str, Any],
+        outputs: Sequence[tf.Tensor],
     ) -> None:
         for number, output in enumerate(outputs):
             self._recorded[id(output)] = _Operation(kind, inputs, number, attributes.__getitem__)
         self._alive.extend(outputs)
 
-    def _kind(self, indices: Any) -> str:
+    def _kind(self, indices: tf.Tensor) -> str:
         if self._state(indices) != _SAME:
             return DISTINCT if self._is_distinct(indices) else BATCH
         return BATCH if self._repeats_by_row(indices) else CONSTANT
 
-    def _is_distinct(self, indices: Any) -> bool:
+    def _is_distinct(self, indices: tf.Tensor) -> bool:
         source = self._source(indices)
         return source.type in ("Unique", "UniqueV2") and source.output == 0
 
-    def _source(self, indices: Any) -> _Operation:
+    def _source(self, indices: tf.Tensor) -> _Operation:
         """The operation that has made these numbers, in this order."""
         operation = self._operation(indices)
         while operation.type in _SAME_ORDER:
             operation = self._operation(operation.inputs[0])
         return operation
 
-    def _repeats_by_row(self, indices: Any) -> bool:
+    def _repeats_by_row(self, indices: tf.Tensor) -> bool:
         """Whether each index is there for each row: constants made with the part's known size."""
         size = self._part_size
         if size is None or size < 2:
@@ -468,7 +486,7 @@ class BatchDependence:
         _, counts = np.unique(values, return_counts=True)
         return bool((counts % size == 0).all())
 
-    def _state(self, tensor: Any) -> int:
+    def _state(self, tensor: tf.Tensor) -> int:
         """How a tensor depends on the batch."""
         stack = [tensor]
         while stack:
@@ -483,7 +501,7 @@ class BatchDependence:
             stack.pop()
         return self._states[_key(tensor)]
 
-    def _missing(self, operation: _Operation) -> Any:
+    def _missing(self, operation: _Operation) -> tf.Tensor | None:
         """An input of which it is still to be found out; None where that is not needed."""
         states = [self._states.get(_key(each)) for each in operation.inputs]
         if _VARIES in states and operation.type not in _BY_OUTPUT:
@@ -501,7 +519,7 @@ class BatchDependence:
             return _SAME
         return _BY_OUTPUT.get(operation.type, _joined)(self, operation, states)
 
-    def _operation(self, tensor: Any) -> _Operation:
+    def _operation(self, tensor: tf.Tensor) -> _Operation:
         if not tf.is_symbolic_tensor(tensor):
             return self._recorded.get(id(tensor), _CONSTANT_OPERATION)
         outer = self._captured(tensor)
@@ -512,7 +530,7 @@ class BatchDependence:
             made_by.type, made_by.inputs, tensor.value_index, made_by.get_attr, made_by.graph
         )
 
-    def _captured(self, tensor: Any) -> Any:
+    def _captured(self, tensor: tf.Tensor) -> tf.Tensor | None:
         if tensor.op.type != "Placeholder":
             return None
         captures = getattr(tensor.graph, "captures", ())
@@ -522,12 +540,12 @@ class BatchDependence:
             self._captures[id(tensor.graph)] = known
         return known.get(tensor.name)
 
-    def _set(self, tensors: Iterable[Any], state: int) -> None:
+    def _set(self, tensors: Iterable[tf.Tensor], state: int) -> None:
         for tensor in tensors:
             self._states[_key(tensor)] = state
             self._alive.append(tensor)
 
-    def _constant_value(self, tensor: Any) -> Any:
+    def _constant_value(self, tensor: tf.Tensor) -> np.ndarray | None:
         """The numbers of a tensor that depends on constants alone, else None; an array."""
         if not tf.is_symbolic_tensor(tensor):
             return None if tensor.dtype == tf.resource else tensor.numpy()
@@ -574,7 +592,7 @@ def _shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> 
     return _SHAPE if states[operation.output] == _VARIES else _SAME
 
 
-def _nothing(*_: Any) -> int:
+def _nothing(*_: object) -> int:
     return _SAME
 
 
@@ -642,7 +660,7 @@ def _loop(self: BatchDependence, operation: _Operation, states: Sequence[int]) -
     return states[operation.output] if turns == _SAME else _VARIES
 
 
-def _of_function(graph: Any, states: Sequence[int], outputs: Iterable[int]) -> list[int]:
+def _of_function(graph: tf.Graph, states: Sequence[int], outputs: Iterable[int]) -> list[int]:
     """How outputs of a function depend on the batch when its inputs do in the given ways."""
     inside = BatchDependence(())
     for tensor, state in zip(graph.inputs, states, strict=True):
@@ -667,12 +685,12 @@ _BY_OUTPUT: dict[str, Callable[[BatchDependence, _Operation, Sequence[int]], int
 }
 
 
-def _leaves(values: Any) -> list[Any]:
+def _leaves(values: Structure | Gradient) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(values, expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None]
 
 
-def _key(tensor: Any) -> Any:
+def _key(tensor: tf.Tensor) -> _Key:
     return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
 
 
@@ -682,11 +700,11 @@ _INDICES = 1 << 32  # more than a table has rows
 class PreparedReduction(NamedTuple):
     """What of one gradient is to be summed over replicas, and what makes the gradient of it."""
 
-    values: list[Any]
-    finish: Callable[[list[Any]], Any]
+    values: list[Gradient]
+    finish: Callable[[list[Gradient]], Gradient]
 
 
-def prepare_reduction(gradient: Any, dependence: BatchDependence) -> PreparedReduction:
+def prepare_reduction(gradient: Gradient, dependence: BatchDependence) -> PreparedReduction:
     """Of a replica's dense or sparse gradient, which counts with its share already."""
     if not isinstance(gradient, tf.IndexedSlices):
         return PreparedReduction([gradient], lambda reduced: reduced[0])
@@ -707,7 +725,7 @@ def prepare_reduction(gradient: Any, dependence: BatchDependence) -> PreparedRed
     )
 
 
-def finished(gradients: Sequence[PreparedReduction], reduced: Iterable[Any]) -> list[Any]:
+def finished(gradients: Sequence[PreparedReduction], reduced: Iterable[Gradient]) -> list[Gradient]:
     """The gradients, of all their `values` in order, each reduced."""
     rest = iter(reduced)
     return [each.finish([next(rest) for _ in each.values]) for each in gradients]
@@ -724,7 +742,7 @@ def _of_one_lookup(slices: tf.IndexedSlices, kind: str) -> PreparedReduction:
     return PreparedReduction([slices], lambda reduced: _summed(reduced[0]))
 
 
-def _summed(slices: Any, places: Any = None) -> Any:
+def _summed(slices: Gradient, places: tf.IndexedSlices | None = None) -> Gradient:
     """One slice for each index, or for each pair of index and place."""
     if not isinstance(slices, tf.IndexedSlices):
         return slices  # a strategy of the user's has made it dense
@@ -739,7 +757,7 @@ def _summed(slices: Any, places: Any = None) -> Any:
     )
 
 
-def _together(lookups: list[Any]) -> Any:
+def _together(lookups: list[Gradient]) -> Gradient:
     if not all(isinstance(slices, tf.IndexedSlices) for slices in lookups):
         return tf.add_n([tf.convert_to_tensor(slices) for slices in lookups])
     return tf.IndexedSlices(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
     StepContext,
     current_graph,
@@ -47,6 +48,7 @@ from tfdist_ext.training.variables import (
 )
 
 __all__ = [
+    "Ids",
     "ReplicaScope",
     "assign_written",
     "contribution",
@@ -57,6 +59,10 @@ __all__ = [
     "rows_of_shared",
     "taken_by",
 ]
+
+
+# Numbers of rows in a table, as a layer looks them up.
+Ids: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 class ReplicaScope(keras.StatelessScope):
@@ -71,8 +77,8 @@ class ReplicaScope(keras.StatelessScope):
 
     def __init__(
         self,
-        metrics: Iterable[tuple[Any, Any]],
-        watched: Sequence[Any] = (),
+        metrics: Iterable[tuple[keras.Variable, tf.Tensor]],
+        watched: Sequence[keras.Variable] = (),
         own: LocalVariables | None = None,
     ):
         metrics = list(metrics)
@@ -85,7 +91,7 @@ class ReplicaScope(keras.StatelessScope):
             self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
         self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
         self.resetting = False
-        self.results: list[Any] = []  # what metrics returned in eager steps
+        self.results: list[tf.Tensor] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
@@ -97,7 +103,7 @@ class ReplicaScope(keras.StatelessScope):
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
             self._move_to_own(variable)
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         key = id(variable)
         if (here := current_step()) is not None:
@@ -122,7 +128,7 @@ class ReplicaScope(keras.StatelessScope):
             self.written_apart.add(key)
             super().add_update(update)
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
         if key in self._watched and self._in_inner_graph():
             self._move_to_own(variable)  # the graph may be a loop that goes on to write it
@@ -157,7 +163,7 @@ class ReplicaScope(keras.StatelessScope):
             self.losses[:] = [loss for loss in self.losses if id(loss) not in mine]
             ids -= mine
 
-    def rows(self, variable: Any, ids: tf.Tensor) -> Any:
+    def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         """The rows of a variable in pieces, moved without the rest of it.
 
         None in inner graphs, and where the step has given it another value.
@@ -168,19 +174,21 @@ class ReplicaScope(keras.StatelessScope):
         raw = kp.raw_value(variable)
         return self._read_of(raw).rows(ids) if variable.trainable else gather_rows(raw, ids)
 
-    def source_of(self, variable: Any) -> Any:
+    def source_of(
+        self, variable: keras.Variable | tf.Variable
+    ) -> keras.Variable | tf.Variable | tf.Tensor:
         """What a tape knows a variable by: one in pieces is no source, its reads have one."""
         raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
         return self._read_of(raw).handle if is_partitioned(raw) else variable
 
-    def _read_of(self, raw: Any) -> ShardedRead:
+    def _read_of(self, raw: tf.Variable) -> ShardedRead:
         if id(raw) not in self._reads:
             with outside_of_inner_graphs(self._graph):
                 self._reads[id(raw)] = ShardedRead(raw)
         return self._reads[id(raw)]
 
     @property
-    def written(self) -> dict[int, Any]:
+    def written(self) -> dict[int, tf.Tensor]:
         """Number of a watched variable -> the value that the step gave it, on this replica."""
         values = {
             self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
@@ -191,7 +199,7 @@ class ReplicaScope(keras.StatelessScope):
                 values[number] = self.state_mapping[key]
         return values
 
-    def outcome(self, here: StepContext | None) -> tuple[list[Any], dict[str, Any]]:
+    def outcome(self, here: StepContext | None) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
         """What a replica's step returns: (the metrics' states, the values that it wrote).
 
         To be called in the replica's context, after the scope.
@@ -216,7 +224,7 @@ class ReplicaScope(keras.StatelessScope):
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
 
-    def _move_to_own(self, variable: Any) -> None:
+    def _move_to_own(self, variable: keras.Variable) -> None:
         """See to it that the replica's own copy has the value that is current before this graph."""
         key = id(variable)
         collected = self.state_mapping.pop(key, None)
@@ -230,7 +238,7 @@ class ReplicaScope(keras.StatelessScope):
         if is_apart:
             self._apart.add(key)
 
-    def _write(self, variable: Any, value: Any) -> None:
+    def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Assign at once, as some layers do to weights that they read in the same call."""
         here = current_step()
         if here and not self._in_inner_graph():
@@ -242,7 +250,7 @@ class ReplicaScope(keras.StatelessScope):
         else:  # the one copy of all replicas, in a wrapper that asks how they combine
             raw.get().assign(tf.cast(value, raw.dtype))
 
-    def _check_metric(self, variable: Any) -> None:
+    def _check_metric(self, variable: keras.Variable) -> None:
         if self._in_inner_graph():
             raise TrainingError(
                 f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
@@ -251,7 +259,7 @@ class ReplicaScope(keras.StatelessScope):
             )
 
 
-def metrics_and_others(model: keras.Model) -> tuple[list[Any], list[Any]]:
+def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """(the variables of a model's metrics, its other variables), each variable once."""
     metrics = metric_variables(metrics_of(model))
     known = {id(variable) for variable in metrics}
@@ -259,7 +267,9 @@ def metrics_and_others(model: keras.Model) -> tuple[list[Any], list[Any]]:
 
 
 def assign_written(
-    strategy: tf.distribute.Strategy, watched: Sequence[Any], written: dict[str, Any]
+    strategy: tf.distribute.Strategy,
+    watched: Sequence[keras.Variable],
+    written: dict[str, tf.Tensor],
 ) -> None:
     """Assign what the replicas' steps wrote, in cross-replica context.
 
@@ -277,7 +287,7 @@ def assign_written(
         )
 
 
-def _check_is_no_metric(variable: Any) -> None:
+def _check_is_no_metric(variable: keras.Variable) -> None:
     """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
     here = current_step()
     if here and here.replicas > 1 and variable.synchronization == "on_read":
@@ -289,7 +299,7 @@ def _check_is_no_metric(variable: Any) -> None:
         )
 
 
-def _on_first_replica(variable: Any, value: Any) -> Any:
+def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     """What a replica contributes to a value that is the same on all of them."""
     if variable.aggregation != "sum" or not tf.distribute.has_strategy():
         return value
@@ -297,7 +307,7 @@ def _on_first_replica(variable: Any, value: Any) -> Any:
     return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
-def metric_variables_on_one_copy() -> Any:
+def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
     """Scope in which metrics' variables are ordinary mirrored ones.
 
     Keras creates them to be summed over replicas when read. Reading such a variable is a
@@ -305,7 +315,7 @@ def metric_variables_on_one_copy() -> Any:
     replicas' own states are in the loop; the variable only shows their aggregate.
     """
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
             kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -315,7 +325,7 @@ def metric_variables_on_one_copy() -> Any:
 
 
 @contextlib.contextmanager
-def metric_methods(metrics: Iterable[Any], *, eager: bool) -> Iterator[None]:
+def metric_methods(metrics: Iterable[keras.metrics.Metric], *, eager: bool) -> Iterator[None]:
     """Scope in which a step may reset metrics and, if it is eager, reads them over all replicas.
 
     A reset counts on replicas without rows too, and its value once. The results that a step
@@ -331,7 +341,9 @@ def metric_methods(metrics: Iterable[Any], *, eager: bool) -> Iterator[None]:
         yield
 
 
-def contribution_of_part(here: StepContext, variable: Any, value: Any, without_rows: Any) -> Any:
+def contribution_of_part(
+    here: StepContext, variable: keras.Variable, value: tf.Tensor, without_rows: tf.Tensor
+) -> tf.Tensor:
     """What a replica's state of a metric adds to the state over all replicas, in its context."""
     if variable.aggregation == "sum":
         value = tf.where(here.is_nonempty(tf.float32) > 0, value, without_rows)
@@ -339,8 +351,8 @@ def contribution_of_part(here: StepContext, variable: Any, value: Any, without_r
     return contribution(variable, value, here.replicas, tf.equal(number, 0))
 
 
-def _resetting(original: Any) -> Any:
-    def reset_state(*args: Any, **kwargs: Any) -> Any:
+def _resetting(original: Callable[..., None]) -> Callable[..., Any]:
+    def reset_state(*args: Any, **kwargs: Any) -> None:
         scope = kp.stateless_scope()
         if not isinstance(scope, ReplicaScope):
             return original(*args, **kwargs)
@@ -353,8 +365,10 @@ def _resetting(original: Any) -> Any:
     return reset_state
 
 
-def _result_over_all(metric: Any, original: Any) -> Any:
-    def result(*args: Any, **kwargs: Any) -> Any:
+def _result_over_all(
+    metric: keras.metrics.Metric, original: Callable[..., Structure]
+) -> Callable[..., Structure]:
+    def result(*args: Any, **kwargs: Any) -> Structure:
         here, scope = current_step(), kp.stateless_scope()
         if not isinstance(scope, ReplicaScope):
             return original(*args, **kwargs)
@@ -376,8 +390,8 @@ def _result_over_all(metric: Any, original: Any) -> Any:
 
 
 def _over_all(
-    here: StepContext, scope: ReplicaScope, variables: list[Any]
-) -> list[tuple[Any, Any]]:
+    here: StepContext, scope: ReplicaScope, variables: list[keras.Variable]
+) -> list[tuple[keras.Variable, tf.Tensor]]:
     """(variable, state over all replicas) of each variable of a metric."""
     known = [variable for variable in variables if id(variable) in scope.without_rows]
     states = [scope.get_current_value(variable) for variable in known]
@@ -392,14 +406,16 @@ def _over_all(
     ]
 
 
-def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Callable[..., Any]:
+def rows_of_shared(
+    strategy: tf.distribute.Strategy, local_replicas: int
+) -> Callable[..., tf.Tensor]:
     """What stands in for `keras.ops.take` of a table's rows.
 
     Keras's way remains that of a variable with a copy for each replica, of one that the step has
     given another value, and of sparse ids.
     """
 
-    def rows(variable: Any, ids: Any) -> Any:
+    def rows(variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
         if isinstance(ids, tf.SparseTensor) or not is_shared(variable):
             return None
         if isinstance(ids, tf.RaggedTensor):
@@ -415,13 +431,13 @@ def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Cal
             return None
         return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
 
-    def of_pieces(variable: Any, ids: tf.Tensor) -> Any:
+    def of_pieces(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
         scope = kp.stateless_scope()
         if isinstance(scope, ReplicaScope):
             return scope.rows(variable, ids)
         return gather_rows(kp.raw_value(variable), ids)
 
-    def is_shared(variable: Any) -> bool:
+    def is_shared(variable: keras.Variable) -> bool:
         raw = kp.raw_value(variable)
         if raw is None or raw.shape.rank < 1 or local_replicas == 1:
             return False
@@ -438,18 +454,20 @@ def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Cal
 
 
 def taken_by(
-    rows: Callable[[Any, Any], Any],
-    original: Callable[..., Any],
-    x: Any,
-    indices: Any,
+    rows: Callable[[keras.Variable, Ids], tf.Tensor | None],
+    original: Callable[..., tf.Tensor],
+    x: keras.Variable | tf.Tensor,
+    indices: Ids,
     axis: int | None = None,
-) -> Any:
+) -> tf.Tensor:
     """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
     taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
     return original(x, indices, axis=axis) if taken is None else taken
 
 
-def contribution(variable: Any, value: Any, replicas: int, first: Any) -> Any:
+def contribution(
+    variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
+) -> tf.Tensor:
     """What one replica's state of a metric adds to the state over all replicas.
 
     Args:
@@ -464,5 +482,5 @@ def contribution(variable: Any, value: Any, replicas: int, first: Any) -> Any:
     return tf.where(first, value, tf.zeros_like(value))  # the first replica speaks for all
 
 
-def _addable(value: Any) -> Any:
+def _addable(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, tf.int32) if value.dtype == tf.bool else value

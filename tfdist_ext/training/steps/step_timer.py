@@ -9,17 +9,22 @@ of its step, is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training.protocols import NullStepTimer
+from tfdist_ext.training.protocols import BatchIterator, NullStepTimer, Structure
+from tfdist_ext.training.steps.rows import Gradient
 
 __all__ = ["NO_ROWS", "Notes", "ReplicaTimer", "StepTimer", "timestamp_after"]
 
 
-def timestamp_after(values: Any) -> tf.Tensor:
+_Value = TypeVar("_Value")
+_Answer = TypeVar("_Answer")
+
+
+def timestamp_after(values: Structure) -> tf.Tensor:
     """The time at which all of these tensors are there, in seconds."""
     parts = tf.nest.flatten(values, expand_composites=True)
     there = [part for part in parts if part is not None]
@@ -49,13 +54,13 @@ class StepTimer(NullStepTimer):
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [[3]])  # -1: no limit
-        self._begun: Any = None
-        self._waited: Any = 0.0
+        self._begun: tf.Tensor | None = None
+        self._waited: tf.Tensor | float = 0.0
 
-    def timed_iterator(self, iterator: Any) -> Any:
+    def timed_iterator(self, iterator: BatchIterator) -> BatchIterator:
         return _Reading(iterator, self._begin)
 
-    def synchronize(self, ask: Callable[[Any], Any], value: Any) -> Any:
+    def synchronize(self, ask: Callable[[_Value], _Answer], value: _Value) -> _Answer:
         before = timestamp_after(value)
         answer = ask(value)
         self._waited = timestamp_after(answer) - before
@@ -64,7 +69,7 @@ class StepTimer(NullStepTimer):
     def replica_timer(self) -> ReplicaTimer:
         return ReplicaTimer()
 
-    def step_is_done(self, notes: Sequence[Any]) -> None:
+    def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:
         # The task is ready when its last replica is.
         ready = tf.reduce_max(tf.stack([note[0] for note in notes]))
         norms = tf.stack([note[1] for note in notes])
@@ -72,7 +77,7 @@ class StepTimer(NullStepTimer):
         norm = tf.gather(norms, tf.argmax(with_rows))  # of the first that has any
         self._note(self._begun, ready - self._begun - self._waited, norm)
 
-    def execution_is_done(self, last: Any) -> None:
+    def execution_is_done(self, last: tf.Tensor) -> None:
         self._note(timestamp_after(last), -1.0, 0.0)
 
     def read(self) -> Notes:
@@ -81,12 +86,12 @@ class StepTimer(NullStepTimer):
         steps = own >= 0  # the others are ends of executions
         return Notes(np.diff(begun, append=0.0)[steps], own[steps], norm[steps])
 
-    def _begin(self) -> Any:
+    def _begin(self) -> tf.Tensor:
         self._begun = timestamp_after([])
         self._waited = 0.0
         return self._begun
 
-    def _note(self, *numbers: Any) -> None:
+    def _note(self, *numbers: tf.Tensor | float) -> None:
         row = [tf.cast(number, tf.float64) for number in numbers]
         with tf.device("CPU:0"):
             self._queue.enqueue(tf.stack(row))
@@ -96,18 +101,20 @@ class ReplicaTimer:
     """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
 
     def __init__(self) -> None:
-        self._meetings: list[tuple[Any, Any]] = []  # when this replica, and when all, were there
-        self._squares: list[Any] = []
-        self._has_rows: Any = True
+        self._meetings: list[
+            tuple[tf.Tensor, tf.Tensor]
+        ] = []  # when this replica, and when all, were there
+        self._squares: list[tf.Tensor] = []
+        self._has_rows: tf.Tensor | bool = True
 
-    def synchronize(self, meet: Callable[[Any], Any], values: Any) -> Any:
+    def synchronize(self, meet: Callable[[_Value], _Answer], values: _Value) -> _Answer:
         """`meet(values)`, which waits for all replicas."""
         ready = timestamp_after([values, self._squares])
         result = meet(values)
         self._meetings.append((ready, timestamp_after(result)))
         return result
 
-    def gradients(self, weighted: Sequence[Any], weight: Any) -> None:
+    def gradients(self, weighted: Sequence[Gradient], weight: tf.Tensor) -> None:
         """Take the norm of a gradient times `weight`: share of the rows, and loss scale."""
         norm = tf.linalg.global_norm(list(weighted))
         # On the host: a GPU's operation is done for TensorFlow when the GPU has been told of it.
@@ -116,7 +123,7 @@ class ReplicaTimer:
             self._squares.append(of_rows**2)
             self._has_rows = weight > 0
 
-    def notes(self, outcome: Any) -> tuple[Any, Any]:
+    def notes(self, outcome: Structure) -> tuple[tf.Tensor, tf.Tensor]:
         """(when it was ready, less what it had waited before; norm of its own mean gradient).
 
         Args:
@@ -128,7 +135,7 @@ class ReplicaTimer:
         waited = [there - here for here, there in before]
         return ready - (tf.add_n(waited) if waited else 0.0), self._norm()
 
-    def _norm(self) -> Any:
+    def _norm(self) -> tf.Tensor:
         if not self._squares:
             return tf.constant(NO_ROWS, tf.float64)
         with tf.device("CPU:0"):
@@ -139,14 +146,14 @@ class ReplicaTimer:
 class _Reading:
     """An iterator whose elements are asked for when the step has begun."""
 
-    def __init__(self, iterator: Any, begin: Callable[[], Any]):
+    def __init__(self, iterator: BatchIterator, begin: Callable[[], tf.Tensor]):
         self._iterator = iterator
         self._begin = begin
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Structure:
         with tf.control_dependencies([self._begin()]):
             return next(self._iterator)
 
-    def get_next_as_optional(self) -> Any:
+    def get_next_as_optional(self) -> tf.experimental.Optional:
         with tf.control_dependencies([self._begin()]):
             return self._iterator.get_next_as_optional()

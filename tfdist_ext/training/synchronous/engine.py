@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import random
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,9 +28,15 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import check_equal_positions
-from tfdist_ext.training.inputs import GlobalBatches, batches_of_function, read
+from tfdist_ext.training.inputs import GlobalBatches, Parts, batches_of_function, read
 from tfdist_ext.training.programs import EngineBase, step_of
-from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFunction, StepProgram
+from tfdist_ext.training.protocols import (
+    NullStepTimer,
+    PredictProgram,
+    StepFunction,
+    StepProgram,
+    Structure,
+)
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction
@@ -56,7 +63,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
             return batches_of_function(data[0], self.reduction, *data[1:], **options)
         return read(*data, **options)
 
-    def feed(self, batches: GlobalBatches) -> Any:
+    def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
         """What the programs iterate over: the parts of this task's replicas."""
         on = self.reduction
         if on.feeds_on_host:
@@ -121,7 +128,7 @@ class Seeds:
             return step
 
         @functools.wraps(step)
-        def seeded(*args: Any) -> Any:
+        def seeded(*args: Structure) -> Structure:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             number = int(tf.get_static_value(number)) % len(generators)
             with kp.global_seed_generator(generators[number]):

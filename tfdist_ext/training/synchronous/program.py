@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -23,8 +23,16 @@ import tensorflow as tf
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
+from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.programs import ProgramBase
-from tfdist_ext.training.protocols import Epoch, Execution, NullStepTimer, StepFunction
+from tfdist_ext.training.protocols import (
+    BatchIterator,
+    Epoch,
+    Execution,
+    NullStepTimer,
+    StepFunction,
+    Structure,
+)
 from tfdist_ext.training.steps import exact
 from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.logs import (
@@ -51,13 +59,19 @@ from tfdist_ext.training.steps.scope import (
     metrics_and_others,
     rows_of_shared,
 )
-from tfdist_ext.training.synchronous.reduction import SynchronousReduction
+from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
 from tfdist_ext.training.variables import LocalVariables
 
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
 
-States = list[list[tf.Tensor]]  # for each local replica, the value of each metric variable
+# Logs, the metrics' values, the replicas' states, steps done, and the chief's seconds: what an
+# execution returns.
+Finished: TypeAlias = tuple[dict[str, tf.Tensor], list[tf.Tensor], States, tf.Tensor, tf.Tensor]
+
+
+# What a step leaves for the logs, by name; a loop in the graph carries it.
+Outputs: TypeAlias = dict[str, tf.Tensor]
 
 
 class SynchronousProgram(ProgramBase):
@@ -99,7 +113,7 @@ class SynchronousProgram(ProgramBase):
         self._agreed = compiled(self._run_agreed)
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._states: States = []
-        self._turn: Any = None
+        self._turn: tf.Tensor | None = None
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
 
@@ -111,7 +125,13 @@ class SynchronousProgram(ProgramBase):
         self._states = self._reduction.split_states(self._metrics, start)
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
+        self,
+        iterator: BatchIterator,
+        n: int,
+        *,
+        seconds: float,
+        known_length: bool,
+        needs_row_count: bool,
     ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
@@ -136,7 +156,7 @@ class SynchronousProgram(ProgramBase):
         }
         return Execution(logs, int(steps), float(chief_seconds))
 
-    def _reporting_compilation(self) -> Any:
+    def _reporting_compilation(self) -> contextlib.AbstractContextManager[None]:
         """Scope of an execution; the first one may take minutes, which the chief says."""
         first, self._compiles = self._compiles, False
         if not first or not self._reduction.is_chief or self._model.run_eagerly:
@@ -158,12 +178,16 @@ class SynchronousProgram(ProgramBase):
             logs.update(tf.function(self._derived.of_states, autograph=False)(values))
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
-    def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+    def _run_counted(
+        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
+    ) -> Finished:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
         batches = self._timer.timed_iterator(iterator)
 
-        def body(i: Any, states: States, outputs: Any) -> Any:
+        def body(
+            i: tf.Tensor, states: States, outputs: Outputs
+        ) -> tuple[tf.Tensor, States, Outputs]:
             states, outputs = self._one_step(next(batches), states, turn=i)
             return i + 1, states, outputs
 
@@ -171,12 +195,16 @@ class SynchronousProgram(ProgramBase):
         done, states, outputs = tf.while_loop(lambda i, *_: i < n, body, start)
         return self._finish(states, outputs, done, seconds)
 
-    def _run_open_ended(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+    def _run_open_ended(
+        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
+    ) -> Finished:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
         batches = self._timer.timed_iterator(iterator)
 
-        def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
+        def body(
+            i: tf.Tensor, more: tf.Tensor, states: States, outputs: Outputs
+        ) -> tuple[tf.Tensor, tf.Tensor, States, Outputs]:
             batch = batches.get_next_as_optional()
             more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
             states, outputs = tf.cond(
@@ -193,12 +221,16 @@ class SynchronousProgram(ProgramBase):
         )
         return self._finish(states, outputs, done, seconds)
 
-    def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
+    def _run_agreed(
+        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
+    ) -> Finished:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states, needs_row_count=True)
         batches = self._timer.timed_iterator(iterator)
 
-        def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
+        def body(
+            i: tf.Tensor, more: tf.Tensor, states: States, outputs: Outputs
+        ) -> tuple[tf.Tensor, tf.Tensor, States, Outputs]:
             batch = next(batches)
             rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
             more = real > 0
@@ -216,10 +248,16 @@ class SynchronousProgram(ProgramBase):
         return self._finish(states, outputs, done, seconds)
 
     def _run_eagerly(
-        self, iterator: Any, n: Any, seconds: Any, states: States, *, needs_row_count: bool = False
-    ) -> Any:
+        self,
+        iterator: BatchIterator,
+        n: tf.Tensor,
+        seconds: tf.Tensor,
+        states: States,
+        *,
+        needs_row_count: bool = False,
+    ) -> Finished:
         done = 0
-        outputs: dict[str, Any] = {}
+        outputs: Outputs = {}
         batches = self._timer.timed_iterator(iterator)
         count = functools.partial(self._timer.synchronize, self._reduction.rows_of_all)
         while done < int(n):
@@ -237,8 +275,12 @@ class SynchronousProgram(ProgramBase):
         return self._finish(states, outputs, tf.constant(done), seconds)
 
     def _one_step(
-        self, batch: Any, states: States, rows: Any = None, turn: Any = None
-    ) -> tuple[States, dict[str, Any]]:
+        self,
+        batch: Parts,
+        states: States,
+        rows: tf.Tensor | None = None,
+        turn: tf.Tensor | None = None,
+    ) -> tuple[States, Outputs]:
         """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
         self._turn = turn
         eager = bool(self._own_outputs and self._model.run_eagerly)
@@ -256,7 +298,9 @@ class SynchronousProgram(ProgramBase):
         states = [list(state) for state in by_replica] or states
         return states, {name: _sum(local(value)) for name, value in outputs.items()}
 
-    def _one_replica(self, part: Any, states: States, rows_of_all: Any = None) -> Any:
+    def _one_replica(
+        self, part: Part, states: States, rows_of_all: tf.Tensor | None = None
+    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], Outputs, tuple[tf.Tensor, ...]]:
         """One replica's part of a global batch, in that replica's context.
 
         Args:
@@ -274,7 +318,7 @@ class SynchronousProgram(ProgramBase):
             size = on.replicas, on.local_replicas
             here = StepContext(rows, of, *size, batch, self._keras_step, turn, timer)
             here.substitutes = exact.substitutes_of(here, self._rows)
-        recording: Any = contextlib.nullcontext()
+        recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if here and self._model.run_eagerly:
             recording = here.dependence.recording()
         with (
@@ -299,8 +343,12 @@ class SynchronousProgram(ProgramBase):
         scope.forget_losses(self._model)
 
     def _carried(
-        self, logs: dict[str, Any], returned: Any, scope: ReplicaScope, here: StepContext | None
-    ) -> dict[str, Any]:
+        self,
+        logs: dict[str, tf.Tensor],
+        returned: Any,
+        scope: ReplicaScope,
+        here: StepContext | None,
+    ) -> Outputs:
         """What a replica adds to the values from which the logs are computed in the end."""
         if not self._own_outputs:
             return {}
@@ -326,7 +374,7 @@ class SynchronousProgram(ProgramBase):
                 carried[name] = here.contribution(value) if here else value
         return carried
 
-    def _logs(self, values: Sequence[Any], last: dict[str, Any]) -> dict[str, tf.Tensor]:
+    def _logs(self, values: Sequence[tf.Tensor], last: Outputs) -> dict[str, tf.Tensor]:
         """The logs.
 
         Args:
@@ -340,7 +388,7 @@ class SynchronousProgram(ProgramBase):
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             return results(self._model, logs, of_metrics, self._updated)
 
-    def _empty_outputs(self, iterator: Any, states: States) -> dict[str, Any]:
+    def _empty_outputs(self, iterator: BatchIterator, states: States) -> Outputs:
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
         if not self._own_outputs:
             return {}
@@ -356,7 +404,9 @@ class SynchronousProgram(ProgramBase):
             for name, spec in spec_of.items()
         }
 
-    def _finish(self, states: States, outputs: Any, steps: Any, seconds: Any) -> Any:
+    def _finish(
+        self, states: States, outputs: Outputs, steps: tf.Tensor, seconds: tf.Tensor
+    ) -> Finished:
         values, last, chief_seconds = self._reduction.over_all(
             self._metrics, states, outputs, seconds
         )
@@ -364,10 +414,10 @@ class SynchronousProgram(ProgramBase):
         return self._logs(values, last), values, states, steps, chief_seconds
 
 
-def _has_mean(here: StepContext | None) -> Callable[[Any], bool]:
+def _has_mean(here: StepContext | None) -> Callable[[tf.Tensor], bool]:
     """Whether values of a tensor, one of each replica, have a mean."""
 
-    def has_mean(value: Any) -> bool:
+    def has_mean(value: tf.Tensor) -> bool:
         if not is_carried(value):
             return False
         return here is None or here.replicas == 1 or not here.has_rows(value)
@@ -375,7 +425,7 @@ def _has_mean(here: StepContext | None) -> Callable[[Any], bool]:
     return has_mean
 
 
-def _sum(values: tuple[Any, ...]) -> Any:
+def _sum(values: tuple[tf.Tensor, ...]) -> tf.Tensor:
     return tf.add_n(values) if values[0].dtype.is_floating else values[0]
 
 
@@ -405,13 +455,13 @@ class Predictor:
         self._own = LocalVariables(strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = step
-        self._of_batch: Any = self._outputs_of_batch
-        self._of_next: Any = self._outputs_of_next
+        self._of_batch: Callable[..., Structure] = self._outputs_of_batch
+        self._of_next: Callable[..., Structure] = self._outputs_of_next
         if not model.run_eagerly:
             self._of_batch = tf.function(self._of_batch, autograph=False, reduce_retracing=True)
             self._of_next = tf.function(self._of_next, autograph=False, reduce_retracing=True)
 
-    def outputs(self, data: Epoch) -> Iterator[Any]:
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order."""
         while True:
             try:
@@ -419,7 +469,7 @@ class Predictor:
             except (StopIteration, tf.errors.OutOfRangeError):
                 return
 
-    def _next_outputs(self, data: Epoch) -> Any:
+    def _next_outputs(self, data: Epoch) -> Structure:
         if data.steps is not None or not self._reduction.multi_worker:
             return self._of_next(data.iterator, data.needs_row_count)
         # gather is a collective: no worker may go on alone.
@@ -428,10 +478,10 @@ class Predictor:
             raise StopIteration
         return self._of_batch(batch.get_value(), data.needs_row_count)
 
-    def _outputs_of_next(self, iterator: Any, needs_row_count: bool) -> Any:
+    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
         return self._outputs_of_batch(next(iterator), needs_row_count)
 
-    def _outputs_of_batch(self, batch: Any, needs_row_count: bool) -> Any:
+    def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         on = self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
@@ -442,7 +492,7 @@ class Predictor:
         self._assign_metrics(new)
         return keras.tree.map_structure(self._whole, outputs)
 
-    def _assign_metrics(self, new: Any) -> None:
+    def _assign_metrics(self, new: list[tf.Tensor]) -> None:
         """Give the metrics that layers update in their call the states of all replicas."""
         updated = [
             (variable, self._strategy.experimental_local_results(value))
@@ -457,7 +507,9 @@ class Predictor:
         for variable, value in zip(variables, values, strict=True):
             kp.raw_value(variable).assign(value)
 
-    def _of_one_part(self, part: Any, states: Any, rows_of_all: Any = None) -> Any:
+    def _of_one_part(
+        self, part: Part, states: States, rows_of_all: tf.Tensor | None = None
+    ) -> tuple[Structure, list[tf.Tensor], dict[str, tf.Tensor]]:
         """(outputs, metrics' states, values written) of one replica, in its context."""
         mine = self._reduction.of_this_replica(states)
         rows, of, batch = part
@@ -480,14 +532,14 @@ class Predictor:
         outputs = keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
         return outputs, *scope.outcome(here)
 
-    def _whole(self, value: Any) -> Any:
+    def _whole(self, value: tf.Tensor) -> tf.Tensor:
         if self._reduction.multi_worker:
             return self._strategy.gather(value, axis=0)
         parts = self._strategy.experimental_local_results(value)
         return parts[0] if len(parts) == 1 else _concat(parts)
 
 
-def _if_any(rows: tf.Tensor, value: Any) -> Any:
+def _if_any(rows: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """The outputs, or none where the replica only ran on a row that is another's."""
     if isinstance(value, tf.SparseTensor) or value.shape.rank == 0:
         return value
@@ -495,7 +547,7 @@ def _if_any(rows: tf.Tensor, value: Any) -> Any:
     return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
 
 
-def _concat(parts: tuple[Any, ...]) -> Any:
+def _concat(parts: tuple[tf.Tensor, ...]) -> tf.Tensor:
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(axis=0, sp_inputs=list(parts))
     return tf.concat(parts, axis=0)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.strategies.explanation import computing_tasks
 from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
 from tfdist_ext.training.agreement.peers import Peers, peers_of
+from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import _addable, contribution
 
-__all__ = ["SynchronousReduction"]
+__all__ = ["States", "SynchronousReduction"]
+
+
+# For each local replica, the value of each metric variable.
+States: TypeAlias = list[list[tf.Tensor]]
 
 
 class SynchronousReduction:
@@ -38,7 +45,7 @@ class SynchronousReduction:
         self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
-        self._sums: dict[Any, Any] = {}
+        self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
         self.peers = peers_of(strategy)
 
     @contextlib.contextmanager
@@ -64,7 +71,7 @@ class SynchronousReduction:
         """The tasks that compute, in the order of their replicas, as "worker 1"."""
         return computing_tasks(self._strategy, self.workers)
 
-    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+    def run(self, step: Callable[..., Any], batch: Parts, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
 
         `batch` is from an iterator over parts of global batches.
@@ -87,7 +94,9 @@ class SynchronousReduction:
         which = number % self.local_replicas
         return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
 
-    def split_states(self, variables: Sequence[Any], values: Sequence[Any]) -> list[list[Any]]:
+    def split_states(
+        self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]
+    ) -> States:
         """For each local replica, the metric states from which its steps start.
 
         What is summed over replicas starts from its value on the first replica, and from zero on
@@ -101,8 +110,12 @@ class SynchronousReduction:
         return [list(values), *others[1:]] if self.is_chief else others
 
     def over_all(
-        self, variables: Sequence[Any], states: Any, outputs: dict[str, Any], seconds: Any
-    ) -> tuple[list[Any], dict[str, Any], Any]:
+        self,
+        variables: Sequence[keras.Variable],
+        states: States,
+        outputs: dict[str, tf.Tensor],
+        seconds: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
         """(metric states, outputs, chief's seconds), each one value for the whole cluster.
 
         Args:
@@ -117,7 +130,7 @@ class SynchronousReduction:
         first_worker = self.is_chief
         # What is one value a worker already goes in with its first replica only.
         names = [name for name, value in outputs.items() if value.dtype != tf.string]
-        mine: list[list[Any]] = []
+        mine: list[list[tf.Tensor]] = []
         for replica, state in enumerate(states):
             first = first_worker and replica == 0
             values = [
@@ -157,7 +170,7 @@ class SynchronousReduction:
         with self.peers.meeting():
             return self._sums[kind](value).numpy()
 
-    def from_chief(self, value: Any) -> np.ndarray:
+    def from_chief(self, value: npt.ArrayLike) -> np.ndarray:
         """The chief's number or array, on every worker; every worker must call."""
         value = np.asarray(value)
         return self.sum_over_workers(value if self.is_chief else np.zeros_like(value))
@@ -166,34 +179,34 @@ class SynchronousReduction:
         """Whether the flag is set on any worker; every worker must call."""
         return bool(self.sum_over_workers(np.int32(flag)) > 0)
 
-    def on_all_workers(self, flag: Any) -> Any:
+    def on_all_workers(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether a boolean tensor is true on every worker: in the graph, in all of them."""
         if not self.multi_worker:
             return flag
         here = [[tf.cast(flag, tf.int32)] for _ in range(self.local_replicas)]
         return self._sum_of_replicas(here)[0] == self.replicas
 
-    def rows_of_all(self, batch: Any) -> Any:
+    def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
         """In a step: (rows of all parts, sum of what the parts say of the global batch's size)."""
 
-        def counted(part: Any) -> Any:
+        def counted(part: Part) -> tf.Tensor:
             counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
             return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
 
         summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
         return summed[0], summed[1]
 
-    def _sum_of_local(self, value: Any) -> Any:
+    def _sum_of_local(self, value: tf.Tensor) -> tf.Tensor:
         others = [[tf.zeros_like(value)] for _ in range(self.local_replicas - 1)]
         return self._sum_of_replicas([[value], *others])[0]
 
-    def _sum_of_replicas(self, per_replica: list[list[Any]]) -> list[Any]:
+    def _sum_of_replicas(self, per_replica: list[list[tf.Tensor]]) -> list[tf.Tensor]:
         """Sum lists of tensors over all replicas, one collective for each dtype."""
         dtypes = [value.dtype for value in per_replica[0]]
 
-        def in_replica(per_replica: Any) -> list[Any]:
+        def in_replica(per_replica: list[list[tf.Tensor]]) -> list[tf.Tensor]:
             mine = self.of_this_replica(per_replica)
-            result: list[Any] = [None] * len(mine)
+            result: list[tf.Tensor] = [None] * len(mine)
             for dtype in dict.fromkeys(dtypes):
                 places = [i for i, other in enumerate(dtypes) if other == dtype]
                 # identity: a tensor from outside has no device, and the reduction goes by it.
