@@ -14,10 +14,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
     package_data={"tfdist_ext": ["py.typed"]},
+    # The releases in the table of docs/compatibility.md, which scripts/test_versions prints.
     # google-crc32c: the checksums of records, which TensorFlow does not give to Python.
     install_requires=[
-        "tensorflow>=2.20",
-        "keras>=3.12",
+        "tensorflow>=2.20,<2.22",
+        "keras>=3.12,<3.16",
         "absl-py",
         "google-crc32c",
         "h5py",

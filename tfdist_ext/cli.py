@@ -38,16 +38,22 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class _Command:
-    """A sub-command: what --help says, its options, and what it does with them.
+    """A sub-command.
 
-    `run` gets the options and the words after `--`, and returns the exit status.
+    Attributes:
+        summary: the first line of its --help.
+        epilog: the last lines of it.
+        add_options: declares its options.
+        run: gets the options and the words after `--`, and returns the exit status.
+        before: words of the usage before the options.
+        after: words of the usage after them.
     """
 
     summary: str
     epilog: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, list[str]], int]
-    before: str = ""  # words of the usage, before the options
+    before: str = ""
     after: str = ""
 
     @property
@@ -83,7 +89,10 @@ def _dispatch(words: list[str]) -> int:
     if unknown:
         _refuse_unknown(unknown, options.command, command, dashes)
     if dashes and not command.takes_command:
-        raise LaunchError(f"tfdist {options.command} takes no command after --; leave it out")
+        raise LaunchError(
+            f"tfdist {options.command} must come without a command, got words after --; leave them"
+            " out"
+        )
     return command.run(options, command_line)
 
 
@@ -98,8 +107,8 @@ def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
 def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bool) -> NoReturn:
     if command.takes_command and not dashes and not unknown[0].startswith("-"):
         raise LaunchError(
-            f"the command to run has to stand after --, and {unknown[0]!r} arrived without it; "
-            f"write: tfdist {name} [options] -- {' '.join(unknown)}"
+            f"the command to run must stand after --, got {unknown[0]!r} without it; write: tfdist"
+            f" {name} [options] -- {' '.join(unknown)}"
         )
     raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help")
 

@@ -9,7 +9,7 @@
     ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
     └── LaunchError        (also RuntimeError) processes that could not be planned or started
 
-A message says what is wrong, what arrived, and what to do.
+A message says what must hold, what it got, and what to do, as "index must be below 2, got 3; ...".
 """
 
 from __future__ import annotations

@@ -47,23 +47,19 @@ def check_int(
     high: int | None = None,
     *,
     error: type[TfDistError],
-    advice: str = "",
 ) -> int:
     """The value as a Python integer; 3 and numpy's int64(3) are integers, 3.0 and True are not.
 
     Raises:
         TfDistError: of type `error`: not an integer, or not in [low, high].
     """
-    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    said = f"{name} must be an integer {limits}, got {shown(value)}.{advice and ' '}{advice}"
-    if isinstance(value, bool):
-        raise error(said)
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what cannot is refused
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise error(said) from None
-    if number < low or (high is not None and number > high):
-        raise error(said)
+        number = None
+    if number is None or number < low or (high is not None and number > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise error(f"{name} must be an integer {limits}, got {shown(value)}.")
     return number
 
 
@@ -74,4 +70,4 @@ def counted(number: int, noun: str) -> str:
 
 def refuse(where: str, what: str, received: object, advice: str) -> ClusterConfigError:
     """The error to raise; `where` is the source ("TF_CONFIG"), `what` starts with the key."""
-    return ClusterConfigError(f"{where}: {what}. Received: {shown(received)}. {advice}")
+    return ClusterConfigError(f"{where}: {what}, got {shown(received)}. {advice}")

@@ -83,7 +83,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
     for path, suffixes in ((options.picture, (".svg", ".png")), (options.json, (".json",))):
         if path is not None and path.suffix.lower() not in suffixes:
             raise PlacementError(
-                f"the file {str(path)!r} must end in {' or '.join(suffixes)}: name it so."
+                f"the file must end in {' or '.join(suffixes)}, got {str(path)!r}; name it so."
             )
     if options.picture is not None:
         require_matplotlib()  # before a model is built for nothing
@@ -116,8 +116,8 @@ def find_builder(text: str) -> Callable[[], Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise PlacementError(
-            "the builder is written module:function, as train.py:build or my.models:build."
-            f" Received: {text!r}."
+            "the builder must be written module:function, as train.py:build or my.models:build, got"
+            f" {text!r}."
         )
     module = _module(place)
     function = getattr(module, name, None)
@@ -151,7 +151,7 @@ def _rule(text: str) -> tuple[str, str]:
     pattern, equals, placement = text.rpartition("=")
     if not equals:
         raise PlacementError(
-            f"a rule is written PATTERN=PLACEMENT, as 'users/.*=sharded(4)'. Received: {text!r}."
+            f"a rule must be written PATTERN=PLACEMENT, as 'users/.*=sharded(4)', got {text!r}."
         )
     return pattern.strip(), placement
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist_ext.errors import TfDistError
 
-__all__ = ["TESTED", "PrivateNames"]
+__all__ = ["TESTED", "PrivateNames", "untested_versions"]
 
 # The releases with which the suite has passed: the oldest that setup.py allows, and the newest.
 TESTED = {"tensorflow": ("TensorFlow", "2.20", "2.21"), "keras": ("Keras", "3.12", "3.15")}
@@ -71,3 +71,24 @@ class PrivateNames:
             f" it no more; install a release from {oldest} to {newest}, with which tfdist_ext was"
             " tested."
         )
+
+
+def untested_versions() -> str:
+    """A sentence about installed releases that are not among those of TESTED; "" where all are."""
+    found = []
+    for package, (title, oldest, newest) in TESTED.items():
+        version = import_module(package).__version__
+        minor = tuple(map(int, version.split(".")[:2]))
+        if not _minor(oldest) <= minor <= _minor(newest):
+            found.append(f"{title} from {oldest} to {newest}, got {version}")
+    if not found:
+        return ""
+    return (
+        f"tfdist_ext was tested with {'; with '.join(found)}. Steps are checked all the same, and"
+        " an error says where a release takes another way. docs/compatibility.md lists what was"
+        " tested."
+    )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))

@@ -38,7 +38,7 @@ def test_bad_value(bad: Bad) -> None:
         assert message.startswith("TF_CONFIG: ")
         assert bad.fragment in message
         # What was wrong, what arrived, what to do: in this order, none of them empty.
-        wrong, _, rest = message.partition(" Received: ")
+        wrong, _, rest = message.partition(", got ")
         received, _, advice = rest.partition(". ")
         assert bad.arrived in received
         assert wrong

@@ -41,7 +41,7 @@ def test_hosts(text: str, expected: list[str], why: str) -> None:
     + ["n[1,]", "n[[1]]", "n[1-2-3]", "n[0-999999999]", "n[0-999]m[0-9999]", "n[9" + "9" * 5000],
 )
 def test_bad_hosts(text: str) -> None:
-    with pytest.raises(ClusterConfigError, match=r"^test: LIST .*Received: '") as caught:
+    with pytest.raises(ClusterConfigError, match=r"^test: LIST .*, got '") as caught:
         expand_hosts(text, "LIST", "test")
     assert len(str(caught.value)) < 400
 
@@ -72,7 +72,7 @@ def test_counts(text: str, expected: list[int], why: str) -> None:
     "text", ["", "x", "2(3)", "2(x)", "2x3", "-1", "2(x3", "1,", "0(x999999999)", "999999(x9)"]
 )
 def test_bad_counts(text: str) -> None:
-    with pytest.raises(ClusterConfigError, match=r"^test: COUNTS .*Received: '"):
+    with pytest.raises(ClusterConfigError, match=r"^test: COUNTS .*, got '"):
         expand_counts(text, "COUNTS", "test")
 
 

@@ -63,7 +63,7 @@ def _parses(text: str) -> bool:
     except ClusterConfigError as error:
         message = str(error)
         assert message.startswith("TF_CONFIG: ")
-        assert " Received: " in message
+        assert ", got " in message
         assert len(message) < 400
         message.encode("utf-8")
         return False

@@ -198,14 +198,18 @@ def test_a_truncated_file_is_an_error_of_its_shard(folder: str, write_records: W
     [
         pytest.param("{}/*.nothing", r"no file matches '.*/\*\.nothing'\. Is", id="empty"),
         pytest.param("nothing-*", r"no file matches 'nothing-\*' \(from /", id="relative"),
-        pytest.param("{}/sub", "sub is a folder, not a file", id="a folder"),
-        pytest.param("{}/*", "sub is a folder, not a file", id="a folder among files"),
+        pytest.param(
+            "{}/sub",
+            "sub must be a file, got a folder",
+            id="a folder",
+        ),
+        pytest.param("{}/*", "sub must be a file, got a folder", id="a folder among files"),
         pytest.param("{}/gone*", "gone cannot be read: No such file", id="a link to nothing"),
         pytest.param("nosuch://a/*", "'nosuch://.*' cannot be looked for: .*scheme", id="scheme"),
-        pytest.param([], r"no files are given. Received: \[\]", id="no patterns"),
-        pytest.param(["{}/a", 3], r"patterns, as text. Received: 3", id="a number"),
-        pytest.param(b"a", r"patterns, as text. Received: b'a'", id="bytes"),
-        pytest.param(None, "patterns, as text. Received: None", id="nothing"),
+        pytest.param([], r"at least one pattern, got \[\]", id="no patterns"),
+        pytest.param(["{}/a", 3], r"paths as text, got 3", id="a number"),
+        pytest.param(b"a", r"paths as text, got b'a'", id="bytes"),
+        pytest.param(None, "paths as text, got None", id="nothing"),
     ],
 )
 def test_files_that_are_not_there(tmp_path: Path, pattern: Any, message: str) -> None:
@@ -222,7 +226,7 @@ def test_files_that_are_not_there(tmp_path: Path, pattern: Any, message: str) ->
 
 
 def test_a_shard_that_is_none() -> None:
-    with pytest.raises(DataError, match=r"shard_files wants a Shard\(index, count\)"):
+    with pytest.raises(DataError, match=r"shard must be a Shard\(index, count\)"):
         shard_files("a", 0)  # type: ignore[arg-type]
 
 

@@ -73,7 +73,10 @@ def test_what_the_source_raises_is_a_data_error() -> None:
                 raise OSError("disk is gone")
             return X[numbers]
 
-    with pytest.raises(DataError, match=r"failed with OSError: disk is gone\. The numbers were"):
+    with pytest.raises(
+        DataError,
+        match="got OSError from the source: disk is gone",
+    ):
         list(from_source(Breaks(), global_batch_size=4).dataset())
 
 
@@ -104,10 +107,16 @@ def broken(length: int, answer: Any) -> Any:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (iter([1]), r"has len\(source\) and source\[numbers\]"),
-        (broken(0, X), "0 examples"),
-        (broken(3, KeyError("row")), "fails with KeyError: 'row'"),
-        (broken(3, X[:2]), r"one of them has shape \(2, 3\)"),
+        (iter([1]), r"must have len\(source\) and source\[numbers\]"),
+        (broken(0, X), "source must have at least 1 example, got 0; check what it reads"),
+        (
+            broken(3, KeyError("row")),
+            r"source\[numbers\] must take an int64 array of .*got KeyError from the source: 'row'",
+        ),
+        (
+            broken(3, X[:2]),
+            r"source\[numbers\] must give arrays with a row .*got shape \(2, 3\) and dtype",
+        ),
         (broken(3, np.array([{}])), "dtype object"),
     ],
 )
@@ -122,14 +131,19 @@ def test_another_kind_of_numbers_is_not_cut_off() -> None:
             return numbers + 0.5 if numbers.max() > 20 else numbers
 
     source: Any = from_source(Sometimes(), global_batch_size=4).source
-    with pytest.raises(DataError, match="gave float64, and int64 for the first example"):
+    with pytest.raises(
+        DataError,
+        match=r"source\[numbers\] must always give one dtype, got float64 after int64 for the",
+    ):
         source._rows(np.array([30]))
 
 
 def test_too_few_rows_are_said() -> None:
     source: Any = from_source(Rising(), global_batch_size=4).source
     source._source = broken(ROWS, (X[:1], X[:1, 0]))
-    with pytest.raises(DataError, match=r"gave 1 rows for 3 numbers: \[2 5 7\]"):
+    with pytest.raises(
+        DataError, match=r"source\[numbers\] must give a row for each .*got 1 rows for \[2 5"
+    ):
         source._rows(np.array([5, 2, 7]))
 
 

@@ -141,7 +141,10 @@ def test_what_cannot_be_padded_or_distributed() -> None:
         from_arrays(X, global_batch_size=10).dataset(remainder=Remainder.PAD)
     with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
         ordered().dataset(remainder="pad")
-    with pytest.raises(DataError, match=r"a tf\.distribute\.Strategy is wanted"):
+    with pytest.raises(
+        DataError,
+        match=r"strategy must be a tf\.distribute\.Strategy, got 'mirrored'",
+    ):
         ordered().distributed("mirrored")
 
 

@@ -159,8 +159,10 @@ def test_epochs_are_whole_numbers(epoch: Any) -> None:
 @pytest.mark.parametrize(
     ("n", "batch", "first", "message"),
     [
-        pytest.param(0, 1, 0, "0 examples", id="nothing"),
-        pytest.param(np.int64(0), 1, 0, "0 examples", id="numpy's nothing"),
+        pytest.param(
+            0, 1, 0, "data must have at least 1 example, got 0; check what it reads", id="nothing"
+        ),
+        pytest.param(np.int64(0), 1, 0, "at least 1 example, got 0", id="numpy's nothing"),
         pytest.param(-3, 1, 0, "number of examples .*got -3", id="negative"),
         pytest.param(10, 0, 0, "global_batch_size must be an integer from 1", id="no batch"),
         pytest.param(10, 11, 0, "size must be at most 10, .* got 11", id="large"),
@@ -177,5 +179,5 @@ def test_steps_and_shards_that_are_not_there() -> None:
     order = Order(10, 4)
     with pytest.raises(DataError, match=r"step must be an integer from 0 to 2, got 3"):
         order.indices(3)
-    with pytest.raises(DataError, match=r"indices wants a Shard"):
+    with pytest.raises(DataError, match=r"shard must be a Shard"):
         order.indices(0, (0, 2))  # type: ignore[arg-type]

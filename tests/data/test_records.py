@@ -336,26 +336,29 @@ def test_files_that_cannot_be_read(tmp_path: Path, place: str) -> None:
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a folder, not a file"):
+    with pytest.raises(
+        DataError,
+        match="must be a file, got a folder",
+    ):
         Records([str(tmp_path)])
 
 
 @pytest.mark.parametrize("wanted", [[-1], [0, 100], [2**40]])
 def test_records_that_are_not_there(files: list[str], wanted: list[int]) -> None:
-    with pytest.raises(DataError, match=r"there is no record .*: the files have 100 records"):
+    with pytest.raises(DataError, match=r"indices must be below 100, the number of records"):
         Records(files).read(wanted)
 
 
 @pytest.mark.parametrize("wanted", [[0.5], [[1, 2]], ["a"]])
 def test_numbers_that_are_none(files: list[str], wanted: Any) -> None:
-    with pytest.raises(DataError, match=r"whole numbers of shape \[n\]"):
+    with pytest.raises(DataError, match=r"integers of shape \[n\]"):
         Records(files).read(wanted)
 
 
 def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='on_error must be "raise" or "skip"'):
         Records(["a"], on_error="ignore")
-    with pytest.raises(DataError, match=r"a list of files\. Received: 'a'"):
+    with pytest.raises(DataError, match=r"a list of paths, got 'a'"):
         Records("a")
-    with pytest.raises(DataError, match="a list of files"):
+    with pytest.raises(DataError, match="files must be a list of paths"):
         Records([])

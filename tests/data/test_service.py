@@ -129,7 +129,7 @@ def test_no_service_is_an_error_that_says_how_to_start_one(four_cpus: None) -> N
 
     with pytest.raises(DataError, match=r"tfdist run --data-workers 2 -- python script\.py"):
         through_service(batches(0, 10), env={})
-    with pytest.raises(DataError, match=rf"{VARIABLE} must be .* Received: 'node1:5000'"):
+    with pytest.raises(DataError, match=rf"{VARIABLE} must be .* got 'node1:5000'"):
         through_service(batches(0, 10), env={VARIABLE: "node1:5000"})
 
 
@@ -152,12 +152,12 @@ def test_python_in_the_data_set_is_refused(through, kind: str) -> None:
     else:
         call = getattr(tf, kind)
         dataset = tf.data.Dataset.range(9).map(lambda x: call(np.negative, [x], tf.int64))
-    with pytest.raises(DataError, match="runs Python"):
+    with pytest.raises(DataError, match="set must run without Python functions, got"):
         through(dataset.batch(3))
 
 
 def test_what_is_no_data_set_and_no_name(through) -> None:
-    with pytest.raises(DataError, match=r"wants a tf\.data\.Dataset\. Received: \[1, 2\]"):
+    with pytest.raises(DataError, match=r"must be a tf\.data\.Dataset, got \[1, 2\]"):
         through([1, 2])
     for name in ("", 3):
         with pytest.raises(DataError, match="job_name must be a text"):
@@ -181,10 +181,10 @@ def test_addresses(given: str, address: str) -> None:
     [
         ("node1:5000", "with its scheme"),
         ("http://node1:5000", "with its scheme"),
-        (None, "Received: None"),
+        (None, "got None"),
         ("grpc://node1", "has no port"),
         ("grpc://:5000", "has no host"),
-        ("grpc://node1:99999", "Received: 'grpc://node1:99999'"),
+        ("grpc://node1:99999", "got 'grpc://node1:99999'"),
         ("grpc://", "is blank"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_process_that_cannot_serve_says_why_before_tensorflow_starts() -> None
         port = server.getsockname()[1]
         in_use = process("dispatcher", "--address", f"127.0.0.1:{port}")
     assert in_use.returncode == 1
-    assert in_use.stderr.startswith(f"dispatcher: cannot listen at port {port} (")
+    assert in_use.stderr.startswith(f"dispatcher: port {port} must be free, got ")
     wrong = process("worker", "--address", "localhost:1", "--dispatcher", "nowhere")
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("worker: --")

@@ -101,7 +101,9 @@ def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path:
     state = data.state()
     with pytest.raises(DataError, match="0: shape"):
         from_arrays((X[:-1], Y[:-1]), global_batch_size=10, seed=1).restore(state)
-    with pytest.raises(DataError, match="seed 1, and this one has seed 2"):
+    with pytest.raises(
+        DataError, match=r"seed must be 2, as that of .*got 1: other examples would be"
+    ):
         from_arrays((X, Y), global_batch_size=10, seed=2).restore(state)
     with pytest.raises(DataError, match="unknown: 'place'"):
         data.restore({**state, "place": 3})
@@ -283,11 +285,17 @@ def test_damaged_records(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: from_arrays((X, Y[:-1]), global_batch_size=4), "0 has 53, 1 has 52"),
-        (lambda: from_arrays((X[:0], Y[:0]), global_batch_size=4), "0 rows"),
-        (lambda: from_arrays((), global_batch_size=4), "no arrays"),
+        (
+            lambda: from_arrays((X[:0], Y[:0]), global_batch_size=4),
+            "arrays must have at least 1 row, got 0",
+        ),
+        (
+            lambda: from_arrays((), global_batch_size=4),
+            "arrays must hold at least one array, got an empty structure",
+        ),
         (
             lambda: from_arrays(Y.astype("M8[s]"), global_batch_size=4),
-            "no tensors of dtype datetime64",
+            r"array must have a dtype that tensors have, got datetime64",
         ),
         (lambda: from_arrays(3.0, global_batch_size=4), "single value"),
         (lambda: from_arrays(np.array([{}, None]), global_batch_size=1), "Python objects"),
@@ -312,5 +320,5 @@ def test_parse_that_fails_is_named(files: str) -> None:
 
     with pytest.raises(DataError, match=r"(?s)parse fails .*no such feature"):
         from_tfrecords(files, wrong, global_batch_size=4)
-    with pytest.raises(DataError, match="parse is a function"):
+    with pytest.raises(DataError, match=r"parse must be a function of a .*got 'parse'"):
         from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]

@@ -97,9 +97,9 @@ def test_no_such_number_of_rows(n: Any) -> None:
 
 
 def test_arguments_of_another_type() -> None:
-    with pytest.raises(DataError, match=r"Shard\(index, count\)\. Received: \(0, 2\)"):
+    with pytest.raises(DataError, match=r"Shard\(index, count\), got \(0, 2\)"):
         shard_range(4, (0, 2))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"Remainder\.DROP or Remainder\.PAD\. Received: 'pad'"):
+    with pytest.raises(DataError, match=r"Remainder\.DROP or Remainder\.PAD, got 'pad'"):
         shard_range(4, Shard(0, 2), "pad")  # type: ignore[arg-type]
 
 

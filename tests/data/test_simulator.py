@@ -123,11 +123,11 @@ def test_without_an_accident_and_with_few_files() -> None:
         ({"examples": 0}, "examples must be an integer of at least 1"),
         ({"workers": -1}, "workers must be an integer of at least 1"),
         ({"kill": 4097}, "kill must be an integer from 0 to 4096"),
-        ({"kill": 4096}, "kill=4096 of 4096 workers leaves none to go on"),
+        ({"kill": 4096}, "kill must be less than the 4096 workers, got 4096"),
         ({"kill_step": 10**6}, "kill_step must be an integer from -1 to 3815"),
         (
             {"global_batch_size": 10**10},
-            "batch of 10000000000 is larger than the 1000000000 examples",
+            "must be at most the 1000000000 examples, got 10000000000",
         ),
         ({"checkpoint_steps": 0}, "checkpoint_steps must be an integer of at least 1"),
     ],

@@ -64,7 +64,7 @@ def test_the_plan_of_a_script(script: Path, tmp_path: Path) -> None:
         (["no_such_module:build", "--ps", "2"], "cannot be imported: No module named"),
         (["{script}:biuld", "--ps", "2"], "no function 'biuld'. Did you mean"),
         (["{script}:build", "--ps", "2", "--rule", "users"], "PATTERN=PLACEMENT"),
-        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "no placement is written"),
+        (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be written"),
         (["{script}:build", "--ps", "2", "--picture", "plan.gif"], "must end in .svg or .png"),
         (["{script}:build"], "--ps"),
     ],

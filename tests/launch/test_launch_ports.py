@@ -68,7 +68,7 @@ def test_a_reservation_ends_with_its_block():
 
 def test_too_few_ports_says_how_many():
     with (
-        pytest.raises(LaunchError, match="3 free ports are needed, and 2 were found"),
+        pytest.raises(LaunchError, match="ports must be free, got 2; end what uses them"),
         reserve_ports(3, among=_some_ports(2)),
     ):
         pass

@@ -374,7 +374,7 @@ def test_an_exception_on_the_way_leaves_nothing(mark):
 @pytest.mark.parametrize("option", ["grace", "linger", "timeout"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_seconds_are_checked(option, value):
-    with pytest.raises(LaunchError, match=f"{option} is a number of seconds"):
+    with pytest.raises(LaunchError, match=f"{option} must be a number of seconds"):
         run_plan(LaunchPlan((TaskPlan("worker:0", ("true",)),)), **{option: value})
 
 

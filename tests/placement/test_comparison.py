@@ -55,7 +55,7 @@ def test_no_parameter_servers() -> None:
 
 
 def test_what_cannot_be_compared() -> None:
-    with pytest.raises(PlacementError, match=r"devices is a whole number from 1\. Received: 0"):
+    with pytest.raises(PlacementError, match=r"devices must be an integer of at least 1, got 0"):
         compare(SPECS, 0, 1)
-    with pytest.raises(PlacementError, match="ps is a whole number from 0"):
+    with pytest.raises(PlacementError, match="ps must be an integer of at least 0"):
         compare(SPECS, 1, -1)

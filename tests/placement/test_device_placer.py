@@ -122,12 +122,12 @@ def test_the_host_is_no_owner() -> None:
         ({"a": "device CPU:1"}, ["the rule 'a'", "give CPU:1 to the strategy"]),
         ([Rule("a", OnTask(0))], ["the rule 'a' (task 0) is for parameter servers."]),
         ([Rule("a", Sharded(5))], ["the rule 'a' (sharded(5))", "has 4: GPU:0", "up to 4"]),
-        ({"a": "everywhere"}, ["the rule 'a'", "no placement is written 'everywhere'"]),
-        ({"(": "owned"}, ["the pattern '('"]),
-        ([("a", "owned")], ['rules are Rule("pattern", placement)']),
-        ([Rule("a", Owned()), Rule("a", Balanced())], ["two rules have the pattern 'a'"]),
-        (7, ["rules are a list", "Received: 7"]),
-        ("owned", ["rules are a list", "Received: 'owned'"]),
+        ({"a": "everywhere"}, ["the rule 'a'", "got 'everywhere'"]),
+        ({"(": "owned"}, ["got '(': missing ), unterminated subpattern"]),
+        ([("a", "owned")], ['rules must be Rule("pattern", placement)']),
+        ([Rule("a", Owned()), Rule("a", Balanced())], ["got 'a' twice: owned and balanced"]),
+        (7, ["rules must be a list", "got 7"]),
+        ("owned", ["rules must be a list", "got 'owned'"]),
     ],
 )
 def test_rules_that_cannot_be(rules: Any, said: list[str]) -> None:
@@ -143,5 +143,5 @@ def test_rules_that_do_not_fit_the_model() -> None:
     placer = DevicePlacer(FOUR, {"t.*": "owned", ".*e": "mirrored"})
     with pytest.raises(PlacementError, match="two rules match 'table'"):
         placer.placement_of(spec("table", 4))
-    with pytest.raises(PlacementError, match="owned_from is no size"):
+    with pytest.raises(PlacementError, match="owned_from must be a size"):
         DevicePlacer(FOUR, owned_from="large")

@@ -157,8 +157,8 @@ def computes_with_values() -> keras.Model:
     [
         (unbuilt, None, ["not known before it is built", "keras.Input"]),
         (computes_with_values, None, ["failed while its variables had no values", "finished"]),
-        (lambda: 3, None, ["returned no keras.Model. Received: 3"]),
-        (3, None, ["a keras.Model or a function"]),
+        (lambda: 3, None, ["must return a keras.Model, got 3"]),
+        (3, None, ["got 3"]),
         (recommender, "adan", ["no optimizer 'adan'"]),
     ],
     ids=["unbuilt", "computes", "no model", "no function", "optimizer"],

@@ -157,15 +157,21 @@ def test_json_of_devices_is_one_line_for_each_variable() -> None:
     ("change", "named"),
     [
         ({"format": "other"}, "another kind of file"),
-        ({"version": 2}, "of version 2, this package reads version 1"),
-        ({"tasks": 0}, "'tasks' is a whole number from 1, and 0 stands there"),
+        ({"version": 2}, "must be of version 1, got version 2"),
+        ({"tasks": 0}, "'tasks' must be an integer of at least 1, got 0"),
         ({"tasks": 3}, "its content is not what its sha256 says"),
-        ({"policy": None}, "'policy' is a name"),
-        ({"budgets": [1]}, "'budgets' has 1 entries for 2 tasks"),
-        ({"budgets": ["1GB", 3]}, "'budgets' is a list of bytes or null"),
-        ({"lower_bound": 0.5}, "'lower_bound' is a number from 1"),
-        ({"variables": {}}, "'variables' is a list"),
-        ({"variables": [3]}, r"variables\[0\] is no variable"),
+        ({"policy": None}, r"'policy' must be a name, got None\. Plan again, with rules"),
+        ({"budgets": [1]}, r"'budgets' must have 2 entries, got 1\. Plan again, with rules"),
+        (
+            {"budgets": ["1GB", 3]},
+            r"'budgets' must be a list of bytes .*got \['1GB', 3\]\. Plan again, with",
+        ),
+        (
+            {"lower_bound": 0.5},
+            r"'lower_bound' must be a number from 1, got 0\.5\. Plan again, with rules",
+        ),
+        ({"variables": {}}, r"'variables' must be a list, got \{\}\. Plan again, with rules"),
+        ({"variables": [3]}, r"variables\[0\] must be an object"),
         ({"fingerprint": "0" * 64}, "not those of its fingerprint"),
         ({"sha256": None}, "not what its sha256 says"),
         ({"note": "mine"}, "not what its sha256 says"),
@@ -180,19 +186,19 @@ def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"path": "items"}, "a path stands twice"),
-        ({"path": 3}, r"variables\[0\] .*path is a text"),
+        ({"path": "items"}, "each path must stand once"),
+        ({"path": 3}, r"variables\[0\] .*path must be a text"),
         ({"path": "people"}, "not those of its fingerprint"),
         ({"shape": [1001, 16]}, "not those of its fingerprint"),
         ({"shape": "big"}, r"variables\[0\] \('users'\): every dimension"),
-        ({"dtype": "float31"}, "is not the name of a dtype"),
-        ({"tasks": [2]}, r"\('users'\) is on tasks \(2,\) of 2"),
+        ({"dtype": "float31"}, "a dtype must be one"),
+        ({"tasks": [2]}, r"\('users'\) must be on tasks below 2, got \(2,\)"),
         ({"tasks": []}, "is on 0 tasks"),
         ({"tasks": None}, r"variables\[0\]"),
         ({"tasks": [1]}, "not what its sha256 says"),
         ({"slots": 1}, "not what its sha256 says"),
         ({"held": "somewhere"}, "somewhere"),
-        ({"rule": ["users", "task one"]}, "no placement is written"),
+        ({"rule": ["users", "task one"]}, "a placement must be written"),
     ],
 )
 def test_a_variable_that_was_changed(change: dict[str, Any], named: str) -> None:
@@ -236,9 +242,13 @@ def test_a_plan_for_another_model_names_the_differences() -> None:
 def test_a_plan_for_another_number_of_tasks() -> None:
     made = plan(SPECS, 2)
     made.check_tasks(2)
-    with pytest.raises(PlacementError, match="for 2 ps tasks, the cluster has 3"):
+    with pytest.raises(
+        PlacementError, match=r"plan must be for the cluster's 3 .*got one for 2\. Plan again"
+    ):
         made.check_tasks(3)
-    with pytest.raises(PlacementError, match="for the devices CPU:0, not for parameter servers"):
+    with pytest.raises(
+        PlacementError, match="must be for 1 ps tasks, got one for the devices CPU:0"
+    ):
         plan(SPECS, devices=["CPU:0"]).check_tasks(1)
     with pytest.raises(PlacementError, match=r"no variable 'user'.* 'users'"):
         made.tasks_of("user")
@@ -269,7 +279,7 @@ def test_the_picture(tmp_path: Path) -> None:
     plan(SPECS, devices=["CPU:0", "GPU:0"], default=Owned()).save_picture(tmp_path / "d.svg")
     assert ">GPU:0<" in (tmp_path / "d.svg").read_text(encoding="utf-8")
     plan([], 2).save_picture(tmp_path / "nothing.svg")
-    with pytest.raises(PlacementError, match=r"a \.svg or a \.png file. Received: .*plan.pdf"):
+    with pytest.raises(PlacementError, match=r"a \.svg or a \.png file, got .*plan.pdf"):
         made.save_picture(tmp_path / "plan.pdf")
     with pytest.raises(PlacementError, match="cannot be written"):
         made.save_picture(tmp_path / "no" / "plan.svg")

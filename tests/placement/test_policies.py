@@ -57,12 +57,12 @@ def test_a_policy_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        ([[0]], "placed 1 of 6 variables"),
-        ([[0] * 4, [1], [2], [0], [0], [0]], "puts 'c' on task 2; there are 2"),
-        ([[0] * 4, [-1], [0], [0], [0], [0]], "puts 'b' on task -1"),
-        ([[0] * 4, [0, 1], [0], [0], [0], [0]], "cuts 'b' .* into 2 pieces; it has 1 rows"),
-        ([[], [0], [0], [0], [0], [0]], "cuts 'a' .* into 0 pieces"),
-        ([[0, 1], [0], [0], [0], [0], [0]], "cuts 'a' into 2 pieces where a rule.* asks for 4"),
+        ([[0]], r"mine must place all 6 variables, got the tasks of 1\. It"),
+        ([[0] * 4, [1], [2], [0], [0], [0]], "must name tasks from 0 to 1, got 2 for 'c'"),
+        ([[0] * 4, [-1], [0], [0], [0], [0]], r"mine must name tasks from 0 to .*got \-1 for 'b'"),
+        ([[0] * 4, [0, 1], [0], [0], [0], [0]], "must cut 'b' .* into at most 1 pieces, got 2"),
+        ([[], [0], [0], [0], [0], [0]], r"must cut 'a' .* got 0"),
+        ([[0, 1], [0], [0], [0], [0], [0]], "must cut 'a' into 4 pieces, as a rule .* asks, got 2"),
         ([0, 1, 0, 1, 0, 1], "a list with the tasks of each"),
         ([["x"]] * 6, "a list with the tasks of each"),
         (None, "a list with the tasks of each"),
@@ -97,7 +97,7 @@ def test_partitioners_take_their_own_types() -> None:
 def test_a_partitioner_cuts_along_axis_0_only() -> None:
     for answer in ([1, 2], [0, 1], []):
         policy = partitioned(lambda shape, dtype, answer=answer: answer)
-        with pytest.raises(PlacementError, match=r"cuts 't' of shape \(9, 2\) .* Only axis 0"):
+        with pytest.raises(PlacementError, match=r"must cut 't' of shape \(9, .*all other numbers"):
             plan([VariableSpec("t", (9, 2))], 2, policy=policy)
 
 

@@ -37,7 +37,7 @@ def test_every_spelling_is_one_device(prefix: str, kind: str, index: int) -> Non
     + ["/job:worker/replica:0/task:1/device:CPU:0"],  # of another process: never taken for ours
 )
 def test_what_is_no_name_of_a_device_here(name: Any) -> None:
-    with pytest.raises(StrategyError, match="is no name of a device of this process"):
+    with pytest.raises(StrategyError, match=r"must be names .* of devices of this process"):
         normal_name(name)
 
 
@@ -74,19 +74,22 @@ def test_the_first_one_is_a_default_too() -> None:
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (5, "devices=5 was asked for; devices seen are CPU:0, CPU:1, CPU:2, CPU:3. For more CPUs"),
+        (5, "at most the devices seen, got 5; seen are CPU:0, CPU:1, CPU:2, CPU:3. For more CPUs"),
         (5, "pass logical_cpus=5 to create_strategy before the first TensorFlow operation"),
-        (0, "devices is a number from 1 on; 0 arrived"),
-        (-1, "devices is a number from 1 on; -1 arrived"),
-        (True, "takes names or a number of devices; True arrived"),
-        (2.0, "takes names or a number of devices; 2.0 arrived"),
-        ([], "takes names or a number of devices; [] arrived"),
-        ({"CPU:0"}, "takes names or a number of devices; {'CPU:0'} arrived"),
-        ("2", "'2' is no name of a device"),
-        ([0, 1], "0 is no name of a device"),
-        (["CPU:0", "/cpu:0"], "the device CPU:0 is named twice"),
-        (["GPU:0", "GPU:1"], "there is no GPU:0 and no GPU:1; devices seen are CPU:0, CPU:1"),
-        (["CPU:6"], "there is no CPU:6"),
+        (0, "must be an integer of at least 1, got 0"),
+        (-1, "must be an integer of at least 1, got -1"),
+        (True, "must be names or a number of devices, got True"),
+        (2.0, "must be names or a number of devices, got 2.0"),
+        ([], "must be names or a number of devices, got []"),
+        ({"CPU:0"}, "must be names or a number of devices, got {'CPU:0'}"),
+        ("2", "got '2'"),
+        ([0, 1], "got 0"),
+        (
+            ["CPU:0", "/cpu:0"],
+            "mirrored must name each device once, got CPU:0 twice in ['CPU:0', '/cpu:0']",
+        ),
+        (["GPU:0", "GPU:1"], "got GPU:0 and GPU:1; devices seen are CPU:0, CPU:1"),
+        (["CPU:6"], "got CPU:6"),
         (["CPU:6"], "logical_cpus=7"),
     ],
 )
@@ -98,7 +101,7 @@ def test_refusals(devices: Any, message: str) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "2"])
 def test_logical_cpus_is_a_number(count: Any) -> None:
-    with pytest.raises(StrategyError, match="logical_cpus is a number from 1 on"):
+    with pytest.raises(StrategyError, match="logical_cpus must be an integer of at least 1"):
         make_logical_cpus(count)
 
 

@@ -87,7 +87,10 @@ def test_cross_device_ops_that_were_given_are_used() -> None:
     )
     assert [float(value) for value in strategy.experimental_local_results(results)] == [8.0] * 4
     assert Counted.calls > 0
-    assert "cross_device_ops takes an object" in _refused("mirrored", cross_device_ops="nccl")
+    assert (
+        "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got 'nccl'"
+        in _refused("mirrored", cross_device_ops="nccl")
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,28 +111,35 @@ def test_auto_on_one_machine(options: dict[str, Any], kind: type, replicas: int)
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("auto", {"devices": 9}, ["mirrored: devices=9", "logical_cpus=9"]),
-        ("auto", {"devices": 0}, ["devices is a number from 1 on; 0 arrived"]),
-        ("auto", {"devices": True}, ["names or a number of devices; True arrived"]),
+        ("auto", {"devices": 9}, ["got 9; seen are CPU:0, CPU:1", "logical_cpus=9"]),
+        ("auto", {"devices": 0}, ["must be an integer of at least 1, got 0"]),
+        ("auto", {"devices": True}, ["names or a number of devices, got True"]),
         ("auto", {"logical_cpus": 2}, ["TensorFlow has started with 4"]),
         ("auto", {"partitioner": 3}, ["'mirrored' does not take partitioner=3"]),
         ("auto", {"placement": "x"}, ["does not take placement='x'"]),
         ("default", {"devices": 1}, ["'default' does not take devices=1", "no options"]),
-        ("one_device", {"devices": 2}, ["one_device takes one device; CPU:0, CPU:1 arrived"]),
-        ("mirrored", {"devices": ["GPU:0", "GPU:1"]}, ["no GPU:0 and no GPU:1", "seen are CPU:0"]),
+        ("one_device", {"devices": 2}, ["one_device must be one device, got CPU:0, CPU:1"]),
+        (
+            "mirrored",
+            {"devices": ["GPU:0", "GPU:1"]},
+            [
+                "mirrored must be devices that are there, got GPU:0 and GPU:1; devices seen",
+                "seen are CPU:0",
+            ],
+        ),
         ("mirrored", {"device": 2}, ["does not take device=2", "Did you mean 'devices'?"]),
         ("mirrored", {"communication": "ring"}, ["It takes: devices, logical_cpus, cross_device"]),
-        ("central_storage", {"parameter_device": ""}, ["'' is no name of a device"]),
-        ("central_storage", {"parameter_device": 0}, ["parameter_device is one name", "0 arrived"]),
-        ("central_storage", {"parameter_device": "GPU:0"}, ["there is no GPU:0"]),
-        ("multi_worker_mirrored", {}, ["needs a cluster, and none was given", "TF_CONFIG"]),
-        ("parameter_server", {}, ["needs a cluster with chief, worker and ps tasks"]),
-        ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster takes a ClusterConfig", "'a:1'"]),
-        ("multi_worker_mirrored", {"cluster": TWO_WORKERS}, ["cluster takes a ClusterConfig"]),
+        ("central_storage", {"parameter_device": ""}, ["of this process, got ''"]),
+        ("central_storage", {"parameter_device": 0}, ["must be one name", "got 0"]),
+        ("central_storage", {"parameter_device": "GPU:0"}, ["got GPU:0"]),
+        ("multi_worker_mirrored", {}, ["must have a cluster, got none", "TF_CONFIG"]),
+        ("parameter_server", {}, ["must have a cluster with chief, worker and ps tasks"]),
+        ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster must be a ClusterConfig", "'a:1'"]),
+        ("multi_worker_mirrored", {"cluster": TWO_WORKERS}, ["cluster must be a ClusterConfig"]),
         ("multi_worker_mirrored", {"devices": 2}, ["does not take devices=2"]),
-        ("multi_worker_mirrored", {"communication": "mpi"}, ["one of auto, ring, nccl; 'mpi'"]),
-        ("multi_worker_mirrored", {"communication": ["ring"]}, ["['ring'] arrived"]),
-        ("parameter_server", {"partitioner": "even"}, ["partitioner takes one of", "'even'"]),
+        ("multi_worker_mirrored", {"communication": "mpi"}, ["got 'mpi'"]),
+        ("multi_worker_mirrored", {"communication": ["ring"]}, ["got ['ring']"]),
+        ("parameter_server", {"partitioner": "even"}, ["partitioner must be one of", "'even'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["not take cluster="]),
     ],
 )
@@ -146,20 +156,25 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
     ("name", "jobs", "task", "words"),
     [
         ("auto", TWO_WORKERS, ("worker", 0), ["before TensorFlow starts", "to the top"]),
-        ("multi_worker_mirrored", PS, ("chief", 0), ["also has 'ps' (h:3)", "parameter_server"]),
+        ("multi_worker_mirrored", PS, ("chief", 0), ["got 'ps' (h:3)", "parameter_server"]),
         (
             "auto",
             {"worker": ["h:1"], "evaluator": ["h:2"]},
             ("worker", 0),
-            ["also has 'evaluator' (h:2)", "run the evaluator by itself"],
+            ["got 'evaluator' (h:2)", "run the evaluator by itself"],
         ),
-        ("parameter_server", TWO_WORKERS, ("worker", 0), ["needs ps and worker", "has 2 workers"]),
-        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["gives no address for worker:0"]),
+        (
+            "parameter_server",
+            TWO_WORKERS,
+            ("worker", 0),
+            ["must have ps and worker tasks", "got 2 workers"],
+        ),
+        ("auto", {"worker": ["", "h:2"]}, ("worker", 1), ["got none for worker:0"]),
         (
             "auto",
             {"chief": ["h:9"], "worker": ["h:1"], "ps": ["", "", "h:2"]},
             ("chief", 0),
-            ["gives no address for ps:0, ps:1"],
+            ["got none for ps:0, ps:1"],
         ),
     ],
 )
@@ -292,15 +307,13 @@ def test_a_wrong_tf_config_is_an_error_where_it_is_used(
 def test_a_given_cluster_goes_over_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 0)).to_tf_config())
     given = _cluster({**PS, "ps": ["", "h:5"]}, ("chief", 0))
-    assert "parameter_server: ClusterConfig gives no address for ps:0" in _refused(cluster=given)
+    assert "got none for ps:0 from ClusterConfig" in _refused(cluster=given)
 
 
 def test_inside_the_scope_of_another_strategy() -> None:
     outer = tfd.create_strategy("mirrored")
     with outer.scope():
-        assert "inside the scope of MirroredStrategy: call create_strategy outside" in _refused(
-            "default"
-        )
+        assert "got the scope of MirroredStrategy: call" in _refused("default")
         inner = tfd.create_strategy("one_device")
     assert type(inner) is tf.distribute.OneDeviceStrategy
 
@@ -310,8 +323,11 @@ def test_what_is_wrong_in_a_file_names_key_and_file(tmp_path: Path) -> None:
     for text, words in (
         ("name = 'mirrored'\ndevises = 2", ["devises=2", str(file), "Did you mean 'devices'?"]),
         ("nam = 'mirrored'", ["nam='mirrored'", str(file), "Did you mean 'name'?"]),
-        ("devices = 'x'", ["'x' is no name", f"devices = 'x' from the file {file}"]),
-        ("name = 'miror'", ["no strategy 'miror'", f"name = 'miror' from the file {file}"]),
+        ("devices = 'x'", ["got 'x'", f"devices = 'x' from the file {file}"]),
+        (
+            "name = 'miror'",
+            ["got 'miror'. Did you mean 'mirrored'?", f"name = 'miror' from the file {file}"],
+        ),
     ):
         file.write_text(f"[strategy]\n{text}\n")
         message = _refused(config=file)
@@ -334,5 +350,5 @@ def test_mirrored_says_that_tensorflow_reads_a_broken_tf_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", "{bad")
-    with pytest.raises(tfd.StrategyError, match="reads TF_CONFIG, and it is no JSON"):
+    with pytest.raises(tfd.StrategyError, match="TF_CONFIG must be JSON"):
         tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])

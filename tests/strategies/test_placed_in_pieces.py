@@ -15,7 +15,7 @@ from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.placement.live.updates import with_each_piece
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.context import Part, set_part
+from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets
 from tfdist_ext.training.steps.scope import ReplicaScope, rows_of_shared
 
@@ -125,9 +125,9 @@ def test_a_step_moves_rows() -> None:
     def step() -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         ids = tf.constant([[4, 4, 59]]) - number
-        here = Part(tf.constant(1), tf.constant(2), 2, 2, ids)
-        here.substitutes = exact.of_part(here, rows_of_shared(strategy, 2))
-        with set_part(here), ReplicaScope([]):
+        here = StepContext(tf.constant(1), tf.constant(2), 2, 2, ids)
+        here.substitutes = exact.substitutes_of(here, rows_of_shared(strategy, 2))
+        with running_step(here), ReplicaScope([]):
             with tf.GradientTape() as tape:
                 taken = layer(ids)
             (gradient,) = tape.gradient(taken, [layer.embeddings])
@@ -371,7 +371,7 @@ def test_a_strategy_of_ones_own_cuts() -> None:
         (lambda devices, create: create(devices[:1], in_pieces=True), None),
         (
             lambda devices, create: create([*devices, "CPU:9"], in_pieces=True),
-            "Mine.create_variable, for 'v': there is no CPU:9",
+            "Mine.create_variable, for 'v' must be devices that are there, got CPU:9",
         ),
         (
             lambda devices, create: create(devices, in_pieces=True, initial_value=[0.0]),
@@ -399,7 +399,7 @@ def test_a_slot_must_be_cut_alike() -> None:
         return create(["CPU:0", "CPU:1"], in_pieces=beside is None)
 
     mine = template(answer)
-    said = r"must return a variable of 2 pieces, as 'v' beside it has; it returned a variable of"
+    said = r"must return a variable of 2 pieces, as 'v' beside it has, got a variable of"
     with mine.scope():
         variable = tf.Variable(TABLE, name="v")
         with (

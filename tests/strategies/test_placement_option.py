@@ -32,16 +32,19 @@ def create(ps: int = 3, **options: Any) -> Any:
     ("placement", "parts"),
     [
         ([Rule("users/(", Sharded(2))], ["'users/('", "regular expression"]),
-        ([Rule("users/.*", OnTask(3))], ["'users/.*'", "task 3", "3 ps tasks"]),
+        (
+            [Rule("users/.*", OnTask(3))],
+            ["'users/.*'", "'users/.*' must be from 0 to 2, got 3: there are 3 ps", "3 ps tasks"],
+        ),
         ([Rule("users/.*", Mirrored())], ["mirrored on parameter servers"]),
         ([Rule("users/.*", OnDevice("GPU:0"))], ["device GPU:0 on parameter servers"]),
-        ({"users/.*": "task"}, ["'users/.*'", "no placement is written 'task'"]),
-        (["users"], ["rules are Rule", "'users'"]),
-        ("fastest", ["no policy is called 'fastest'"]),
+        ({"users/.*": "task"}, ["'users/.*'", "got 'task'"]),
+        (["users"], ["rules must be Rule", "'users'"]),
+        ("fastest", ["got 'fastest'. Use one of: balanced"]),
         ("no_such_plan.json", ["'no_such_plan.json' cannot be read"]),
-        (plan(SPECS, 2), ["the plan is for 2 ps tasks, the cluster has 3"]),
+        (plan(SPECS, 2), ["got one for 2. Plan again"]),
         (plan(SPECS, devices=["CPU:0", "CPU:1"]), ["for the devices CPU:0, CPU:1"]),
-        (7, ["placement takes a PlacementPlan", "Received: 7"]),
+        (7, ["placement must be a PlacementPlan", "got 7"]),
     ],
 )
 def test_what_cannot_be_right(placement: Any, parts: list[str]) -> None:
@@ -68,7 +71,7 @@ def test_a_partitioner_beside_what_cuts_as_well(placement: Any) -> None:
 def test_rules_of_a_settings_file(tmp_path: Path) -> None:
     path = tmp_path / "strategy.toml"
     path.write_text('[strategy]\nname = "parameter_server"\n[strategy.placement]\n"a" = "task 9"\n')
-    with pytest.raises(tfd.PlacementError, match="task 9: there are 3 ps tasks, 0 to 2"):
+    with pytest.raises(tfd.PlacementError, match="'a' must be from 0 to 2, got 9: there are 3 ps"):
         create(config=path)
 
 

@@ -48,12 +48,12 @@ def test_the_table_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[strategy", "is no valid TOML"),
-        ("", "no [strategy] table; it has nothing"),
+        ("[strategy", "must be valid TOML"),
+        ("", "must have a [strategy] table, got nothing"),
         ("[stratgey]\nname = 'mirrored'", "Did you mean [strategy] by [stratgey]?"),
-        ("strategy = 'mirrored'", "[strategy] is a table of settings; 'mirrored' arrived"),
-        ("[strategy]\nname = 3", "strategy.name is a text; 3 arrived"),
-        ("[strategy]\nname = ['mirrored']", "strategy.name is a text; ['mirrored'] arrived"),
+        ("strategy = 'mirrored'", "must be a table of settings, got 'mirrored'"),
+        ("[strategy]\nname = 3", "must be a text, got 3"),
+        ("[strategy]\nname = ['mirrored']", "must be a text, got ['mirrored']"),
         ("[strategy]\ncluster = 'x'", "strategy.cluster cannot be set in a file"),
     ],
 )
@@ -81,5 +81,5 @@ def test_a_file_that_is_not_utf_8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [3, True, ["f.toml"]])
 def test_a_path_that_is_none(path: Any) -> None:
-    with pytest.raises(StrategyError, match="config takes the path of a TOML file"):
+    with pytest.raises(StrategyError, match="config must be the path of a TOML file"):
         read_file(path)

@@ -105,7 +105,9 @@ def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
         assert here.device.endswith("CPU:3")
         summed = strategy.extended.reduce_to(SUM, strategy.run(replica_number), made)
         assert local_values(strategy, strategy.extended.reduce_to(MEAN, summed, made)) == [6, 6, 6]
-        with pytest.raises(tfd.StrategyError, match="a sum over replicas of what is the same"):
+        with pytest.raises(
+            tfd.StrategyError, match=r"a sum over replicas must be of values that differ, got"
+        ):
             strategy.extended.reduce_to(SUM, summed, made)
         assert int(strategy.reduce("SUM", strategy.run(lambda: tf.constant([1, 2])), 0)) == 9
 
@@ -170,11 +172,14 @@ def test_replicas_that_reduce_different_things(strategy: StrategyTemplate) -> No
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["CPU:0", "CPU:7"], "StrategyTemplate: there is no CPU:7; devices seen are CPU:0, CPU:1"),
-        (["CPU:1", "/cpu:1"], "StrategyTemplate: the device CPU:1 is named twice"),
-        (9, "StrategyTemplate: devices=9 was asked for"),
-        ([], r"StrategyTemplate: devices takes names or a number of devices; \[\] arrived"),
-        ("everywhere", "'everywhere' is no name of a device"),
+        (
+            ["CPU:0", "CPU:7"],
+            "devices of StrategyTemplate must be .*, got CPU:7; devices seen are CPU:0, CPU:1",
+        ),
+        (["CPU:1", "/cpu:1"], "StrategyTemplate must name each device once, got CPU:1"),
+        (9, "StrategyTemplate must be at most the devices .*got 9; seen are CPU:0, CPU:1"),
+        ([], r"devices of StrategyTemplate must be names or a number of devices, got \[\]"),
+        ("everywhere", "got 'everywhere'"),
     ],
 )
 def test_devices_that_cannot_be(devices: Any, message: str) -> None:

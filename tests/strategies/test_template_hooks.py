@@ -336,28 +336,34 @@ OF_NOBODY: list[Any] = []  # a variable that no strategy has made
     [
         (
             lambda *_: None,
-            r"Wrong.create_variable must return the variable that create\(\) makes of 'v'; it"
-            " returned None",
+            r"Wrong.create_variable must return the variable that create\(\) makes of 'v',"
+            " got None",
         ),
-        (lambda *_: tf.zeros([2]), r"it returned a tensor of shape \(2,\) and float32"),
+        (lambda *_: tf.zeros([2]), r"got a tensor of shape \(2,\) and float32"),
         (
             lambda self, spec, create, beside: [create(self.devices)],
-            "it returned a list of 1",
+            "got a list of 1",
         ),
         (
             lambda self, spec, create, beside: create(self.devices, initial_value=[1.0]),
-            r"a variable of the shape \[2\]; it returned a variable of shape \(1,\)",
+            r"a variable of the shape \[2\], got a variable of shape \(1,\)",
         ),
         (
             lambda self, spec, create, beside: create(["CPU:1", "CPU:0"]),
-            r"Wrong.create_variable, for 'v': create\(\) takes one device for all replicas, or the"
-            r" devices of all replicas in their order, \['CPU:0', 'CPU:1'\]; \['CPU:1', 'CPU:0'\]",
+            r"Wrong.create_variable, for 'v': create\(\) must get one device for all replicas, or"
+            r" the devices of all .* order, \['CPU:0', 'CPU:1'\], got \['CPU:1', 'CPU:0'\]",
         ),
-        (lambda self, spec, create, beside: create(["CPU:9"]), "for 'v': there is no CPU:9"),
-        (lambda self, spec, create, beside: create([]), r"for 'v': devices takes names"),
+        (
+            lambda self, spec, create, beside: create(["CPU:9"]),
+            "devices of Wrong.create_variable, for 'v' must be .* got CPU:9",
+        ),
+        (
+            lambda self, spec, create, beside: create([]),
+            r"devices of Wrong.create_variable, for 'v' must be names",
+        ),
         (
             lambda self, spec, create, beside: create(2),
-            r"for 'v': create\(\) takes a device or a list of devices; 2 arrived",
+            r"for 'v': create\(\) must get a device or a list of devices, got 2",
         ),
         (
             lambda self, spec, create, beside: tf.Variable([1.0, 2.0]),
@@ -365,7 +371,7 @@ OF_NOBODY: list[Any] = []  # a variable that no strategy has made
         ),
         (
             lambda self, spec, create, beside: OF_NOBODY[0],
-            r"must return the variable that create\(\) makes of 'v'; it returned a variable of"
+            r"must return the variable that create\(\) makes of 'v', got a variable of"
             " shape",
         ),
     ],
@@ -382,11 +388,11 @@ def test_a_wrong_variable(answer: Any, message: str) -> None:
     [
         (
             lambda *_: None,
-            r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0'; it"
-            " returned None",
+            r"Wrong.read_variable must return a tensor of shape \(2,\) and float32 for 'v:0',"
+            " got None",
         ),
-        (lambda self, v, copies: list(copies), "it returned a list of 2"),
-        (lambda self, v, copies: copies[0][:1], r"it returned a tensor of shape \(1,\)"),
+        (lambda self, v, copies: list(copies), "got a list of 2"),
+        (lambda self, v, copies: copies[0][:1], r"got a tensor of shape \(1,\)"),
         (lambda self, v, copies: tf.cast(copies[0], tf.int32), r"shape \(2,\) and int32"),
     ],
 )
@@ -403,13 +409,12 @@ def test_a_wrong_reading(answer: Any, message: str) -> None:
     [
         (
             lambda *_: None,
-            r"Wrong.update_variable must return a list of 2, what update\(\) returned for each copy"
-            " of 'v:0'; it returned None",
+            "got None",
         ),
-        (lambda self, v, copies, update: [update(0)], "it returned a list of 1"),
+        (lambda self, v, copies, update: [update(0)], "got a list of 1"),
         (
             lambda self, v, copies, update: [update(0), update(2)],
-            r"Wrong.update_variable calls update\(2\) for 'v:0', which has 2 copies, from number 0",
+            r"update_variable must call update\(\) with a number from 0 to 1, got 2 for 'v:0'",
         ),
     ],
 )
@@ -426,20 +431,19 @@ def test_a_wrong_update(answer: Any, message: str) -> None:
     [
         (
             lambda *_: None,
-            "Wrong.reduce_values must return a list of 2, a value for each of the devices it is"
-            " wanted on; it returned None",
+            "got None",
         ),
-        (lambda self, op, values, devices: values[:1], "it returned a tuple of 1"),
+        (lambda self, op, values, devices: values[:1], "got a tuple of 1"),
         (lambda self, op, values, devices: values[0], r"a tensor of shape \(3,\) and float32"),
-        (lambda self, op, values, devices: [1.0, 1.0], "tensors.*; it returned 1.0"),
+        (lambda self, op, values, devices: [1.0, 1.0], r"got 1\.0"),
         (
             lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
-            r"values like those that it gets, a tensor of shape \(3,\) and float32; it returned a"
+            r"values like those that it gets, a tensor of shape \(3,\) and float32, got a"
             r" tensor of shape \(\)",
         ),
         (
             lambda self, op, values, devices: [tf.cast(v, tf.bfloat16) for v in values],
-            r"it returned a tensor of shape \(3,\) and bfloat16",
+            r"got a tensor of shape \(3,\) and bfloat16",
         ),
     ],
 )

@@ -54,14 +54,20 @@ def test_what_the_public_base_lacks() -> None:
 
 def test_numbers_of_distributed_variables() -> None:
     """Where TensorFlow converts them by itself one day, ours may go."""
+    kind = tp.NAMES("distribute.values.DistributedVariable")
     for scalar in (float, int, complex):
-        method = getattr(
-            tp.NAMES("distribute.values.DistributedVariable"), f"__{scalar.__name__}__"
-        )
-        assert method.__module__ == tp.__name__, f"TensorFlow {tf.__version__} has {scalar}"
+        name = f"__{scalar.__name__}__"
+        assert not hasattr(kind, name), f"TensorFlow {tf.__version__} has {scalar}"
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        variable = tf.Variable(2.5)
+        variable = tp.with_scalar_conversions(tf.Variable(2.5))
+        other = tf.Variable(2.5)
     assert (float(variable), int(variable), complex(variable)) == (2.5, 2, 2.5 + 0j)
+    assert isinstance(variable, type(other))
+    assert tp.with_scalar_conversions(variable) is variable
+    with pytest.raises(TypeError):
+        float(other)  # a variable that is not of our making is as TensorFlow made it
+    plain = tf.Variable(1.0)
+    assert type(tp.with_scalar_conversions(plain)) is type(plain)
 
 
 def test_methods_of_copied_variables() -> None:

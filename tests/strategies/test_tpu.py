@@ -82,9 +82,9 @@ def test_an_address_without_a_server(address: str) -> None:
         ({"tpu": "127.0.0.1:8470"}, ["write it as 'grpc://127.0.0.1:8470'"]),
         ({"tpu": "my-tpu"}, ["no TPU found under the name 'my-tpu'", "refused", "zone="]),
         ({"tpu": "my-tpu", "zone": "z", "project": "p"}, ["no TPU found at 'my-tpu'", "client"]),
-        ({"tpu": 3}, ["tpu is a text; 3 arrived"]),
-        ({"tpu": ""}, ["tpu is a text; '' arrived"]),
-        ({"tpu": "t", "zone": 1}, ["zone is a text; 1 arrived"]),
+        ({"tpu": 3}, ["tpu must be a text, got 3"]),
+        ({"tpu": ""}, ["tpu must be a text, got ''"]),
+        ({"tpu": "t", "zone": 1}, ["zone must be a text, got 1"]),
         ({"devices": 8}, ["does not take devices=8", "It takes: cluster, tpu, zone, project"]),
     ],
 )
@@ -129,13 +129,13 @@ def test_a_resolver_of_a_tpu(name: str) -> None:
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver("grpc://127.0.0.1:1")
     with pytest.raises(tfd.StrategyError, match="no TPU found at the TPUClusterResolver"):
         tfd.create_strategy(name, cluster=resolver)
-    with pytest.raises(tfd.StrategyError, match="both arrived"):
+    with pytest.raises(tfd.StrategyError, match="got both"):
         tfd.create_strategy("tpu", cluster=resolver, tpu="x")
 
 
 def test_another_cluster_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = tfd.ClusterConfig(jobs={"worker": ("a:1",)}, task=tfd.Task("worker", 0))
-    with pytest.raises(tfd.StrategyError, match="tpu takes a TPUClusterResolver"):
+    with pytest.raises(tfd.StrategyError, match="must be a TPUClusterResolver"):
         tfd.create_strategy("tpu", cluster=cluster, tpu="local")
     # One of the environment is none of its business.
     monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())

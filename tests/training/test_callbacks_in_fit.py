@@ -8,7 +8,6 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from training_cases import (
     X,
     Y,
@@ -135,9 +134,6 @@ def test_a_callback_reads_numbers_as_on_one_device(name: str) -> None:
         [0.1, 4, 0.25, 8, 0.25, 4, 0.125, 8] + [0.5, 4, 0.5, 8]
     )
     assert float(ours.keras_model.optimizer.learning_rate) == 0.5
-    with strategy.scope():
-        variable = tf.Variable(2.5)
-    assert (float(variable), int(variable), complex(variable)) == (2.5, 2, 2.5 + 0j)
 
 
 def compiled_with(optimizer: keras.optimizers.Optimizer) -> keras.Model:

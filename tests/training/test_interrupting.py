@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tfdist_ext.training.loop import keeping_ctrl_c
+from tfdist_ext.training.loop import preserve_sigint
 
 
 class Dropped:
@@ -22,7 +22,7 @@ class Dropped:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_lost_in_a_finalizer_is_raised_by_the_next_check() -> None:
-    with keeping_ctrl_c() as check:
+    with preserve_sigint() as check:
         check()
         dropped = Dropped()
         del dropped
@@ -35,7 +35,7 @@ def test_a_handler_of_the_users_own_stays() -> None:
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append("own"))
     try:
-        with keeping_ctrl_c() as check:
+        with preserve_sigint() as check:
             os.kill(os.getpid(), signal.SIGINT)
             check()
         assert seen == ["own"]
@@ -48,7 +48,7 @@ def test_other_threads_are_left_alone() -> None:
 
     def body() -> None:
         try:
-            with keeping_ctrl_c() as check:
+            with preserve_sigint() as check:
                 check()
         except BaseException as error:
             failures.append(error)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,9 +21,11 @@ import tensorflow as tf
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.private_names import TESTED
+from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced, find
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
-from tfdist_ext.training.steps.context import Part
+from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.replaced import (
     StepRecord,
     Target,
@@ -57,21 +60,55 @@ def as_before():
     assert in_place() == AT_FIRST
 
 
-def test_an_import_replaces_nothing() -> None:
-    code = """
-import keras, tensorflow as tf, inspect
-public = [(keras.Model, n) for n in ("fit", "evaluate", "predict", "train_step")]
-public += [(keras.optimizers.Optimizer, n) for n in ("apply", "apply_gradients", "scale_loss")]
-public += [(keras.losses.Loss, "__call__"), (keras.Layer, "add_loss"), (keras.Layer, "__call__")]
-public += [(keras.metrics.Mean, "update_state"), (tf.GradientTape, "gradient"), (keras.ops, "take")]
-public += [(tf.distribute.Strategy, "num_replicas_in_sync"), (keras.layers.Layer, "losses")]
-before = [inspect.getattr_static(*each) for each in public]
-import tfdist_ext, tfdist_ext.training, tfdist_ext.testing, tfdist_ext.strategies
-tfdist_ext.DistributedModel, tfdist_ext.distribute, tfdist_ext.all_rows
-print([name for (o, name), f in zip(public, before) if inspect.getattr_static(o, name) is not f])
+WATCHED = """
+import inspect, os, sys
+import keras, numpy as np, tensorflow as tf
+
+FUNCTIONS = (type(lambda: None), property, classmethod, staticmethod)
+
+def functions():
+    # Of modules, and of the classes in them.
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("keras.", "tensorflow.")) and isinstance(vars(module), dict):
+            owners = [module, *(v for v in list(vars(module).values()) if inspect.isclass(v))]
+            for owner in owners:
+                if getattr(owner, "__module__", name).startswith(("keras.", "tensorflow.")):
+                    for key, value in list(vars(owner).items()):
+                        if isinstance(value, FUNCTIONS):
+                            found[getattr(owner, "__qualname__", name), name, key] = value
+    return found
+
+def build():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activity_regularizer="l2")])
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+x = np.ones((8, 3), "float32")
+cpus = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    build().fit(x, x[:, :1], verbose=0)  # loads what is loaded late
+before = functions()
+import tfdist_ext as tfd, tfdist_ext.testing, tfdist_ext.strategies, tfdist_ext.placement
+model = tfd.distribute(build, tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
+model.fit(x, x[:, :1], verbose=0)
+model.predict(x, verbose=0)
+after = functions()
+print(len(before), [key for key in before if after.get(key) is not before[key]])
+owners = {key[:2] for key in before}
+print([key for key in after if key not in before and key[:2] in owners])
 """
-    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120)
-    assert output.strip() == "[]"
+
+
+def test_an_import_and_a_fit_leave_all_of_keras_and_tensorflow_as_they_were() -> None:
+    """Every function and property of every module that is loaded, not those of the list alone."""
+    output = subprocess.check_output([sys.executable, "-c", WATCHED], text=True, timeout=120)
+    counted, added = output.strip().splitlines()[-2:]
+    number, changed = counted.split(" ", 1)
+    assert int(number) > 20_000
+    assert changed == added == "[]"
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -395,7 +432,7 @@ def test_slots_past_the_key() -> None:
 
 
 def test_collectives_past_their_keys() -> None:
-    here = Part(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
+    here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     with tf.distribute.MultiWorkerMirroredStrategy().scope(), said, here._keys_of_turn():
         pass
@@ -405,3 +442,23 @@ def test_collectives_past_their_keys() -> None:
 
 def test_the_message_says_what_to_do() -> None:
     assert "install versions that docs/compatibility.md lists as tested" in str(not_called("loss"))
+
+
+def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "keras", ("Keras", "3.1", "3.2"))
+    model._warn_of_untested_versions.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"tested with Keras from 3.1 to 3.2, got 3") as told:
+            tfd.distribute(classifier(), mirrored())
+        assert len(told) == 1
+        tfd.distribute(classifier(), mirrored())  # a warning would be an error
+        assert told[0].filename == __file__
+    finally:
+        model._warn_of_untested_versions.cache_clear()
+
+
+def test_bounds_of_setup_are_what_was_tested() -> None:
+    text = (Path(__file__).parents[2] / "setup.py").read_text()
+    for package, (_, oldest, newest) in TESTED.items():
+        major, minor = newest.split(".")
+        assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in text

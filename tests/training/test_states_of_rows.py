@@ -12,7 +12,7 @@ import tensorflow as tf
 from training_cases import Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.building.build import check_states
+from tfdist_ext.training.building.build import reject_stateful_rnns
 
 SEQUENCES = np.random.default_rng(3).normal(size=(48, 3, 5)).astype("float32")
 FIT = {"batch_size": 16, "epochs": 2}
@@ -77,5 +77,5 @@ def test_the_sentence(
     strategy: Callable[[], tf.distribute.Strategy], model: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
-        check_states(model(), strategy())
-    check_states(build(stateful=False), mirrored())
+        reject_stateful_rnns(model(), strategy())
+    reject_stateful_rnns(build(stateful=False), mirrored())

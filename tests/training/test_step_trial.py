@@ -15,7 +15,7 @@ from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirror
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.building.build_from_step import only_told
+from tfdist_ext.training.building.build_from_step import recording_updates
 
 FIT = {"batch_size": 12, "epochs": 2}  # 64 rows: the last batch has 4
 Dense = keras.layers.Dense
@@ -312,7 +312,7 @@ def test_steps_tell_what_they_would_train() -> None:
                 loss = tf.reduce_sum(weight * x)
             optimizer.apply_gradients(zip(tape.gradient(loss, [weight]), [weight], strict=True))
 
-        with only_told(lambda *args, told=told: told.append(args)):
+        with recording_updates(lambda *args, told=told: told.append(args)):
             kp.call_symbolically(step, keras.KerasTensor((None, 2)))
         assert told == [(optimizer, [weight])]
         assert not optimizer.built

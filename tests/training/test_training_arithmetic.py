@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist_ext.data.shards import bounds
-from tfdist_ext.training.callbacks.in_cluster import for_this_task, looks_at_batches
-from tfdist_ext.training.loop import Pace, steps_of_epoch
+from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
+from tfdist_ext.training.loop import StepsPerExecutionTuner, steps_of_epoch
 
 
 @pytest.mark.parametrize(
@@ -74,48 +74,48 @@ def test_epochs_read_the_batches_that_keras_reads(
 
 class TestPace:
     def test_fixed(self) -> None:
-        pace = Pace(fixed=4)
+        pace = StepsPerExecutionTuner(fixed=4)
         assert [pace.next(n) for n in (10, 6, 2, None)] == [4, 4, 2, 4]
 
     def test_grows_from_one_by_a_factor(self) -> None:
-        pace = Pace(growth=4)
+        pace = StepsPerExecutionTuner(growth=4)
         assert [pace.next(None) for _ in range(4)] == [1, 4, 16, 64]
 
     def test_aims_at_the_target(self) -> None:
-        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
         for _ in range(8):
             steps.append(pace.next(None))
-            pace.took(before)
+            pace.record(before)
             # The first time is the compiler's. Ten milliseconds a step, so forty fit.
             before = 0.01 * steps[-1] if len(steps) > 1 else 2.0
         assert steps == [1, 4, 1, 16, 64, 40, 40, 40]
 
     def test_slow_steps_go_one_by_one(self) -> None:
-        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
         for _ in range(6):
             steps.append(pace.next(None))
-            pace.took(before)
+            pace.record(before)
             before = 2.0 * steps[-1]
         assert steps == [1, 4, 1, 1, 1, 1]
 
     def test_a_short_rest_of_an_epoch_does_not_slow_the_next(self) -> None:
-        pace, steps, before = Pace(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
         for left in (500, 500, 500, 500, 500, 500, 3, 500, 500, 500):
             steps.append(pace.next(left))
-            pace.took(before)
+            pace.record(before)
             before = 0.002 * steps[-1]
         assert steps[5:] == [200, 3, 200, 200, 200]
 
     @given(st.lists(st.floats(0, 5), max_size=30), st.integers(1, 500))
     def test_runs_exactly_the_steps_there_are(self, times: list[float], total: int) -> None:
-        pace, left = Pace(), total
+        pace, left = StepsPerExecutionTuner(), total
         for seconds in [*times, *([0.0] * total)]:
             if left == 0:
                 break
             steps = pace.next(left)
             assert 1 <= steps <= left
             left -= steps
-            pace.took(seconds)
+            pace.record(seconds)
         assert left == 0
 
 
@@ -160,16 +160,16 @@ K = keras.callbacks
     ],
 )
 def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str]) -> None:
-    assert {kind for kind in ("train", "test") if looks_at_batches([callback], kind)} == kinds
+    assert {kind for kind in ("train", "test") if uses_batch_hooks([callback], kind)} == kinds
 
 
 def test_only_the_chief_writes_and_prints() -> None:
     writers = [K.CSVLogger("x"), K.ModelCheckpoint("x.keras"), K.BackupAndRestore("x")]
     writers += [K.TensorBoard("x"), K.ProgbarLogger(), K.RemoteMonitor()]
     deciding = [K.EarlyStopping(verbose=1), K.ReduceLROnPlateau(verbose=1), Each()]
-    assert for_this_task([writers, deciding], is_chief=True) == writers + deciding
-    assert for_this_task(None, is_chief=True) == []
-    assert for_this_task(deciding[0], is_chief=True) == deciding[:1]
+    assert callbacks_of_this_task([writers, deciding], is_chief=True) == writers + deciding
+    assert callbacks_of_this_task(None, is_chief=True) == []
+    assert callbacks_of_this_task(deciding[0], is_chief=True) == deciding[:1]
     assert deciding[0].verbose == 1
-    assert for_this_task(writers + deciding, is_chief=False) == deciding
+    assert callbacks_of_this_task(writers + deciding, is_chief=False) == deciding
     assert [callback.verbose for callback in deciding[:2]] == [0, 0]

@@ -16,7 +16,7 @@ from training_cases import mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.callbacks.worker_tensorboard import slow_workers
-from tfdist_ext.training.parameter_server.engine import CoordinatorEngine
+from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
 from tfdist_ext.training.protocols import NullStepTimer
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 
@@ -192,7 +192,7 @@ def test_steps_without_rows_have_no_norm(tmp_path: Path) -> None:
         notes = []
         watch._begin()
         for number, share in enumerate(shares, 1):
-            replica = watch.of_replica()
+            replica = watch.replica_timer()
             replica.gradients(
                 [tf.constant([3.0, 4.0]) * number * share], tf.constant(share, tf.float64)
             )
@@ -314,7 +314,7 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     boards = [tfd.WorkerTensorBoard(tmp_path / name) for name in ("one", "other")]
     with pytest.raises(tfd.TrainingError, match="2 are among its callbacks: give one"):
         fit(mirrored(2), callbacks=boards)
-    engine = CoordinatorEngine.__new__(CoordinatorEngine)
+    engine = ParameterServerEngine.__new__(ParameterServerEngine)
     engine._strategy = strategy_of("default")
     with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):
         engine._make_program(build(), "train", True)

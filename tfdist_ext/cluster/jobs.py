@@ -15,7 +15,12 @@ MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and woul
 
 @dataclass(frozen=True)
 class Task:
-    """One process of the cluster: its type (the name of its job) and its index there."""
+    """One process of the cluster.
+
+    Attributes:
+        type: the name of its job: "chief", "worker", "ps" or "evaluator".
+        index: its number in the job, from 0.
+    """
 
     type: str
     index: int

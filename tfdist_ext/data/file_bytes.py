@@ -66,7 +66,7 @@ def stamp_of(path: str) -> Stamp:
     except (OSError, tf.errors.OpError) as error:
         raise unreadable(path, error) from None
     if folder:
-        raise DataError(f"{path} is a folder, not a file. Give a pattern for the files in it.")
+        raise DataError(f"{path} must be a file, got a folder; give a pattern for the files in it.")
     return stamp
 
 

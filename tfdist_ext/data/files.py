@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +26,13 @@ _AT_ONCE = 16  # files looked at; most of the time of a remote one is waiting
 
 
 class RecordRange(NamedTuple):
-    """The records [start, stop) of a TFRecord file, numbered from 0 in the file."""
+    """Some records of a TFRecord file.
+
+    Attributes:
+        path: of the file.
+        start: number of the first record, counted from 0 in the file.
+        stop: number after the last record.
+    """
 
     path: str
     start: int
@@ -34,7 +40,10 @@ class RecordRange(NamedTuple):
 
 
 def shard_files(
-    patterns: Any, shard: Shard, *, check: bool = True
+    patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    shard: Shard,
+    *,
+    check: bool = True,
 ) -> list[str] | list[RecordRange]:
     """The files that belong to a shard; disjoint and complete over all shards.
 
@@ -59,7 +68,9 @@ def shard_files(
             which no records can be counted where that is needed: each by its name.
     """
     if not isinstance(shard, Shard):
-        raise DataError(f"shard_files wants a Shard(index, count). Received: {shown(shard)}.")
+        raise DataError(
+            f"shard must be a Shard(index, count), got {shown(shard)}; Shard.of(cluster) makes one."
+        )
     files = files_of(patterns)
     if len(files) < shard.count:
         return _ranges(files, shard)
@@ -71,7 +82,7 @@ def shard_files(
     return mine
 
 
-def files_of(patterns: Any) -> list[str]:
+def files_of(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     """All files that patterns match, each once, sorted; no index files of this package.
 
     Raises:
@@ -80,15 +91,19 @@ def files_of(patterns: Any) -> list[str]:
     if isinstance(patterns, str | os.PathLike):
         patterns = [patterns]
     if not isinstance(patterns, Iterable) or isinstance(patterns, bytes):
-        raise DataError(f"files are given by patterns, as text. Received: {shown(patterns)}.")
+        raise DataError(
+            f"files must be patterns or paths as text, got {shown(patterns)}; give one, or a list."
+        )
     found: set[str] = set()
     given = list(patterns)
     for pattern in given:
         if not isinstance(pattern, str | os.PathLike):
-            raise DataError(f"files are given by patterns, as text. Received: {shown(pattern)}.")
+            raise DataError(
+                f"files must be patterns or paths as text, got {shown(pattern)} among them."
+            )
         found |= _matches(os.fspath(pattern))
     if not found:
-        raise DataError(f"no files are given. Received: {shown(given)}.")
+        raise DataError(f"files must have at least one pattern, got {shown(given)}; name the data.")
     # One file may be given in several spellings: "a", "./a".
     one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
     return sorted(one_each.values())

@@ -39,8 +39,8 @@ def of_arrays(arrays: Mapping[str, np.ndarray]) -> Fingerprint:
     for name, array in arrays.items():
         if array.dtype.hasobject:
             raise DataError(
-                f"{name} is an array of Python objects (dtype {array.dtype}). Give it a dtype of"
-                " fixed size, for example np.asarray(values, dtype='S20') for short texts."
+                f"{name} must have a dtype of fixed size, got Python objects (dtype {array.dtype})."
+                " Convert it, for example np.asarray(values, dtype='S20') for short texts."
             )
         found[f"{name}: shape"] = list(array.shape)
         found[f"{name}: dtype"] = array.dtype.str

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.data.rows import rows_between, rows_in
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
-from tfdist_ext.data.shards import Remainder, Shard, bounds
+from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 
@@ -45,8 +45,8 @@ class FunctionDataset(ShardedDataset):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
         if not callable(function):
             raise DataError(
-                "from_dataset_fn wants a function of a Shard that returns a tf.data.Dataset."
-                f" Received: {shown(function)}."
+                f"function must take a Shard and return a tf.data.Dataset, got {shown(function)};"
+                " write `def data(shard): ...`."
             )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
@@ -58,8 +58,9 @@ class FunctionDataset(ShardedDataset):
         self.service = None if service is False else service
         if self.service is not None and self.takes_epoch:
             raise DataError(
-                "what comes through a tf.data service is in no order: the function takes the shard"
-                f" alone, without an argument epoch. Received: {shown(function)}."
+                "function must take the shard alone where a tf.data service prepares the batches,"
+                f" got {shown(function)} with an argument epoch: a service has no order. Leave"
+                " epoch out."
             )
         # One for good: how often a task asks for its data must not tell them apart.
         self.job_name = job_name
@@ -99,7 +100,7 @@ class FunctionDataset(ShardedDataset):
 
     def dataset(
         self,
-        shard: Any = None,
+        shard: ReadBy | None = None,
         epoch: int | None = None,
         *,
         remainder: Remainder = Remainder.KEEP,
@@ -156,25 +157,24 @@ class FunctionDataset(ShardedDataset):
         found = self._function(asked, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(found, tf.data.Dataset):
             raise DataError(
-                f"the function must return a tf.data.Dataset. For {asked} it returned:"
-                f" {shown(found)}."
+                f"function must return a tf.data.Dataset, got {shown(found)} for {asked}."
             )
         if self._batch is not None:
             low, high = bounds(self._batch, shard.index, shard.count)
             low, high = (0, self._batch) if alone else (low, high)
             if high == low:
                 raise DataError(
-                    f"a global batch of {self._batch} examples leaves none for {shard}:"
-                    f" use {shard.count} or more."
+                    f"global_batch_size must be at least {shard.count}, got {self._batch}, which"
+                    f" leaves no example for {shard}; use a larger batch or fewer tasks."
                 )
             rows = high - low if self.service is None else -(-self._batch // shard.count)
             found = found.batch(rows, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
         elif not _in_batches(found.element_spec):
             raise DataError(
-                "the function's data set yields single examples, not batches: its element_spec is"
-                f" {found.element_spec}. Let it call .batch(n), n being the examples of the shard's"
-                " part of a global batch, or give global_batch_size."
+                "the function's data set must yield batches, got single examples: its element_spec"
+                f" is {found.element_spec}. Let it call .batch(n), n being the examples of the"
+                " shard's part of a global batch, or give global_batch_size."
             )
         if self.service is None:
             return sharded_already(found, shard)
@@ -222,13 +222,14 @@ class FunctionDataset(ShardedDataset):
     def restore(self, state: dict[str, Any]) -> None:
         if not isinstance(state, Mapping) or set(state) != set(_FIELDS) or state["kind"] != _KIND:
             raise DataError(
-                f"the state of a FunctionDataset has {', '.join(_FIELDS)}. Received: {shown(state)}"
-                ": it is not a state, or one of other data."
+                f"state must have the fields {', '.join(_FIELDS)}, got {shown(state)}; give what"
+                " state() of the same data returned."
             )
         if state["element"] != str(self.element_spec):
             raise DataError(
-                f"the data has changed since this position was saved: an element was"
-                f" {state['element']}, and is {self.element_spec} now."
+                "the data must be as it was when this position was saved, with elements of"
+                f" {state['element']}, got {self.element_spec}; restore the state with the data of"
+                " then."
             )
         shards = state["shards"]
         self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
@@ -250,7 +251,10 @@ class FunctionDataset(ShardedDataset):
 
 def _check_kept(remainder: Remainder) -> None:
     if remainder is not Remainder.KEEP:
-        raise DataError(f"a FunctionDataset is cut as it comes: {remainder} is for ordered data.")
+        raise DataError(
+            f"remainder must be Remainder.KEEP for data made by a function, got {remainder}; DROP"
+            " and PAD are for ordered data (from_arrays, from_tfrecords)."
+        )
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:
@@ -259,7 +263,7 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     return None if length < 0 else length
 
 
-def _takes_epoch(function: Callable[..., Any]) -> bool:
+def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     """
     Raises:
         DataError: it cannot be called with a shard.
@@ -273,9 +277,8 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
         signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
     except TypeError:
         raise DataError(
-            "the function is called as function(shard), or function(shard, epoch=number); this one"
-            f" takes {signature}. Write `def data(shard): ... dataset.shard(shard.count,"
-            " shard.index)`."
+            f"function must take (shard) or (shard, epoch=number), got the signature {signature};"
+            " write `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
 

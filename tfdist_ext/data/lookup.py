@@ -31,27 +31,27 @@ class Lookup:
     def __init__(self, source: Any):
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise DataError(
-                "a source has len(source) and source[numbers], or the members of"
-                f" tfdist_ext.data.sources.Source. Received: {shown(source)}."
+                "source must have len(source) and source[numbers], or the members of"
+                f" tfdist_ext.data.sources.Source, got {shown(source)}."
             )
         self._source = source
         self._length = len(source)
         if self._length == 0:
-            raise DataError("the source has 0 examples: there is nothing to train on.")
+            raise DataError("the source must have at least 1 example, got 0; check what it reads.")
         try:
             first = source[np.zeros(1, np.int64)]
         except Exception as error:
             raise DataError(
-                "the first example cannot be had: source[numbers] is asked with an int64 array of"
-                f" shape [1], and fails with {type(error).__name__}: {error}"
+                f"source[numbers] must take an int64 array of shape [1], got {type(error).__name__}"
+                f" from the source: {error}"
             ) from error
         self._structure = _without_lists(first)
         self._first = [np.asarray(part) for part in tf.nest.flatten(self._structure)]
         for part in self._first:
             if part.shape[:1] != (1,) or (part.dtype.hasobject and not _is_text(part)):
                 raise DataError(
-                    "source[numbers] gives arrays with a row for each number. For one number, one"
-                    f" of them has shape {part.shape} and dtype {part.dtype}."
+                    "source[numbers] must give arrays with a row for each number, got shape"
+                    f" {part.shape} and dtype {part.dtype} for one number."
                 )
 
     def __len__(self) -> int:
@@ -92,15 +92,16 @@ class Lookup:
             found = tf.nest.flatten(_without_lists(self._source[rising]))
         except Exception as error:
             raise DataError(
-                f"source[numbers] failed with {type(error).__name__}: {error}. The numbers were"
-                f" {shown(rising)}."
+                f"source[numbers] must give the examples {shown(rising)}, got"
+                f" {type(error).__name__} from the source: {error}"
             ) from error
         rows = []
         for part, first in zip(found, self._first, strict=True):
             array = np.asarray(part)
             if len(array) != len(rising):
                 raise DataError(
-                    f"source[numbers] gave {len(array)} rows for {len(rising)} numbers: {rising}."
+                    f"source[numbers] must give a row for each of {len(rising)} numbers, got"
+                    f" {len(array)} rows for {rising}."
                 )
             rows.append(_rows_like(array[back], first))
         return rows
@@ -122,8 +123,8 @@ def _rows_like(rows: np.ndarray, first: np.ndarray) -> np.ndarray:
         return rows.astype(object)
     if not np.can_cast(rows.dtype, first.dtype, "same_kind"):
         raise DataError(
-            f"source[numbers] gave {rows.dtype}, and {first.dtype} for the first example: let it"
-            " give one dtype always."
+            f"source[numbers] must always give one dtype, got {rows.dtype} after {first.dtype} for"
+            " the first example."
         )
     return rows.astype(first.dtype.newbyteorder("="), copy=False)
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.shards import Shard, bounds
+from tfdist_ext.data.shards import Number, Shard, bounds
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
@@ -59,7 +58,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if isinstance(self.n, int | np.integer) and self.n == 0:
-            raise DataError("the data has 0 examples: there is nothing to train on.")
+            raise DataError("the data must have at least 1 example, got 0; check what it reads.")
         checked = {
             "n": check_int(self.n, "the number of examples", 1, _MOST_EXAMPLES, error=DataError)
         }
@@ -104,7 +103,7 @@ class Order:
         """Global batches to the end of the epoch, a last smaller one included."""
         return -(-(self.n - self.examples_seen) // self.global_batch_size)
 
-    def size(self, step: Any) -> Any:
+    def size(self, step: Number) -> Number:
         """Examples of a step's global batch, over all workers; 0 after the last step."""
         start, stop = self._span(step)
         return stop - start
@@ -128,7 +127,12 @@ class Order:
         return words.astype(np.uint32)
 
     def indices(
-        self, step: Any, shard: Shard = _ALL, epoch: int = 0, *, key: Any = None
+        self,
+        step: Number,
+        shard: Shard = _ALL,
+        epoch: int = 0,
+        *,
+        key: np.ndarray | tf.Tensor | None = None,
     ) -> tf.Tensor:
         """The examples of a shard's part of a step's global batch, in their order.
 
@@ -148,11 +152,19 @@ class Order:
             DataError: a step that the epoch does not have, a shard that is none.
         """
         if not isinstance(shard, Shard):
-            raise DataError(f"indices wants a Shard(index, count). Received: {shown(shard)}.")
+            raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
         low, high = bounds(self.size(step), shard.index, shard.count)
         return self.rows(step, low, high, epoch, key=key)
 
-    def rows(self, step: Any, low: Any, high: Any, epoch: int = 0, *, key: Any = None) -> tf.Tensor:
+    def rows(
+        self,
+        step: Number,
+        low: Number,
+        high: Number,
+        epoch: int = 0,
+        *,
+        key: np.ndarray | tf.Tensor | None = None,
+    ) -> tf.Tensor:
         """The examples at the places low to high (not included) of a step's global batch.
 
         Arguments and errors are those of `indices`.
@@ -186,7 +198,7 @@ class Order:
         found = shuffle(positions)
         return tf.where(found == largest, shuffle(largest), found) if one_more else found
 
-    def _span(self, step: Any) -> tuple[Any, Any]:
+    def _span(self, step: Number) -> tuple[Number, Number]:
         """The positions [start, stop) of a step's global batch."""
         if not tf.is_tensor(step):
             # As in a graph: the batches of another step would be wrong, and silently.
@@ -204,7 +216,7 @@ Order.__init__ = renamed_arguments(  # type: ignore[method-assign]
 )(Order.__init__)
 
 
-def sorted_at_random(n: Any, seed: tf.Tensor) -> tf.Tensor:
+def sorted_at_random(n: Number, seed: tf.Tensor) -> tf.Tensor:
     """A permutation of n (int64), all of it, from a seed of two whole numbers (int64)."""
     numbers = tf.random.stateless_uniform([n], seed, minval=None, maxval=None, dtype=tf.int64)
     return tf.cast(tf.argsort(numbers, stable=True), tf.int64)

@@ -13,7 +13,7 @@ from tfdist_ext.data.position import Position
 from tfdist_ext.data.reading_errors import with_data_errors
 from tfdist_ext.data.rows import rows_in
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
-from tfdist_ext.data.shards import Remainder, Shard, bounds
+from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int
@@ -78,7 +78,7 @@ class OrderedDataset(ShardedDataset):
 
     def dataset(
         self,
-        shard: Any = None,
+        shard: ReadBy | None = None,
         epoch: int | None = None,
         *,
         remainder: Remainder = Remainder.KEEP,
@@ -145,7 +145,13 @@ class OrderedDataset(ShardedDataset):
         return self.order.after(self._examples) if epoch == self._epoch else self.order
 
     def _part(
-        self, order: Order, step: Any, index: Any, count: int, key: Any, remainder: Remainder
+        self,
+        order: Order,
+        step: Number,
+        index: Number,
+        count: int,
+        key: tf.Tensor,
+        remainder: Remainder,
     ) -> Any:
         """In a graph: the part that a shard, or replica, has of a global batch."""
         size = order.size(step)
@@ -176,8 +182,8 @@ class OrderedDataset(ShardedDataset):
         position.check_data(self.source.fingerprint())
         if position.seed != self.order.seed:
             raise DataError(
-                f"the state is of an order with seed {position.seed}, and this one has seed"
-                f" {self.order.seed}: other examples would be behind. Use the seed of the state."
+                f"the state's seed must be {self.order.seed}, as that of this order, got"
+                f" {position.seed}: other examples would be done. Use the seed of the state."
             )
         self.order.after(position.examples)  # it must have as many
         self._epoch, self._examples = position.epoch, position.examples

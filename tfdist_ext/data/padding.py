@@ -23,13 +23,12 @@ def check_padded(remainder: Remainder, spec: Any) -> None:
     """
     if not isinstance(remainder, Remainder):
         raise DataError(
-            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD."
-            f" Received: {remainder!r}."
+            f"remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got {remainder!r}."
         )
     if remainder is Remainder.PAD and not (isinstance(spec, tuple) and len(spec) in (2, 3)):
         raise DataError(
-            "Remainder.PAD marks rows by sample weights, so examples must be (x, y) or"
-            f" (x, y, sample_weight). They are: {spec}."
+            "examples must be (x, y) or (x, y, sample_weight) for Remainder.PAD, which marks rows"
+            f" by sample weights, got {spec}."
         )
 
 

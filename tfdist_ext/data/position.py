@@ -45,8 +45,8 @@ class Position:
             object.__setattr__(self, name, number)
         if not isinstance(self.fingerprint, Mapping):
             raise DataError(
-                "the position's fingerprint must be an object with a field for each property of"
-                f" the data. Received: {shown(self.fingerprint)}."
+                "the position's fingerprint must be an object with a field for each property of the"
+                f" data, got {shown(self.fingerprint)}."
             )
         # As it comes back from JSON, so that a position equals the one that was saved.
         object.__setattr__(self, "fingerprint", json.loads(json.dumps(dict(self.fingerprint))))
@@ -56,7 +56,7 @@ class Position:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
-    def from_state(cls, state: Any) -> Position:
+    def from_state(cls, state: object) -> Position:
         """The position of `to_state()`.
 
         Raises:
@@ -64,7 +64,8 @@ class Position:
         """
         if not isinstance(state, Mapping):
             raise DataError(
-                f"the state of data is an object of JSON, from state(). Received: {shown(state)}."
+                f"the state of data must be a JSON object, got {shown(state)}; give what state()"
+                " returned."
             )
         names = [one.name for one in fields(cls)]
         missing = [name for name in names if name not in state]
@@ -73,8 +74,8 @@ class Position:
             said = [f"no {', '.join(missing)}"] if missing else []
             said += [f"unknown: {', '.join(map(shown, unknown))}"] if unknown else []
             raise DataError(
-                f"the state of data has {', '.join(names)}; this one has {'; '.join(said)}. It was"
-                " written by another version of tfdist_ext, or is not a state of data."
+                f"the state of data must have the fields {', '.join(names)}, got {'; '.join(said)}."
+                " It was written by another version of tfdist_ext, or is not a state of data."
             )
         return cls(**state)
 

@@ -43,10 +43,12 @@ class RecordFiles:
         batched: bool = False,
     ):
         if not callable(parse):
-            raise DataError(f"parse is a function of a record. Received: {shown(parse)}.")
+            raise DataError(f"parse must be a function of a record, got {shown(parse)}.")
         self.records = Records(files, on_error=on_error)
         if len(self.records) == 0:
-            raise DataError(f"the files {shown(list(files))} have no records at all.")
+            raise DataError(
+                f"the files must have at least 1 record, got none in {shown(list(files))}."
+            )
         self._parse = parse
         self._batched = batched
         _keep_freed_memory()
@@ -131,8 +133,8 @@ def _keep_freed_memory() -> None:
 def _example_spec(output: Any) -> tf.TensorSpec:
     if not isinstance(output, tf.Tensor | tf.TensorSpec):
         raise DataError(
-            f"parse returns dense tensors, which can be batched. It returned {shown(output)}. Make"
-            " it dense: tf.sparse.to_dense(...), or .to_tensor(shape=...) of a ragged one."
+            f"parse must return dense tensors, which can be batched, got {shown(output)}. Make it"
+            " dense: tf.sparse.to_dense(...), or .to_tensor(shape=...) of a ragged one."
         )
     return tf.TensorSpec(output.shape, output.dtype)
 
@@ -143,7 +145,7 @@ def _row_spec(output: Any) -> tf.TensorSpec:
     dense = isinstance(output, tf.Tensor | tf.TensorSpec) and output.shape.rank is not None
     if not dense or output.shape.rank == 0 or output.shape[0] is not None:
         raise DataError(
-            "parse with batched=True returns dense tensors with a row for each record, of shape"
-            f" [n, ...] where n is not known when it is traced. It returned {shown(output)}."
+            "parse with batched=True must return dense tensors with a row for each record, of shape"
+            f" [n, ...] where n is not known when it is traced, got {shown(output)}."
         )
     return tf.TensorSpec(output.shape[1:], output.dtype)

@@ -14,9 +14,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tfdist_ext.data.file_bytes import FileBytes, open_bytes
 from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
@@ -35,12 +36,25 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class _Open(NamedTuple):
+    """A file that is read.
+
+    Attributes:
+        data: its bytes.
+        offsets: where each of its records begins.
+    """
+
     data: FileBytes
     offsets: np.ndarray
 
 
 class _Places(NamedTuple):
-    """Of each record: the number of its file, and the offsets in it where it begins and ends."""
+    """Where records are.
+
+    Attributes:
+        files: of each record, the number of its file.
+        starts: the offset in the file at which it begins.
+        stops: the offset after its end.
+    """
 
     files: np.ndarray
     starts: np.ndarray
@@ -63,9 +77,9 @@ class Records:
 
     def __init__(self, files: Sequence[str], *, on_error: str = "raise") -> None:
         if on_error not in ("raise", "skip"):
-            raise DataError(f'on_error must be "raise" or "skip". Received: {shown(on_error)}.')
+            raise DataError(f'on_error must be "raise" or "skip", got {shown(on_error)}.')
         if isinstance(files, str | bytes) or not len(files):
-            raise DataError(f"Records wants a list of files. Received: {shown(files)}.")
+            raise DataError(f"files must be a list of paths, got {shown(files)}.")
         self.files = [str(path) for path in files]
         self.bytes_read = 0
         self.skipped: dict[int, str] = {}
@@ -89,7 +103,7 @@ class Records:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def read(self, indices: Any) -> list[bytes | None]:
+    def read(self, indices: npt.ArrayLike) -> list[bytes | None]:
         """The payloads of these records, in this order.
 
         Args:
@@ -105,17 +119,19 @@ class Records:
         """
         return self.read_array(indices).tolist()
 
-    def read_array(self, indices: Any) -> np.ndarray:
+    def read_array(self, indices: npt.ArrayLike) -> np.ndarray:
         """As `read`, but an array of objects, which TensorFlow takes as it is."""
         wanted = np.asarray(indices)
         payloads = np.empty(wanted.size, object)
         if wanted.size == 0:
             return payloads
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise DataError(f"read wants whole numbers of shape [n]. Received: {shown(indices)}.")
+            raise DataError(f"indices must be integers of shape [n], got {shown(indices)}.")
         if wanted.min() < 0 or wanted.max() >= len(self):
             beyond = wanted.min() if wanted.min() < 0 else wanted.max()
-            raise DataError(f"there is no record {beyond}: the files have {len(self)} records.")
+            raise DataError(
+                f"indices must be below {len(self)}, the number of records, got {beyond}."
+            )
         # In the order of files and offsets: neighbours are found, and a disk turns less.
         by_place = np.argsort(wanted, kind="stable")
         found = self._read_sorted(wanted[by_place].astype(np.int64))

@@ -70,9 +70,9 @@ def through_service(
         DataError: no service, an address that is none, no answer, a data set that runs Python.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        raise DataError(f"through_service wants a tf.data.Dataset. Received: {shown(dataset)}.")
+        raise DataError(f"dataset must be a tf.data.Dataset, got {shown(dataset)}.")
     if job_name is not None and (not isinstance(job_name, str) or not job_name):
-        raise DataError(f"job_name must be a text that is not empty. Received: {shown(job_name)}.")
+        raise DataError(f"job_name must be a text that is not empty, got {shown(job_name)}.")
     env = os.environ if env is None else env
     address = _address(service, env)
     _refuse_python(dataset)
@@ -110,8 +110,8 @@ def next_job_name(env: Mapping[str, str] | None = None) -> str:
 def _refuse_python(dataset: tf.data.Dataset) -> None:
     if found := find_py_functions(dataset):
         raise DataError(
-            f"the data set runs Python ({', '.join(found)}), which is in this process alone: the"
-            " workers of a tf.data service do not have it. Write what from_generator,"
+            f"the data set must run without Python functions, got {', '.join(found)}: the workers"
+            " of a tf.data service do not have this process's Python. Write what from_generator,"
             " numpy_function or py_function does with TensorFlow's own operations, or do it after"
             " through_service."
         )

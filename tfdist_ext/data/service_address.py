@@ -32,15 +32,16 @@ def dispatcher_address(service: object, source: str = "service") -> str:
     advice = f'Write "{_SCHEME}host:port", for example "{_SCHEME}10.0.0.5:5000".'
     if not isinstance(service, str) or not service.startswith(_SCHEME):
         raise DataError(
-            f"{source} must be the address of a tf.data service dispatcher, with its scheme."
-            f" Received: {shown(service)}. {advice}"
+            f"{source} must be the address of a tf.data service dispatcher, with its scheme, got"
+            f" {shown(service)}. {advice}"
         )
     address = service.removeprefix(_SCHEME)
     try:
         identity(address)
     except AddressError as error:
         raise DataError(
-            f"{source}: the address {error.what}. Received: {shown(service)}. {advice}"
+            f"{source} must be a possible address, got {shown(service)}, which {error.what}."
+            f" {advice}"
         ) from None
     return address
 

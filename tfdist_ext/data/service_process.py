@@ -85,7 +85,7 @@ def _free_port(address: str) -> int:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        raise DataError(f"cannot listen at port {port} ({error}). Give a free one.") from None
+        raise DataError(f"port {port} must be free, got {error}. Give another one.") from None
     return port
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.reading_errors import data_errors_as_raised
-from tfdist_ext.data.shards import Remainder, Shard
+from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
 
@@ -75,7 +75,7 @@ class ShardedDataset(abc.ABC):
     @abc.abstractmethod
     def dataset(
         self,
-        shard: Any = None,
+        shard: ReadBy | None = None,
         epoch: int | None = None,
         *,
         remainder: Remainder = Remainder.KEEP,
@@ -114,7 +114,11 @@ class ShardedDataset(abc.ABC):
         """
 
     def batches(
-        self, strategy: Any = None, *, remainder: Remainder = Remainder.KEEP, progress: bool = True
+        self,
+        strategy: tf.distribute.Strategy | None = None,
+        *,
+        remainder: Remainder = Remainder.KEEP,
+        progress: bool = True,
     ) -> Batches:
         """The rest of the position's epoch for a loop of one's own, which moves the position on.
 
@@ -165,7 +169,12 @@ class Batches:
     """
 
     def __init__(
-        self, data: ShardedDataset, strategy: Any, remainder: Remainder, *, progress: bool
+        self,
+        data: ShardedDataset,
+        strategy: tf.distribute.Strategy | None,
+        remainder: Remainder,
+        *,
+        progress: bool,
     ):
         self._data = data
         self._strategy = strategy
@@ -227,13 +236,16 @@ def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def check_reads_here(strategy: Any) -> None:
+def check_reads_here(strategy: object) -> None:
     """
     Raises:
         DataError: no strategy, or one whose workers run steps in other processes.
     """
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise DataError(f"a tf.distribute.Strategy is wanted. Received: {strategy!r}.")
+        raise DataError(
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy() makes"
+            " one."
+        )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
             "under ParameterServerStrategy steps run on the workers, not in this process: train"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import DataError
@@ -16,10 +16,25 @@ from tfdist_ext.messages import check_int, shown
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["Remainder", "Shard", "ShardRange", "bounds", "shard_for", "shard_range"]
+__all__ = [
+    "Number",
+    "ReadBy",
+    "Remainder",
+    "Shard",
+    "ShardRange",
+    "bounds",
+    "shard_for",
+    "shard_range",
+]
 
 
-def bounds(n: Any, index: Any, count: Any) -> tuple[Any, Any]:
+# Who reads a shard: what `Shard.of` takes.
+ReadBy: TypeAlias = "Shard | ClusterConfig | tf.distribute.InputContext | tf.distribute.Strategy"
+# A number that is known, or one of a pipeline that is traced.
+Number: TypeAlias = "int | tf.Tensor"
+
+
+def bounds(n: Number, index: Number, count: Number) -> tuple[Number, Number]:
     """The half-open range [start, stop) of shard `index` of `count` in `n` rows, unchecked.
 
     Works on Python integers and on integer tensors alike, because the formula has no branches:
@@ -53,7 +68,7 @@ class Shard:
         object.__setattr__(self, "count", count)
 
     @classmethod
-    def of(cls, context: object) -> Shard:
+    def of(cls, context: ReadBy) -> Shard:
         """The shard that this process reads, in a cluster where each process reads its own.
 
         Args:
@@ -81,7 +96,13 @@ class Remainder(enum.Enum):
 
 
 class ShardRange(NamedTuple):
-    """The rows [start, stop) of a shard, and how many rows of sample weight 0 come after them."""
+    """The rows of a shard.
+
+    Attributes:
+        start: the first row.
+        stop: the row after the last one.
+        padding: rows of sample weight 0 that come after them.
+    """
 
     start: int
     stop: int
@@ -110,11 +131,11 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     """
     n = check_int(n, "the number of rows to share out", error=DataError)
     if not isinstance(shard, Shard):
-        raise DataError(f"shard_range wants a Shard(index, count). Received: {shown(shard)}.")
+        raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
     if not isinstance(remainder, Remainder):
         raise DataError(
-            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD."
-            f" Received: {shown(remainder)}."
+            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got"
+            f" {shown(remainder)}."
         )
     if remainder is Remainder.DROP:
         size = n // shard.count
@@ -125,7 +146,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     return ShardRange(start, stop, -(-n // shard.count) - (stop - start))
 
 
-def shard_for(context: object) -> Shard:
+def shard_for(context: ReadBy) -> Shard:
     """The shard that this process reads, in a cluster where each process reads its own.
 
     Chief and workers share the data, the chief first; in a cluster with parameter servers the
@@ -150,8 +171,8 @@ def shard_for(context: object) -> Shard:
     if isinstance(context, tf.distribute.Strategy):
         return _shard_of_strategy(context)
     raise DataError(
-        "a shard is that of a tf.distribute.InputContext, a ClusterConfig or a"
-        f" tf.distribute.Strategy. Received: {shown(context)}. Give Shard(index, count) by hand."
+        "a shard must be asked for by a tf.distribute.InputContext, a ClusterConfig or a"
+        f" tf.distribute.Strategy, got {shown(context)}. Give Shard(index, count) by hand."
     )
 
 
@@ -178,7 +199,7 @@ def _shard_of_task(task: Task, jobs: dict[str, list[int]]) -> Shard:
     if task.type in ("chief", "evaluator"):  # a coordinator; one that evaluates on everything
         return Shard(0, 1)
     raise DataError(
-        f"{task} reads no data: the examples are shared out over"
-        f" {' and '.join(sorted({reader.type for reader in readers}))}. Ask for a shard there, or"
-        " give Shard(index, count) by hand."
+        "the task must be one that reads data"
+        f" ({' or '.join(sorted({reader.type for reader in readers}))}), got {task}. Ask for a"
+        " shard there, or give Shard(index, count) by hand."
     )

@@ -62,12 +62,12 @@ class Plan:
             check_int(getattr(self, name), name, error=DataError)
         if self.kill and not (self.resume_workers or self.workers - self.kill):
             raise DataError(
-                f"kill={self.kill} of {self.workers} workers leaves none to go on."
-                " Say how many start again: resume_workers."
+                f"kill must be less than the {self.workers} workers, got {self.kill}; or say how"
+                " many start again: resume_workers."
             )
         if self.batch > self.examples:
             raise DataError(
-                f"a global batch of {self.batch} is larger than the {self.examples} examples."
+                f"the global batch must be at most the {self.examples} examples, got {self.batch}."
             )
         check_int(self.kill_step, "kill_step", -1, self.steps, error=DataError)
 

@@ -54,17 +54,19 @@ class Arrays:
             "/".join(map(str, path)) or "x": array for path, array in _with_paths(self._arrays)
         }
         if not self._named:
-            raise DataError("there are no arrays to read from: an empty structure arrived.")
+            raise DataError("arrays must hold at least one array, got an empty structure.")
         for name, array in self._named.items():
             if array.ndim == 0:
-                raise DataError(f"{name} is a single value, {shown(array)}, and has no rows.")
+                raise DataError(
+                    f"{name} must be an array of rows, got the single value {shown(array)}."
+                )
         lengths = {name: len(array) for name, array in self._named.items()}
         if len(set(lengths.values())) > 1:
             said = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
-            raise DataError(f"all arrays must have the same number of rows: {said}.")
+            raise DataError(f"all arrays must have the same number of rows, got {said}.")
         self._rows = next(iter(lengths.values()))
         if self._rows == 0:
-            raise DataError("the arrays have 0 rows: there is nothing to train on.")
+            raise DataError("the arrays must have at least 1 row, got 0.")
         self._tensors: Any = None
 
     def __len__(self) -> int:
@@ -118,13 +120,14 @@ def _as_array(value: Any) -> np.ndarray:
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.dtype.hasobject:
         raise DataError(
-            f"an array of Python objects arrived: {shown(value)}. Give it a dtype of fixed size."
+            f"an array must have a dtype of fixed size, got Python objects: {shown(value)}. Convert"
+            " it."
         )
     try:
         tf.as_dtype(array.dtype)
     except TypeError:
         raise DataError(
-            f"TensorFlow has no tensors of dtype {array.dtype}, which arrived: {shown(value)}."
+            f"an array must have a dtype that tensors have, got {array.dtype}: {shown(value)}."
             " Convert it, for example to float32 or int64."
         ) from None
     return array

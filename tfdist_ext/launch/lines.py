@@ -12,7 +12,12 @@ _END = re.compile(rb"\r?\n|\r(?!\Z)")
 
 
 class Line(NamedTuple):
-    """One line without its end. `rewritten`: a carriage return ended it, as in a progress bar."""
+    """One line.
+
+    Attributes:
+        text: without its end.
+        rewritten: whether a carriage return ended it, as in a progress bar.
+    """
 
     text: str
     rewritten: bool = False

@@ -27,9 +27,13 @@ DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://hos
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One process: its name (`worker:1`), its command, its log.
+    """One process.
 
-    `env` is what is added to the environment it gets.
+    Attributes:
+        name: as "worker:1".
+        argv: its command.
+        env: what is added to the environment that it gets.
+        log_file: where its output goes; None: nowhere but the terminal.
     """
 
     name: str
@@ -42,12 +46,13 @@ class TaskPlan:
 class LaunchPlan:
     """The processes of one run.
 
-    `coordinator` names the task whose success is the success of the run. It is None where every
-    task has to end with 0. With parameter servers it is the chief: the servers and the workers
-    serve it, and TensorFlow's own never end by themselves.
-
-    `services` names tasks that work for all others and never end by themselves: the run is over
-    when the others have ended, and a service that ends before has failed.
+    Attributes:
+        tasks: the processes.
+        coordinator: name of the task whose success is the success of the run; None where every
+            task has to end with 0. With parameter servers it is the chief: the servers and the
+            workers serve it, and TensorFlow's own never end by themselves.
+        services: names of tasks that work for all others and never end by themselves: the run is
+            over when the others have ended, and a service that ends before has failed.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -109,8 +114,8 @@ def plan_local(
     )
     if len(ports) < needed:
         raise LaunchError(
-            f"{needed} tasks need {needed} ports, and {len(ports)} arrived: {list(ports)}; "
-            f"reserve {needed}"
+            f"ports must be {needed}, one for each task, got {len(ports)}: {list(ports)}; reserve"
+            f" {needed}"
         )
     free = iter(ports)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
@@ -188,19 +193,22 @@ def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
     counts = {"--workers": workers, "--ps": ps, "--data-workers": data_workers}
     for option, count in counts.items():
         if count < 0:
-            raise LaunchError(f"{option} is a number of tasks, and {count} arrived; give 0 or more")
+            raise LaunchError(f"{option} must be a number of tasks of at least 0, got {count}")
     if ps and not workers:
         raise LaunchError(
-            f"--ps {ps} without workers: parameter servers hold variables and compute nothing; "
-            "add --workers 1 or more"
+            f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables"
+            " and compute nothing; add --workers 1 or more"
         )
     if ps and not chief:
         raise LaunchError(
-            f"--ps {ps} without a chief: training with parameter servers is driven by a "
-            "coordinator, which is the chief task; leave out --no-chief, or leave out --ps"
+            f"--ps must come with a chief, got --ps {ps} without one: training with parameter"
+            " servers is driven by a coordinator, which is the chief task; leave out --no-chief, or"
+            " leave out --ps"
         )
     if not workers and not chief:
-        raise LaunchError("--workers 0 and no chief: no task would train; add --workers 1 or more")
+        raise LaunchError(
+            "at least one task must train, got --workers 0 and no chief; add --workers 1 or more"
+        )
 
 
 def _found(
@@ -208,8 +216,8 @@ def _found(
 ) -> tuple[str, ...]:
     if isinstance(command, str):
         raise LaunchError(
-            f"the command is a list of words, and one string arrived: {command!r}; "
-            "split it, for example with shlex.split"
+            f"the command must be a list of words, got one string: {command!r}; split it, for"
+            " example with shlex.split"
         )
     if not command or not command[0]:
         raise LaunchError(

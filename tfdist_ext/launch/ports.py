@@ -53,15 +53,15 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
             port = next(candidates, None)
             if port is None:
                 raise LaunchError(
-                    f"{count} free ports are needed, and {len(ports)} were found; "
-                    "end what uses them, or ask for fewer tasks"
+                    f"{count} ports must be free, got {len(ports)}; end what uses them, or ask for"
+                    " fewer tasks"
                 )
             try:
                 lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             except OSError as error:  # more open files than a process may have
                 raise LaunchError(
-                    f"{count} tasks need {count} free ports, got {len(ports)}: {error}; "
-                    "ask for fewer tasks, or raise the limit of open files (ulimit -n)"
+                    f"{count} ports must be free, got {len(ports)}: {error}; ask for fewer tasks,"
+                    " or raise the limit of open files (ulimit -n)"
                 ) from error
             if _binds(lock, _LOOPBACK, port) and _is_free(port):
                 ports.append(port)

@@ -89,7 +89,7 @@ def run_plan(
     """
     for name, seconds in (("grace", grace), ("linger", linger), ("timeout", timeout)):
         if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
-            raise LaunchError(f"{name} is a number of seconds and cannot be {seconds}")
+            raise LaunchError(f"{name} must be a number of seconds of at least 0, got {seconds}")
     _check_open_files(len(plan.tasks))
     env = os.environ if env is None else env
     stream = sys.stdout if stream is None else stream
@@ -114,8 +114,8 @@ def _check_open_files(tasks: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise LaunchError(
-            f"{tasks} tasks need about {needed} open files, and this process may have {limit}; "
-            "ask for fewer tasks, or raise the limit (ulimit -n)"
+            f"the limit of open files must be about {needed} for {tasks} tasks, got {limit}; ask"
+            " for fewer tasks, or raise the limit (ulimit -n)"
         )
 
 

@@ -71,7 +71,7 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
     """
     for name, number, least in (("devices", devices, 1), ("ps", ps, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise PlacementError(f"{name} is a whole number from {least}. Received: {number!r}.")
+            raise PlacementError(f"{name} must be an integer of at least {least}, got {number!r}.")
     variables = tuple(specs)
     weights = sum(spec.weight_bytes for spec in variables)
     slots = sum(spec.bytes for spec in variables) - weights

@@ -63,8 +63,8 @@ class DevicePlacer:
         self._host = host
         if not isinstance(rules, Iterable) or isinstance(rules, str):
             raise PlacementError(
-                "rules are a list of Rule(pattern, placement), or a table of pattern -> placement,"
-                f' as {{"embedding/.*": "device CPU:0"}}. Received: {shown(rules)}.'
+                "rules must be a list of Rule(pattern, placement), or a table of pattern ->"
+                f' placement, as {{"embedding/.*": "device CPU:0"}}, got {shown(rules)}.'
             )
         self._rules = checked_rules(rules_from(rules) if isinstance(rules, Mapping) else rules)
         for rule in self._rules:

@@ -39,7 +39,7 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
     file = Path(path)
     if file.suffix.lower() not in (".svg", ".png"):
         raise PlacementError(
-            f"a picture is a .svg or a .png file. Received: {os.fspath(path)!r}. Change the suffix."
+            f"a picture must be a .svg or a .png file, got {os.fspath(path)!r}. Change the suffix."
         )
     require_matplotlib()
     # Imported here: it takes half a second, and few who plan draw. No pyplot: that would choose a

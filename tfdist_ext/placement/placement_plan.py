@@ -164,13 +164,13 @@ class PlacementPlan:
         """
         if self.devices is not None:
             raise PlacementError(
-                f"the plan is for the devices {', '.join(self.devices)}, not for parameter servers."
-                f" Plan again for {tasks} ps tasks."
+                f"the plan must be for {tasks} ps tasks, got one for the devices"
+                f" {', '.join(self.devices)}. Plan again for {tasks} ps tasks."
             )
         if self.tasks != tasks:
             raise PlacementError(
-                f"the plan is for {self.tasks} ps tasks, the cluster has {tasks}. Plan again, or"
-                f" start {self.tasks}."
+                f"the plan must be for the cluster's {tasks} ps tasks, got one for {self.tasks}."
+                f" Plan again, or start {self.tasks}."
             )
 
     def __repr__(self) -> str:

@@ -73,8 +73,8 @@ class Placer:
             self._set_rules(placement)
         elif placement is not None:
             raise PlacementError(
-                "placement takes a PlacementPlan, rules, a table of pattern -> placement, or a"
-                f" policy. Received: {shown(placement)}."
+                "placement must be a PlacementPlan, rules, a table of pattern -> placement, or a"
+                f" policy, got {shown(placement)}."
             )
 
     def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:

@@ -68,7 +68,7 @@ def load(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
             right, which is named.
     """
     if not isinstance(text, str):
-        raise PlacementError(f"{_WHERE} is a text. Received: {shown(text)}.")
+        raise PlacementError(f"{_WHERE} must be a text, got {shown(text)}.")
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -80,13 +80,13 @@ def load(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise PlacementError(f"{_WHERE} cannot be read: {error}.") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise PlacementError(
-            f'{_WHERE} has no "format": "{_FORMAT}": this is another kind of file. Received:'
-            f" {shown(content)}."
+            f'{_WHERE} must have "format": "{_FORMAT}", got {shown(content)}: this is another kind'
+            " of file."
         )
     if content.get("version") != _VERSION:
         raise PlacementError(
-            f"{_WHERE} is of version {shown(content.get('version'))}, this package reads version"
-            f" {_VERSION}. Plan again with this package."
+            f"{_WHERE} must be of version {_VERSION}, got version {shown(content.get('version'))}."
+            " Plan again with this package."
         )
     return content, _fields(content)
 
@@ -109,19 +109,19 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
     budgets = _field(content, "budgets", _list_or_none(int), "a list of bytes or null")
     for name, values in (("devices", devices), ("budgets", budgets)):
         if values is not None and len(values) != tasks:
-            raise _changed(f"{name!r} has {len(values)} entries for {tasks} tasks")
+            raise _changed(f"{name!r} must have {tasks} entries, got {len(values)}")
     lines = _field(content, "variables", lambda value: isinstance(value, list), "a list")
     specs, places, fixed = [], [], {}
     for number, line in enumerate(lines):
         if not isinstance(line, dict):
-            raise _changed(f"variables[{number}] is no variable: {shown(line)}")
+            raise _changed(f"variables[{number}] must be an object, got {shown(line)}")
         spec, place, rule = _variable(line, number, tasks)
         specs.append(spec)
         places.append(place)
         if rule is not None:
             fixed[spec.path] = rule
     if len({spec.path for spec in specs}) < len(specs):
-        raise _changed("a path stands twice")
+        raise _changed("each path must stand once, got one twice")
     return dict(
         specs=tuple(specs),
         places=tuple(places),
@@ -152,10 +152,10 @@ def _variable(
         rule = line.get("rule")
         made = None if rule is None else Rule(rule[0], placement_from(rule[1]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        what = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise _changed(f"{name}: {what}") from None
     if any(not _is_index(task) or task >= tasks for task in place.tasks):
-        raise _changed(f"{name} is on tasks {shown(place.tasks)} of {tasks}")
+        raise _changed(f"{name} must be on tasks below {tasks}, got {shown(place.tasks)}")
     most = {Held.PIECES: max(spec.rows, 1), Held.COPIES: tasks, Held.OWNED: 1}[place.held]
     if not 1 <= len(place.tasks) <= most:
         raise _changed(f"{name} of {spec.rows} rows is on {len(place.tasks)} tasks")
@@ -174,9 +174,9 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _field(content: dict[str, Any], name: str, right: Callable[[Any], bool], what: str) -> Any:
+def _field(content: dict[str, Any], name: str, right: Callable[[object], bool], what: str) -> Any:
     if name not in content or not right(content[name]):
-        raise _changed(f"{name!r} is {what}, and {shown(content.get(name))} stands there")
+        raise _changed(f"{name!r} must be {what}, got {shown(content.get(name))}")
     return content[name]
 
 
@@ -184,18 +184,18 @@ def _number(content: dict[str, Any], name: str, least: int) -> int:
     def right(value: Any) -> bool:
         return _is_index(value) and value >= least
 
-    return _field(content, name, right, f"a whole number from {least}")
+    return _field(content, name, right, f"an integer of at least {least}")
 
 
-def _list_or_none(kind: type) -> Callable[[Any], bool]:
+def _list_or_none(kind: type) -> Callable[[object], bool]:
     return lambda value: (
         value is None or (isinstance(value, list) and all(type(item) is kind for item in value))
     )
 
 
-def _is_index(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 1
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1

@@ -88,7 +88,15 @@ def plan(
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be placed, and how."""
+    """What is to be placed, and how.
+
+    Attributes:
+        specs: the variables.
+        placements: of each of them.
+        fixed: path -> the rule that decides it.
+        policy: places what no rule does.
+        name: of the policy.
+    """
 
     specs: tuple[VariableSpec, ...]
     placements: list[Placement]
@@ -208,13 +216,13 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     variables = tuple(specs)
     for spec in variables:
         if not isinstance(spec, VariableSpec):
-            raise PlacementError(f"a plan is made of VariableSpec. Received: {shown(spec)}.")
+            raise PlacementError(f"specs must be VariableSpec, got {shown(spec)} among them.")
     paths = Counter(spec.path for spec in variables)
     if len(paths) < len(variables):
         path = paths.most_common(1)[0][0]
         raise PlacementError(
-            f"two variables have the path {path!r}. Rules and plans name variables by their path:"
-            " give layers different names."
+            f"each variable must have a path of its own, got {path!r} twice. Rules and plans name"
+            " variables by their path: give layers different names."
         )
     return variables
 
@@ -245,11 +253,12 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
     if isinstance(policy, str):
         if policy not in _POLICIES:
             raise PlacementError(
-                f"no policy is called {shown(policy)}. {nearest(policy, _POLICIES)}"
+                f"policy must be a known name or a function, got {shown(policy)}."
+                f" {nearest(policy, _POLICIES)}"
             )
         return _POLICIES[policy], policy
     if not callable(policy):
-        raise PlacementError(f"a policy is a name or a function. Received: {shown(policy)}.")
+        raise PlacementError(f"policy must be a known name or a function, got {shown(policy)}.")
     return policy, getattr(policy, "__name__", type(policy).__name__)
 
 
@@ -266,13 +275,13 @@ def accepted(
         answer = [tuple(map(operator.index, where)) for where in placed]
     except TypeError as error:
         raise PlacementError(
-            f"the policy {policy} returns {shown(placed)}: {error}. It returns a list with the"
-            " tasks of each variable, as [[0], [1], [0, 1]]."
+            f"the policy {policy} must return a list with the tasks of each variable, as [[0], [1],"
+            f" [0, 1]], got {shown(placed)}: {error}."
         ) from None
     if len(answer) != len(specs):
         raise PlacementError(
-            f"the policy {policy} placed {len(answer)} of {len(specs)} variables. It returns the"
-            " tasks of each, in the same order."
+            f"the policy {policy} must place all {len(specs)} variables, got the tasks of"
+            f" {len(answer)}. It returns the tasks of each, in the same order."
         )
     for spec, where in zip(specs, answer, strict=True):
         if len(where) == 1 and 0 <= where[0] < tasks.count and not tasks.pieces:
@@ -280,17 +289,17 @@ def accepted(
         for task in where:
             if not 0 <= task < tasks.count:
                 raise PlacementError(
-                    f"the policy {policy} puts {spec.path!r} on task {task}; there are"
-                    f" {tasks.count}, counted from 0."
+                    f"the policy {policy} must name tasks from 0 to {tasks.count - 1}, got {task}"
+                    f" for {spec.path!r}."
                 )
         if not 1 <= len(where) <= max(spec.rows, 1):
             raise PlacementError(
-                f"the policy {policy} cuts {spec.path!r} of shape {spec.shape} into"
-                f" {len(where)} pieces; it has {spec.rows} rows."
+                f"the policy {policy} must cut {spec.path!r} of shape {spec.shape} into at most"
+                f" {spec.rows} pieces, got {len(where)}."
             )
         if len(where) != tasks.pieces.get(spec.path, len(where)):
             raise PlacementError(
-                f"the policy {policy} cuts {spec.path!r} into {len(where)} pieces where a rule, or"
-                f" a plan for devices, asks for {tasks.pieces[spec.path]}; see Tasks.pieces."
+                f"the policy {policy} must cut {spec.path!r} into {tasks.pieces[spec.path]} pieces,"
+                f" as a rule or a plan for devices asks, got {len(where)}; see Tasks.pieces."
             )
     return answer

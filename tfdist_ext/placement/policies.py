@@ -130,7 +130,7 @@ def _pieces(spec: VariableSpec, partitions: Sequence[int], partitioner: object) 
     counts = [int(count) for count in partitions]
     if not counts or counts[0] < 1 or any(count != 1 for count in counts[1:]):
         raise PlacementError(
-            f"the partitioner {shown(partitioner)} cuts {spec.path!r} of shape {spec.shape} into"
-            f" {shown(counts)}. Only axis 0 can be cut: all other numbers must be 1."
+            f"the partitioner {shown(partitioner)} must cut {spec.path!r} of shape {spec.shape}"
+            f" along axis 0 alone, got {shown(counts)}: all other numbers must be 1."
         )
     return min(counts[0], spec.rows)

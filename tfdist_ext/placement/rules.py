@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 
 __all__ = [
     "Balanced",
@@ -78,7 +78,7 @@ class Sharded(Placement):
 
     def __post_init__(self) -> None:
         if self.pieces is not None:
-            _check_count(self.pieces, 1, "Sharded takes a number of pieces from 1")
+            check_int(self.pieces, "pieces of Sharded", 1, error=PlacementError)
 
     def __str__(self) -> str:
         return "sharded" if self.pieces is None else f"sharded({self.pieces})"
@@ -95,7 +95,7 @@ class OnTask(Placement):
     task: int
 
     def __post_init__(self) -> None:
-        _check_count(self.task, 0, "OnTask takes the index of a task, from 0")
+        check_int(self.task, "task of OnTask", error=PlacementError)
 
     def __str__(self) -> str:
         return f"task {self.task}"
@@ -110,7 +110,7 @@ class OnDevice(Placement):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise PlacementError(
-                f'OnDevice takes the name of a device, as "CPU:0". Received: {shown(self.name)}.'
+                f'the name of OnDevice must be a device, as "CPU:0", got {shown(self.name)}.'
             )
 
     def __str__(self) -> str:
@@ -135,11 +135,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
-            raise PlacementError(f"a rule's pattern is a text. Received: {shown(self.pattern)}.")
+            raise PlacementError(f"a rule's pattern must be a text, got {shown(self.pattern)}.")
         if not isinstance(self.placement, Placement):
             raise PlacementError(
-                f"the rule {self.pattern!r} needs a placement, as Sharded(4). Received:"
-                f" {shown(self.placement)}."
+                f"the placement of the rule {self.pattern!r} must be a Placement, as Sharded(4),"
+                f" got {shown(self.placement)}."
             )
 
     def __str__(self) -> str:
@@ -164,8 +164,8 @@ def placement_from(text: str) -> Placement:
     if match := re.fullmatch(r"device\s+(\S+)", written, re.IGNORECASE):
         return OnDevice(match[1])
     raise PlacementError(
-        f"no placement is written {shown(text)}. Write one of: mirrored, owned, balanced,"
-        " sharded, sharded(4), task 0, device GPU:0."
+        "a placement must be written as one of mirrored, owned, balanced, sharded, sharded(4), task"
+        f" 0, device GPU:0, got {shown(text)}."
     )
 
 
@@ -177,7 +177,7 @@ def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
     """
     if not isinstance(table, Mapping):
         raise PlacementError(
-            f"placement rules are a table of pattern = placement. Received: {shown(table)}."
+            f"placement rules must be a table of pattern = placement, got {shown(table)}."
         )
     rules = []
     for pattern, placement in table.items():
@@ -259,11 +259,13 @@ def _different(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     seen: dict[str, Rule] = {}
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise PlacementError(f'rules are Rule("pattern", placement). Received: {shown(rule)}.')
+            raise PlacementError(
+                f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'
+            )
         if rule.pattern in seen:
             raise PlacementError(
-                f"two rules have the pattern {rule.pattern!r}: {seen[rule.pattern].placement} and"
-                f" {rule.placement}. Keep one."
+                f"each rule must have a pattern of its own, got {rule.pattern!r} twice:"
+                f" {seen[rule.pattern].placement} and {rule.placement}. Keep one."
             )
         seen[rule.pattern] = rule
     return tuple(seen.values())
@@ -274,11 +276,6 @@ def _compiled(rule: Rule) -> re.Pattern[str]:
         return re.compile(rule.pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise PlacementError(
-            f"the pattern {rule.pattern!r} of a rule is neither a variable's path nor a regular"
-            f" expression: {error}."
+            "the pattern of a rule must be a variable's path or a regular expression, got"
+            f" {rule.pattern!r}: {error}."
         ) from None
-
-
-def _check_count(value: object, least: int, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlacementError(f"{what}. Received: {shown(value)}.")

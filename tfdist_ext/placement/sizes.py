@@ -34,7 +34,8 @@ def itemsize(dtype: str) -> int:
     size = _ITEMSIZE.get(dtype) if isinstance(dtype, str) else None
     if size is None:
         raise PlacementError(
-            f"{shown(dtype)} is not the name of a dtype. {nearest(dtype, _ITEMSIZE)}"
+            f"a dtype must be one that TensorFlow names, got {shown(dtype)}."
+            f" {nearest(dtype, _ITEMSIZE)}"
         )
     return size
 
@@ -55,7 +56,7 @@ def parse_size(size: int | str, what: str = "budget") -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     # "1.5" without a unit is more likely a forgotten GiB than a byte and a half.
     if match is None or ("." in match[1] and match[2] is None):
-        raise PlacementError(f"{what} is no size. Received: {shown(size)}. {_ADVICE}")
+        raise PlacementError(f"{what} must be a size, got {shown(size)}. {_ADVICE}")
     number, unit, binary = match.groups()
     power = _POWERS.index(unit.lower()) + 1 if unit else 0
     return int(Decimal(number) * (1024 if binary else 1000) ** power)

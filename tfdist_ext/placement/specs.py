@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import check_int, shown
 from tfdist_ext.placement.sizes import itemsize
 
 __all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
@@ -48,25 +48,26 @@ class VariableSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise PlacementError(f"a variable's path is a text. Received: {shown(self.path)}.")
+            raise PlacementError(
+                f"a variable's path must be a text that is not empty, got {shown(self.path)}."
+            )
         object.__setattr__(self, "shape", _whole_shape(self.path, self.shape))
         for name in ("slots", "slot_bytes"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise PlacementError(
-                    f"{name} of {self.path!r} is a whole number from 0. Received: {shown(number)}."
-                )
+            what = f"{name} of {self.path!r}"
+            object.__setattr__(
+                self, name, check_int(getattr(self, name), what, error=PlacementError)
+            )
         if self.load is not None and not _is_load(self.load):
             raise PlacementError(
-                f"load of {self.path!r} is a finite number from 0, or None. Received:"
+                f"load of {self.path!r} must be a finite number of at least 0, or None, got"
                 f" {shown(self.load)}."
             )
         values = math.prod(self.shape) * itemsize(self.dtype)
         size = values * (1 + self.slots) + self.slot_bytes
         if size > MOST_BYTES:
             raise PlacementError(
-                f"{self.path!r} of shape {shown(self.shape)} has more than 2**60 bytes; check the"
-                " shape."
+                f"{self.path!r} must have at most 2**60 bytes, got the shape {shown(self.shape)};"
+                " check it."
             )
         object.__setattr__(self, "bytes", size)
 
@@ -117,7 +118,13 @@ class VariableSpec:
 
 
 class VariableShard(NamedTuple):
-    """Rows start to stop (not included) of a variable on a task. A scalar has one row."""
+    """Rows of a variable on a task. A scalar has one row.
+
+    Attributes:
+        task: index of the parameter server, or of the device.
+        start: the first row.
+        stop: the row after the last one.
+    """
 
     task: int
     start: int
@@ -161,8 +168,8 @@ def _whole_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
         whole = (-1,)
     if (whole and min(whole) < 0) or whole != tuple(shape):
         raise PlacementError(
-            f"every dimension of {path!r} is a whole number from 0. Received: {shown(shape)}. Build"
-            " the model with the shapes of its input first."
+            f"every dimension of {path!r} must be an integer of at least 0, got {shown(shape)}."
+            " Build the model with the shapes of its input first."
         )
     return whole
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import nearest, shown
+from tfdist_ext.messages import check_int, nearest, shown
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
@@ -48,19 +48,22 @@ class Targets:
         """
         if (tasks is None) == (devices is None):
             raise PlacementError(
-                "a plan is for a number of parameter servers (tasks) or for devices=, one of the"
-                f" two. Received: tasks={shown(tasks)}, devices={shown(devices)}."
+                "a plan must be for a number of parameter servers (tasks) or for devices=, one of"
+                f" the two, got tasks={shown(tasks)}, devices={shown(devices)}."
             )
         if devices is None:
-            return cls(_count(tasks))
+            count = check_int(
+                tasks, "the number of parameter servers", 1, _MOST, error=PlacementError
+            )
+            return cls(count)
         if isinstance(devices, str) or not all(isinstance(name, str) for name in devices):
             raise PlacementError(
-                f'devices is a list of names, as ["CPU:0", "GPU:0"]. Received: {shown(devices)}.'
+                f'devices must be a list of names, as ["CPU:0", "GPU:0"], got {shown(devices)}.'
             )
         names = tuple(short_name(name) for name in devices)
         if not names or len(set(names)) < len(names):
             raise PlacementError(
-                f"devices needs at least one name, and each once. Received: {shown(devices)}."
+                f"devices must be at least one name, each once, got {shown(devices)}."
             )
         return cls(len(names), names)
 
@@ -101,7 +104,9 @@ class Targets:
                 )
             return self.devices.index(name)
         elif not isinstance(placement, Balanced | Sharded | Mirrored | Owned):
-            raise PlacementError(f"no placement of this package: {shown(placement)}.")
+            raise PlacementError(
+                f"a placement must be one of this package's, got {shown(placement)}."
+            )
         return None
 
     def budgets(self, budget: int | str | Sequence[int | str] | None) -> tuple[int, ...] | None:
@@ -116,8 +121,8 @@ class Targets:
             return (parse_size(budget),) * self.count
         if len(budget) != self.count:
             raise PlacementError(
-                f"budget has {len(budget)} sizes for {self.count} {self.what}. Give one size for"
-                " all, or one for each."
+                f"budget must be one size, or one for each of {self.count} {self.what}, got"
+                f" {len(budget)} sizes."
             )
         return tuple(parse_size(size, f"budget[{i}]") for i, size in enumerate(budget))
 
@@ -128,19 +133,10 @@ class Targets:
     def _task(self, spec: VariableSpec, task: int) -> int:
         if task >= self.count:
             raise PlacementError(
-                f"{spec.path!r} cannot be on task {task}: there are {self.count} ps tasks, 0 to"
-                f" {self.count - 1}."
+                f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got {task}: there"
+                f" are {self.count} ps tasks."
             )
         return task
-
-
-def _count(tasks: object) -> int:
-    if not isinstance(tasks, int) or isinstance(tasks, bool) or not 1 <= tasks <= _MOST:
-        raise PlacementError(
-            f"the number of parameter servers is a whole number from 1 to {_MOST}. Received:"
-            f" {shown(tasks)}."
-        )
-    return tasks
 
 
 def short_name(name: str) -> str:

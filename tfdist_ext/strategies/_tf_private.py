@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -51,7 +51,13 @@ __all__ = [
     "shared_variable",
     "updating",
     "validate_neighbour",
+    "with_scalar_conversions",
 ]
+
+# What a replica has, or a reduction gives.
+Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+# (device of the pipeline, devices that it feeds), one for each pipeline.
+Pipelines: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 NAMES = PrivateNames(
     "tensorflow.python",
@@ -99,7 +105,7 @@ def servers_extended(base: Any) -> Any:
     """
 
     class ServersExtended(base):
-        def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
             if not isinstance(var, server_variable_class()):
                 return super()._update(var, fn, args, kwargs, group)
             optimizer = optimizer_behind(fn)
@@ -115,28 +121,36 @@ def servers_extended(base: Any) -> Any:
     return ServersExtended
 
 
-def _give_scalar_conversions() -> None:
-    """Let `float`, `int` and `complex` read distributed variables, as they read a tf.Variable.
+def with_scalar_conversions(variable: Any) -> Any:
+    """The same variable, which `float`, `int` and `complex` read as they read a tf.Variable.
 
-    Private because it adds methods that a class of TensorFlow lacks: `float(variable)` is a
-    TypeError there, and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable.
+    Private because TensorFlow's distributed variables lack this: `float(variable)` is a TypeError,
+    and so is Keras's `float(optimizer.learning_rate)`, which asks its tf.Variable. The variable
+    gets a class of its own, and TensorFlow's stays as it is.
     """
-    try:
-        variables = NAMES("distribute.values.DistributedVariable")
-    except StrategyError:
-        return  # float(variable) is TensorFlow's TypeError then; all else works
-    for scalar in (float, int, complex):
-        name = f"__{scalar.__name__}__"
-        if not hasattr(variables, name):
-            # numpy() raises what tf.Variable raises inside a tf.function.
-            setattr(variables, name, lambda variable, scalar=scalar: scalar(variable.numpy()))
+    kind: type = type(variable)
+    is_distributed = isinstance(variable, NAMES("distribute.values.DistributedVariable"))
+    if is_distributed and not hasattr(kind, "__float__"):
+        variable.__class__ = _class_with_scalar_conversions(kind)
+    return variable
 
 
-_give_scalar_conversions()
+@functools.cache
+def _class_with_scalar_conversions(kind: type) -> type:
+    # numpy() raises what tf.Variable raises inside a tf.function.
+    methods: dict[str, Any] = {
+        f"__{scalar.__name__}__": lambda variable, scalar=scalar: scalar(variable.numpy())
+        for scalar in (float, int, complex)
+    }
+    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
 
-def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
+def all_reduce(
+    op: tf.distribute.ReduceOp, values: Sequence[Value], scope: Callable[[], Any]
+) -> list[Value]:
     """`ReplicaContext.all_reduce` of a list of tensors or slices, without a gradient.
+
+    `scope()` is entered in the thread that makes the collectives.
 
     Private because the public one is a `tf.custom_gradient`. In a graph TensorFlow registers each
     of these for the life of the process, and with it the graph of the whole step: a model that is
@@ -147,12 +161,14 @@ def all_reduce(op: tf.distribute.ReduceOp, values: Sequence[Any]) -> list[Any]:
     if not NAMES.of(extended, "_use_merge_call", use)():
         options = tf.distribute.experimental.CommunicationOptions()
         reduce = NAMES.of(extended, "_replica_ctx_all_reduce", use)
-        return list(reduce(op, list(values), options))
+        with scope():
+            return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
         # With one replica a part is a tensor, and its destination is told by its device.
         pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-        return strategy.extended.batch_reduce_to(op, pairs)
+        with scope():
+            return strategy.extended.batch_reduce_to(op, pairs)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 
@@ -194,14 +210,14 @@ def _saves_one_copy() -> bool:
     return bool(NAMES("distribute.values_util.is_saving_non_distributed")())
 
 
-def _inside(strategy: tf.distribute.Strategy) -> Any:
+def _inside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
     """The strategy's scope, or nothing where it is open; inside of another one a RuntimeError."""
     if tf.distribute.has_strategy() and tf.distribute.get_strategy() is strategy:
         return contextlib.nullcontext()
     return strategy.scope()
 
 
-def is_copied(variable: Any) -> bool:
+def is_copied(variable: tf.Variable) -> bool:
     """Whether `copied_variable` made it, with a copy on each replica that is equal to the others'.
 
     Private: the type is.
@@ -210,8 +226,8 @@ def is_copied(variable: Any) -> bool:
 
 
 def copied_variable(
-    strategy: tf.distribute.Strategy, make_copies: Callable[..., list[Any]], **kwargs: Any
-) -> Any:
+    strategy: tf.distribute.Strategy, make_copies: Callable[..., list[tf.Variable]], **kwargs: Any
+) -> tf.Variable:
     """One variable of copies: `make_copies(**kwargs)` gives a plain variable for each replica.
 
     Private because TensorFlow has no public way to put variables together as MirroredStrategy does.
@@ -225,7 +241,9 @@ def copied_variable(
     return create(strategy, make_copies, classes, policies, **kwargs)
 
 
-def shared_variable(strategy: tf.distribute.Strategy, variable: Any, aggregation: Any) -> Any:
+def shared_variable(
+    strategy: tf.distribute.Strategy, variable: tf.Variable, aggregation: tf.VariableAggregation
+) -> tf.Variable:
     """One plain variable for all replicas, whose assignments in a replica are aggregated.
 
     Private because CentralStorageStrategy alone can make one.
@@ -233,7 +251,7 @@ def shared_variable(strategy: tf.distribute.Strategy, variable: Any, aggregation
     return NAMES("distribute.ps_values.AggregatingVariable")(strategy, variable, aggregation)
 
 
-def outside_of_tapes() -> Any:
+def outside_of_tapes() -> contextlib.AbstractContextManager[None]:
     """Scope in which gradient tapes do not see what a variable's initial value reads.
 
     Private because `tape.stop_recording` needs the tape.
@@ -280,7 +298,7 @@ def of_replica(number: int, structure: Any) -> Any:
     return NAMES("distribute.distribute_utils.select_replica")(number, structure)
 
 
-def updating(number: int | str) -> Any:
+def updating(number: int | str) -> contextlib.AbstractContextManager[None]:
     """Scope in which other variables, too, stand for their copy of this number, or on this device.
 
     Private: it is what `extended.update` opens.
@@ -288,7 +306,9 @@ def updating(number: int | str) -> Any:
     return NAMES("distribute.distribute_lib.UpdateContext")(number)
 
 
-def results_of_update(extended: Any, results: Sequence[Any], group: bool) -> Any:
+def results_of_update(
+    extended: tf.distribute.StrategyExtended, results: Sequence[Any], group: bool
+) -> Any:
     """What `extended.update` returns for the results of each copy. Private as `updating` is."""
     return NAMES("distribute.distribute_utils.update_regroup")(extended, tuple(results), group)
 
@@ -308,17 +328,17 @@ def is_mirrored(value: Any) -> bool:
     return isinstance(value, NAMES("distribute.values.Mirrored"))
 
 
-def is_synchronized_on_read(variable: Any) -> bool:
+def is_synchronized_on_read(variable: tf.Variable) -> bool:
     """Whether each replica has a value of its own, as in a metric. Private: the type is."""
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
-def read_from_all(variable: Any) -> Any:
+def read_from_all(variable: tf.Variable) -> tf.Tensor:
     """The aggregate of a variable synchronized on read. Private: `value()` asks the context."""
     return NAMES.of(variable, "_get_cross_replica", "reading metrics")()
 
 
-def validate_neighbour(variable: Any, extended: Any) -> None:
+def validate_neighbour(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
     """Raise ValueError where `colocate_vars_with` is given what is none of the strategy's.
 
     Private because a variable does not tell its strategy publicly.
@@ -347,7 +367,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     return tuple(NAMES("distribute.cross_device_ops.get_devices_from")(destinations))
 
 
-def reduced_on(device: str, op: Any, parts: Sequence[Any]) -> Any:
+def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Value]) -> Value:
     """Sum or mean of tensors or slices, computed on a device; slices become one of all rows."""
     mean = op == tf.distribute.ReduceOp.MEAN
     with across(device):
@@ -362,7 +382,7 @@ def reduced_on(device: str, op: Any, parts: Sequence[Any]) -> Any:
         return tf.IndexedSlices(rows / len(parts) if mean else rows, indices, parts[0].dense_shape)
 
 
-def reduced_plain(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
+def reduced_plain(op: tf.distribute.ReduceOp, value: Any, destinations: Any, replicas: int) -> Any:
     """The reduction of what is no value per replica, as TensorFlow's strategies define it.
 
     Private because they share it.
@@ -371,7 +391,7 @@ def reduced_plain(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
     return reduce(op, value, destinations, replicas)
 
 
-def copied_to(device: str, value: Any) -> Any:
+def copied_to(device: str, value: Value) -> Value:
     """A tensor or slices on a device."""
     with tf.device(device):
         if not isinstance(value, tf.IndexedSlices):
@@ -387,7 +407,10 @@ def gathered(value: Any, destinations: Any, axis: Any) -> Any:
 
 
 def distributed_dataset(
-    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, workers: Any, options: Any
+    strategy: tf.distribute.Strategy,
+    dataset: tf.data.Dataset,
+    workers: Pipelines,
+    options: tf.distribute.InputOptions | None,
 ) -> Any:
     """A dataset whose batches are cut for the replicas. Private: the class cannot be made publicly.
 
@@ -404,7 +427,10 @@ def distributed_dataset(
 
 
 def datasets_from_function(
-    strategy: tf.distribute.Strategy, function: Callable[..., Any], workers: Any, options: Any
+    strategy: tf.distribute.Strategy,
+    function: Callable[..., Any],
+    workers: Pipelines,
+    options: tf.distribute.InputOptions | None,
 ) -> Any:
     """The datasets that a function of the input context returns, one for each pipeline.
 

@@ -10,7 +10,13 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy's name, the signal that led to it, and what else was looked at."""
+    """Which strategy `auto` takes.
+
+    Attributes:
+        name: of the strategy.
+        because: the signal that led to it.
+        passed_over: a line for each alternative that was not taken, with the reason.
+    """
 
     name: str
     because: str

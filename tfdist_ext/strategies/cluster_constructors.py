@@ -35,9 +35,8 @@ def multi_worker_mirrored(
     implementation = _implementation(communication)
     if cluster is None:
         raise StrategyError(
-            "multi_worker_mirrored needs a cluster, and none was given or found in the"
-            " environment: set TF_CONFIG, start the script with `tfdist run --workers N`, or pass"
-            " cluster=."
+            "multi_worker_mirrored must have a cluster, got none from the call or the environment:"
+            " set TF_CONFIG, start the script with `tfdist run --workers N`, or pass cluster=."
         )
     described = _complete("multi_worker_mirrored", cluster)
     for job, advice in (
@@ -46,16 +45,16 @@ def multi_worker_mirrored(
     ):
         if job in described.jobs:
             raise StrategyError(
-                f"multi_worker_mirrored trains on chief and worker tasks; the cluster of"
-                f" {described.source} also has {job!r} ({', '.join(described.jobs[job])})."
-                " TensorFlow would hang, or train alone without a word. Take"
-                f" {job!r} out of the cluster, {advice}."
+                "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
+                f" {job!r} ({', '.join(described.jobs[job])}) as well from {described.source}."
+                f" TensorFlow would hang, or train alone without a word. Take {job!r} out of the"
+                f" cluster, {advice}."
             )
     if described.task is None:
         raise StrategyError(
-            f"multi_worker_mirrored: {described.source} does not say which task this process is."
-            " Give it task_type= and task_id=, as in SimpleClusterResolver(spec,"
-            " task_type='worker', task_id=0)."
+            "the cluster of multi_worker_mirrored must say which task this process is, got no task"
+            f" from {described.source}. Give it task_type= and task_id=, as in"
+            " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     strategy = _made(
@@ -84,20 +83,20 @@ def parameter_server(
     """
     if partitioner is not None and not callable(partitioner):
         raise StrategyError(
-            "partitioner takes one of tf.distribute.experimental.partitioners, or a function"
-            f" (shape, dtype) -> shards of each axis; {partitioner!r} arrived."
+            "partitioner must be one of tf.distribute.experimental.partitioners, or a function"
+            f" (shape, dtype) -> shards of each axis, got {partitioner!r}."
         )
     if cluster is None:
         raise StrategyError(
-            "parameter_server needs a cluster with chief, worker and ps tasks, and none was given"
-            " or found in the environment: set TF_CONFIG, start the script with"
-            " `tfdist run --chief --workers N --ps M`, or pass cluster=."
+            "parameter_server must have a cluster with chief, worker and ps tasks, got none from"
+            " the call or the environment: set TF_CONFIG, start the script with `tfdist run --chief"
+            " --workers N --ps M`, or pass cluster=."
         )
     described = _complete("parameter_server", cluster)
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
-            "parameter_server needs ps and worker tasks; the cluster of"
-            f" {described.source} has {described}."
+            f"the cluster of parameter_server must have ps and worker tasks, got {described} from"
+            f" {described.source}."
         )
     if serves(described):
         serve(cluster, wait)
@@ -125,23 +124,24 @@ def _implementation(communication: Any) -> Any:
         return communication
     if not isinstance(communication, str) or communication.lower() not in _COMMUNICATION:
         raise StrategyError(
-            f"communication is one of {', '.join(_COMMUNICATION)}; {communication!r} arrived."
+            f"communication must be one of {', '.join(_COMMUNICATION)}, got {communication!r}."
         )
     return _COMMUNICATION[communication.lower()]
 
 
-def _complete(strategy: str, cluster: Any) -> Described:
+def _complete(strategy: str, cluster: Cluster) -> Described:
     """The cluster's description, with an address for every task."""
     described = describe(cluster)
     if not described.jobs:
         raise StrategyError(
-            f"{strategy} needs a cluster, and {described.source} describes none: set TF_CONFIG,"
-            " or pass another cluster=."
+            f"{strategy} must have a cluster, got none from {described.source}: set TF_CONFIG, or"
+            " pass another cluster=."
         )
     if holes := described.holes():
         raise StrategyError(
-            f"{strategy}: {described.source} gives no address for {', '.join(holes)}. This strategy"
-            " connects to all tasks: list each of them, numbered from 0."
+            f"the cluster of {strategy} must have an address for every task, got none for"
+            f" {', '.join(holes)} from {described.source}. This strategy connects to all tasks:"
+            " list each of them, numbered from 0."
         )
     return described
 

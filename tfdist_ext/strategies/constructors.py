@@ -25,8 +25,8 @@ def default() -> tf.distribute.Strategy:
     if tf.distribute.has_strategy():
         scope = type(tf.distribute.get_strategy()).__name__
         raise StrategyError(
-            f"the default strategy cannot be had inside the scope of {scope}:"
-            " call create_strategy outside of it."
+            "the default strategy must be asked for outside of any scope, got the scope of"
+            f" {scope}: call create_strategy outside of it."
         )
     return tf.distribute.get_strategy()
 
@@ -39,7 +39,7 @@ def one_device(
         make_logical_cpus(logical_cpus)
     picked = pick_devices("one_device", devices, default="first")
     if len(picked) > 1:
-        raise StrategyError(f"one_device takes one device; {', '.join(picked)} arrived.")
+        raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
     return tf.distribute.OneDeviceStrategy(picked[0])
 
 
@@ -54,8 +54,8 @@ def mirrored(
         cross_device_ops, tf.distribute.CrossDeviceOps
     ):
         raise StrategyError(
-            "cross_device_ops takes an object like tf.distribute.ReductionToOneDevice();"
-            f" {cross_device_ops!r} arrived."
+            "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got"
+            f" {cross_device_ops!r}."
         )
     if logical_cpus is not None:
         make_logical_cpus(logical_cpus)
@@ -67,7 +67,7 @@ def mirrored(
         return tf.distribute.MirroredStrategy(picked, cross_device_ops=cross_device_ops)
     except json.JSONDecodeError as error:
         raise StrategyError(
-            f"mirrored: TensorFlow's MirroredStrategy reads TF_CONFIG, and it is no JSON: {error}."
+            f"TF_CONFIG must be JSON where it is set, as MirroredStrategy reads it, got: {error}."
             " Correct it or unset it; mirrored needs none."
         ) from error
 
@@ -82,7 +82,8 @@ def central_storage(
     keeping_on = "CPU:0" if parameter_device is None else parameter_device
     if not isinstance(keeping_on, str):
         raise StrategyError(
-            f"central_storage: parameter_device is one name like 'CPU:0'; {keeping_on!r} arrived."
+            "parameter_device of central_storage must be one name like 'CPU:0', got"
+            f" {keeping_on!r}."
         )
     if logical_cpus is not None:
         make_logical_cpus(logical_cpus)
@@ -102,7 +103,7 @@ def placed(
     """Each variable where its rule says: `placement`, or `rules`, which is the same."""
     if placement is not None and rules is not None:
         raise StrategyError(
-            "placed: placement and rules are two words for the same thing; give one of them."
+            "placed must get placement or rules, which are the same, got both; give one of them."
         )
     given = placement if rules is None else rules
     if logical_cpus is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,14 +19,14 @@ _NAME = re.compile(
 _FULL = re.compile(r"^(?P<task>/job:.+/task:\d+)?/device:(?P<type>\w+):(?P<index>\d+)$")
 
 
-def normal_name(name: Any) -> str:
+def normal_name(name: object) -> str:
     """'/cpu:0', 'CPU:0' and '/device:CPU:0' are the same device: 'CPU:0'."""
     if isinstance(name, tf.config.LogicalDevice):
         name = name.name
     match = _NAME.match(name) if isinstance(name, str) else None
     if match is None:
         raise StrategyError(
-            f"devices: {name!r} is no name of a device of this process; write one like 'GPU:0'."
+            f"devices must be names like 'GPU:0' of devices of this process, got {name!r}."
         )
     return f"{match['type'].upper()}:{int(match['index'])}"
 
@@ -51,7 +50,7 @@ def make_logical_cpus(count: int) -> None:
         StrategyError: TensorFlow has started with another number.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise StrategyError(f"logical_cpus is a number from 1 on; {count!r} arrived.")
+        raise StrategyError(f"logical_cpus must be an integer of at least 1, got {count!r}.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     configuration = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:
@@ -66,7 +65,7 @@ def make_logical_cpus(count: int) -> None:
             ) from None
 
 
-def how_many(devices: Any) -> int | None:
+def how_many(devices: object) -> int | None:
     """How many devices `devices=` asks for; None where it is not given, 1 where it is wrong."""
     if devices is None:
         return None
@@ -102,28 +101,33 @@ def pick_devices(
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         count = int(devices)
         if count < 1:
-            raise StrategyError(f"{strategy}: {option} is a number from 1 on; {count} arrived.")
+            raise StrategyError(
+                f"{option} of {strategy} must be an integer of at least 1, got {count}."
+            )
         if count > len(usable):
             raise StrategyError(
-                f"{strategy}: {option}={count} was asked for; devices seen are"
+                f"{option} of {strategy} must be at most the devices seen, got {count}; seen are"
                 f" {', '.join(seen)}.{'' if gpus else _more_cpus(count)}"
             )
         return usable[:count]
     names = [devices] if isinstance(devices, str | tf.config.LogicalDevice) else devices
     if not isinstance(names, list | tuple) or not names:
         raise StrategyError(
-            f"{strategy}: {option} takes names or a number of devices; {devices!r} arrived."
+            f"{option} of {strategy} must be names or a number of devices, got {devices!r}."
         )
     picked = [normal_name(name) for name in names]
     for name in picked:
         if picked.count(name) > 1:
-            raise StrategyError(f"{strategy}: the device {name} is named twice in {devices!r}.")
+            raise StrategyError(
+                f"{option} of {strategy} must name each device once, got {name} twice in"
+                f" {devices!r}."
+            )
     missing = [name for name in picked if name not in seen]
     if missing:
         wanted = [int(name.split(":")[1]) + 1 for name in missing if name.startswith("CPU:")]
         raise StrategyError(
-            f"{strategy}: there is no {' and no '.join(missing)}; devices seen are"
-            f" {', '.join(seen)}.{_more_cpus(max(wanted)) if wanted else ''}"
+            f"{option} of {strategy} must be devices that are there, got {' and '.join(missing)};"
+            f" devices seen are {', '.join(seen)}.{_more_cpus(max(wanted)) if wanted else ''}"
         )
     return picked
 

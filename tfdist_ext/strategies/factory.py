@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tfdist_ext.strategies.choice import Choice, choose
 from tfdist_ext.strategies.devices import how_many, make_logical_cpus, seen_devices
 from tfdist_ext.strategies.explanation import Choices, remember
 from tfdist_ext.strategies.registry import Entry, lookup
-from tfdist_ext.strategies.resolvers import Described, describe
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe
 from tfdist_ext.strategies.settings import Settings, merge, read_file
 from tfdist_ext.strategies.spanning import check_spans_cluster
 
@@ -32,8 +32,8 @@ _OF_CLUSTERS = ("multi_worker_mirrored", "parameter_server")
 def create_strategy(
     name: str = "auto",
     *,
-    cluster: Any = None,
-    devices: Any = None,
+    cluster: Cluster = None,
+    devices: int | str | Sequence[str] | None = None,
     placement: Any = None,
     config: str | Path | None = None,
     wait: float | None = None,
@@ -145,7 +145,7 @@ def create_strategy(
     return strategy
 
 
-def _check_alone(alone: Any, wanted: str, cluster: Any) -> bool:
+def _check_alone(alone: object, wanted: str, cluster: Cluster) -> bool:
     if alone is not None and not isinstance(alone, bool):
         raise StrategyError(f"alone must be True or False, got {alone!r}.")
     if alone and (cluster is not None or wanted in _OF_CLUSTERS):
@@ -171,7 +171,7 @@ def _layers(
     return layers if file is None else [*layers, (f"the file {file}", read_file(file))]
 
 
-def _automatic(cluster: Any, tpu: TpuSignal | None, values: Mapping[str, Any]) -> Choice:
+def _automatic(cluster: Cluster, tpu: TpuSignal | None, values: Mapping[str, Any]) -> Choice:
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return Choice("tpu", "a TPUClusterResolver was given")
     described = None if cluster is None else describe(cluster)
@@ -193,7 +193,7 @@ def _automatic(cluster: Any, tpu: TpuSignal | None, values: Mapping[str, Any]) -
     return choice
 
 
-def _evaluator(cluster: Any) -> Described | None:
+def _evaluator(cluster: Cluster) -> Described | None:
     """The cluster, where this task is its evaluator, which takes no part in the training."""
     described = _described(cluster)
     task = None if described is None else described.task
@@ -254,7 +254,7 @@ def _in_words(cluster: ClusterConfig) -> str:
     return f"{cluster.task} of {counted(cluster.num_tasks, 'task')}"
 
 
-def _described(cluster: Any) -> Described | None:
+def _described(cluster: Cluster) -> Described | None:
     if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return None  # a TPU's resolver asks the cloud each time
     try:

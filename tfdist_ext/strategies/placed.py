@@ -90,13 +90,16 @@ class PlacedStrategy(StrategyTemplate):
         """
         self._placer.check_paths(paths)
 
-    def owner(self, variable: Any) -> int:
+    def owner(self, variable: tf.Variable) -> int:
         """The number of the device that owns a variable; 0 of one that is not owned."""
         number: int = getattr(variable, _OWNER, 0)
         return number
 
     def create_variable(
-        self, spec: VariableSpec, create: Callable[..., tf.Variable], beside: Any = None
+        self,
+        spec: VariableSpec,
+        create: Callable[..., tf.Variable],
+        beside: tf.Variable | None = None,
     ) -> tf.Variable:
         if beside is not None:
             if self._is_owned(beside):
@@ -116,7 +119,7 @@ class PlacedStrategy(StrategyTemplate):
         return made
 
     def update_variable(
-        self, variable: Any, copies: Sequence[tf.Variable], update: Callable[[int], Any]
+        self, variable: tf.Variable, copies: Sequence[tf.Variable], update: Callable[[int], Any]
     ) -> Sequence[Any]:
         if not self._is_owned(variable):
             return super().update_variable(variable, copies, update)
@@ -128,5 +131,5 @@ class PlacedStrategy(StrategyTemplate):
                     copy.assign(copies[number])
         return [done] * len(copies)
 
-    def _is_owned(self, variable: Any) -> bool:
+    def _is_owned(self, variable: tf.Variable) -> bool:
         return hasattr(variable, _OWNER)

@@ -59,7 +59,7 @@ def placer_for(placement: Any, partitioner: Callable[..., Any] | None, ps: int) 
         return Placer(placement, ps)
     if isinstance(placement, PlacementPlan | str) or callable(placement):
         raise PlacementError(
-            "partitioner cuts variables, and so does the placement that is given beside it"
+            "partitioner must come without a placement that cuts variables, too, got both"
             f" ({shown(placement)}). Leave one of them out."
         )
     policy = partitioned(partitioner, shape_type=tf.TensorShape, dtype_type=tf.as_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Reduced:
     """
 
     kind: Kind
-    variable: Any = None
+    variable: tf.Variable | None = None
     path: str = ""
 
 
@@ -47,18 +48,25 @@ def takes_what(hook: Callable[..., Any]) -> bool:
 
 
 def all_reduce(
-    op: tf.distribute.ReduceOp, values: Sequence[Any], what: Sequence[Reduced]
-) -> Sequence[Any]:
+    op: tf.distribute.ReduceOp,
+    values: Sequence[_tf_private.Value],
+    what: Sequence[Reduced],
+    scope: Callable[[], Any] = contextlib.nullcontext,
+) -> Sequence[_tf_private.Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
+
+    Args:
+        scope: makes a context manager, entered in the thread that makes the collectives.
     """
     context = tf.distribute.get_replica_context()
     if not hasattr(context.strategy.extended, "reducing"):
-        return _tf_private.all_reduce(op, values)
+        return _tf_private.all_reduce(op, values, scope)
 
     def of_all(strategy: tf.distribute.Strategy, *values: Any) -> Any:
-        return batch_reduce_to(strategy, op, [(value, value) for value in values], what)
+        with scope():
+            return batch_reduce_to(strategy, op, [(value, value) for value in values], what)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 

@@ -56,7 +56,7 @@ class Entry:
             )
             if needed and option not in given:
                 raise StrategyError(
-                    f"the strategy {self.name!r} needs the option {option!r}:"
+                    f"the strategy {self.name!r} must get the option {option!r}, got none: write"
                     f" create_strategy({self.name!r}, {option}=...)."
                 )
 
@@ -68,8 +68,8 @@ class Entry:
         strategy = self.factory(**given)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
-                f"the factory of the strategy {self.name!r} must return a tf.distribute.Strategy;"
-                f" it returned {strategy!r}."
+                f"the factory of the strategy {self.name!r} must return a tf.distribute.Strategy,"
+                f" got {strategy!r}."
             )
         return strategy
 
@@ -97,27 +97,27 @@ def register_strategy(
             keywords, or has a parameter `name` or `config`; the description is empty.
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise StrategyError(f"a strategy's name is a word like 'my_strategy'; {name!r} arrived.")
+        raise StrategyError(f"a strategy's name must be a word like 'my_strategy', got {name!r}.")
     if name in _TABLE or name == "auto":
         raise StrategyError(
-            f"a strategy named {name!r} is there already (auto, {', '.join(_TABLE)}): choose"
-            " another name."
+            f"a strategy's name must be new, got {name!r}, which is there already (auto,"
+            f" {', '.join(_TABLE)}); choose another name."
         )
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         raise StrategyError(
-            f"the factory of the strategy {name!r} must be a function; {factory!r} arrived."
+            f"the factory of the strategy {name!r} must be a function, got {factory!r}."
         ) from None
     for parameter in parameters.values():
         if parameter.name in _OF_THE_CALL or parameter.kind is parameter.POSITIONAL_ONLY:
             raise StrategyError(
-                f"the factory of the strategy {name!r} has a parameter {parameter.name!r} that"
-                " create_strategy cannot pass on: give it another name, and no '/' after it."
+                f"the factory of the strategy {name!r} must have parameters that create_strategy"
+                f" can pass on, got {parameter.name!r}: give it another name, and no '/' after it."
             )
     if not isinstance(description, str) or not description.strip():
         raise StrategyError(
-            f"the strategy {name!r} needs a description of one line; {description!r} arrived."
+            f"the description of the strategy {name!r} must be one line, got {description!r}."
         )
     _TABLE[name] = Entry(name, factory, description)
 
@@ -133,7 +133,7 @@ def lookup(name: str) -> Entry:
         near = difflib.get_close_matches(str(name).lower(), ["auto", *_TABLE], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise StrategyError(
-            f"there is no strategy {name!r}.{hint} Known: auto, {', '.join(_TABLE)}."
+            f"a strategy must be one of auto, {', '.join(_TABLE)}, got {name!r}.{hint}"
         )
     return _TABLE[name]
 

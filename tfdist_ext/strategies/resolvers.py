@@ -16,8 +16,8 @@ from tfdist_ext.strategies.timeouts import call_with_timeout
 
 __all__ = ["Cluster", "Described", "describe", "resolver_of"]
 
-# A ClusterConfig or any TensorFlow ClusterResolver; TensorFlow ships no types.
-Cluster: TypeAlias = ClusterConfig | Any | None
+# What describes a cluster; None: there is none.
+Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
 
 LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
 
@@ -64,12 +64,12 @@ class Described:
         return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
 
 
-def resolver_of(cluster: Any) -> tf.distribute.cluster_resolver.ClusterResolver:
+def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
     """TensorFlow's form of a cluster; its own resolvers stay as they are."""
     resolvers = tf.distribute.cluster_resolver
     if isinstance(cluster, resolvers.ClusterResolver):
         return cluster
-    _check_type(cluster)
+    cluster = _checked(cluster)
     jobs = {
         job: {index: address for index, address in enumerate(addresses) if address}
         for job, addresses in cluster.jobs.items()
@@ -83,7 +83,7 @@ def resolver_of(cluster: Any) -> tf.distribute.cluster_resolver.ClusterResolver:
     )
 
 
-def describe(cluster: Any) -> Described:
+def describe(cluster: Cluster) -> Described:
     """What a cluster says, checked as a TF_CONFIG is.
 
     Raises:
@@ -101,7 +101,7 @@ def describe(cluster: Any) -> Described:
         )
     except Exception as error:  # what it raises depends on the resolver and on its clients
         raise StrategyError(
-            f"{source} cannot describe the cluster: {type(error).__name__}: {error}"
+            f"{source} must describe the cluster, got {type(error).__name__}: {error}"
         ) from error
     jobs = {job: _addresses(tasks) for job, tasks in (spec.as_dict() if spec else {}).items()}
     if not jobs:
@@ -112,12 +112,13 @@ def describe(cluster: Any) -> Described:
     return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
 
 
-def _check_type(cluster: Any) -> None:
+def _checked(cluster: object) -> ClusterConfig:
     if not isinstance(cluster, ClusterConfig):
         raise StrategyError(
-            f"cluster takes a ClusterConfig or a TensorFlow ClusterResolver; {cluster!r} arrived."
-            " For the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
+            f"cluster must be a ClusterConfig or a TensorFlow ClusterResolver, got {cluster!r}. For"
+            " the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
         )
+    return cluster
 
 
 def _addresses(tasks: Any) -> tuple[str, ...]:

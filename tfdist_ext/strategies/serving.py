@@ -18,14 +18,14 @@ import contextlib
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
-from tfdist_ext.strategies.resolvers import Described, describe, resolver_of
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 
 __all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers", "watch_servers"]
@@ -54,7 +54,7 @@ def serves(described: Described) -> bool:
     return task is not None and task.type in ("ps", "worker") and "ps" in described.jobs
 
 
-def serve(cluster: Any, wait: float | None = None) -> NoReturn:
+def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     """Serve as this task of a cluster with parameter servers until the coordinator has ended.
 
     It waits for the coordinator's first sign, and says so on stderr. Signals end it at once.

@@ -69,7 +69,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             strategy has a name that is no text or a key that is not for files.
     """
     if not isinstance(path, str | os.PathLike):
-        raise StrategyError(f"config takes the path of a TOML file; {path!r} arrived.")
+        raise StrategyError(f"config must be the path of a TOML file, got {path!r}.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -79,18 +79,18 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise StrategyError(f"{path} is no valid TOML: {error}") from error
+        raise StrategyError(f"{path} must be valid TOML, got an error: {error}") from error
     if "strategy" not in document:
         near = difflib.get_close_matches("strategy", document, n=1)
         hint = f" Did you mean [strategy] by [{near[0]}]?" if near else ""
         raise StrategyError(
-            f"{path} has no [strategy] table; it has {', '.join(document) or 'nothing'}.{hint}"
+            f"{path} must have a [strategy] table, got {', '.join(document) or 'nothing'}.{hint}"
         )
     table = document["strategy"]
     if not isinstance(table, dict):
-        raise StrategyError(f"{path}: [strategy] is a table of settings; {table!r} arrived.")
+        raise StrategyError(f"[strategy] of {path} must be a table of settings, got {table!r}.")
     if not isinstance(table.get("name", ""), str):
-        raise StrategyError(f"{path}: strategy.name is a text; {table['name']!r} arrived.")
+        raise StrategyError(f"strategy.name of {path} must be a text, got {table['name']!r}.")
     for key in ("cluster", "config"):
         if key in table:
             raise StrategyError(

@@ -52,7 +52,7 @@ class StrategyTemplate(tf.distribute.Strategy):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def copies(self, variable: Any) -> tuple[tf.Variable, ...]:
+    def copies(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
         """The plain variables behind a variable of this strategy: one for each replica, or one.
 
         Of a variable in pieces these are its pieces, in the order of rows.
@@ -62,7 +62,7 @@ class StrategyTemplate(tf.distribute.Strategy):
         copies = self.experimental_local_results(variable)
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
-    def owner(self, variable: Any) -> int:
+    def owner(self, variable: tf.Variable) -> int:
         """The number of the copy that an update computed once is computed on; 0 by default.
 
         `tfd.distribute` asks where variables are shared or the subclass applies updates itself:
@@ -87,7 +87,10 @@ class StrategyTemplate(tf.distribute.Strategy):
         return type(self).read_variable is not StrategyTemplate.read_variable
 
     def create_variable(
-        self, spec: VariableSpec, create: Callable[..., tf.Variable], beside: Any = None
+        self,
+        spec: VariableSpec,
+        create: Callable[..., tf.Variable],
+        beside: tf.Variable | None = None,
     ) -> tf.Variable:
         """Hook: where a variable is created.
 
@@ -117,7 +120,7 @@ class StrategyTemplate(tf.distribute.Strategy):
             return create(devices, in_pieces=True)
         return create(devices[:1])
 
-    def read_variable(self, variable: Any, copies: Sequence[tf.Variable]) -> tf.Tensor:
+    def read_variable(self, variable: tf.Variable, copies: Sequence[tf.Variable]) -> tf.Tensor:
         """Hook: how a variable is read outside of replicas; a checkpoint holds what is read.
 
         Asked for variables with a copy on each device. In a replica its own copy is read.
@@ -128,7 +131,7 @@ class StrategyTemplate(tf.distribute.Strategy):
         return copies[0].read_value()
 
     def update_variable(
-        self, variable: Any, copies: Sequence[tf.Variable], update: Callable[[int], Any]
+        self, variable: tf.Variable, copies: Sequence[tf.Variable], update: Callable[[int], Any]
     ) -> Sequence[Any]:
         """Hook: how an update is applied.
 
@@ -148,10 +151,10 @@ class StrategyTemplate(tf.distribute.Strategy):
     def reduce_values(
         self,
         op: tf.distribute.ReduceOp,
-        values: Sequence[Any],
+        values: Sequence[tp.Value],
         devices: Sequence[str],
         what: Reduced = OTHER,
-    ) -> Sequence[Any]:
+    ) -> Sequence[tp.Value]:
         """Hook: how values are reduced.
 
         `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments come here.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
+
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = [
     "check_created",
@@ -23,7 +26,11 @@ __all__ = [
 
 
 def check_created(
-    strategy: Any, made: Any, spec: VariableSpec, by_create: Sequence[Any], beside: Any = None
+    strategy: StrategyTemplate,
+    made: Any,
+    spec: VariableSpec,
+    by_create: Sequence[tf.Variable],
+    beside: tf.Variable | None = None,
 ) -> None:
     """Raise StrategyError unless it is a variable of that shape, and one that `create` has made.
 
@@ -41,14 +48,14 @@ def check_created(
         raise _wrong(
             strategy, "create_variable", f"a variable of the shape {list(spec.shape)}", made
         )
-    if is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
+    if beside is not None and is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
         rows = [end for _, _, end in pieces_of(beside)]
         if [end for _, _, end in pieces_of(made)] != rows:
             what = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
             raise _wrong(strategy, "create_variable", what, made)
 
 
-def check_owner(strategy: Any, number: Any, variable: Any) -> int:
+def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) -> int:
     """The number that `owner` returned, or StrategyError."""
     count = len(strategy.devices)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
@@ -57,7 +64,7 @@ def check_owner(strategy: Any, number: Any, variable: Any) -> int:
     return number
 
 
-def check_read(strategy: Any, value: Any, variable: Any) -> Any:
+def check_read(strategy: StrategyTemplate, value: Any, variable: tf.Variable) -> Any:
     """The tensor that `read_variable` returned, or StrategyError."""
     fits = (
         (tf.is_tensor(value) or isinstance(value, tf.Variable))
@@ -70,16 +77,20 @@ def check_read(strategy: Any, value: Any, variable: Any) -> Any:
     return value
 
 
-def check_number(strategy: Any, number: Any, variable: Any, copies: int) -> None:
+def check_number(
+    strategy: StrategyTemplate, number: object, variable: tf.Variable, copies: int
+) -> None:
     """Raise StrategyError unless `update_variable` calls `update` for a copy that there is."""
     if number not in range(copies):
         raise StrategyError(
-            f"{type(strategy).__name__}.update_variable calls update({number!r}) for"
-            f" {variable.name!r}, which has {copies} copies, from number 0 on."
+            f"{type(strategy).__name__}.update_variable must call update() with a number from 0 to"
+            f" {copies - 1}, got {number!r} for {variable.name!r}, which has {copies} copies."
         )
 
 
-def check_updated(strategy: Any, results: Any, variable: Any, copies: int) -> None:
+def check_updated(
+    strategy: StrategyTemplate, results: object, variable: tf.Variable, copies: int
+) -> None:
     """Raise StrategyError unless there is a result for each copy."""
     if not isinstance(results, list | tuple) or len(results) != copies:
         what = f"a list of {copies}, what update() returned for each copy of {variable.name!r}"
@@ -87,7 +98,10 @@ def check_updated(strategy: Any, results: Any, variable: Any, copies: int) -> No
 
 
 def check_reduced(
-    strategy: Any, results: Any, parts: Sequence[Any], devices: Sequence[str]
+    strategy: StrategyTemplate,
+    results: Any,
+    parts: Sequence[tf.Tensor | tf.IndexedSlices],
+    devices: Sequence[str],
 ) -> None:
     """Raise StrategyError unless there is a value like the replicas' for each device."""
     first = parts[0]
@@ -105,16 +119,16 @@ def check_reduced(
             raise _wrong(strategy, "reduce_values", what, result)
 
 
-def check_dataset(strategy: Any, made: Any) -> None:
+def check_dataset(strategy: StrategyTemplate, made: object) -> None:
     """Raise StrategyError unless it is a distributed dataset."""
     if not isinstance(made, tf.distribute.DistributedDataset):
         what = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
         raise _wrong(strategy, "distribute_dataset", what, made)
 
 
-def _wrong(strategy: Any, hook: str, wanted: str, arrived: Any) -> StrategyError:
+def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, arrived: object) -> StrategyError:
     return StrategyError(
-        f"{type(strategy).__name__}.{hook} must return {wanted}; it returned {_shown(arrived)}."
+        f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(arrived)}."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -27,6 +27,9 @@ from tfdist_ext.strategies.template_checks import (
 )
 from tfdist_ext.strategies.template_variables import Creation, made_on_each
 
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.template import StrategyTemplate
+
 __all__ = ["TemplateExtended"]
 
 _ONE_PIPELINE_EACH = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -42,7 +45,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     should_checkpoint = True
     should_save_summary = True
 
-    def __init__(self, strategy: Any, devices: Sequence[str]):
+    def __init__(self, strategy: StrategyTemplate, devices: Sequence[str]):
         """
         Args:
             devices: full names, one for each replica.
@@ -86,15 +89,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def parameter_devices(self) -> tuple[str, ...]:
         return self._devices
 
-    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+    def _get_local_replica_id(self, replica_id_in_sync_group: int | tf.Tensor) -> int | tf.Tensor:
         return replica_id_in_sync_group
 
-    def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
+    def _get_replica_id_in_sync_group(self, replica_id: int | tf.Tensor) -> int | tf.Tensor:
         return replica_id
 
     # Variables
 
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _create_variable(
+        self, next_creator: Callable[..., tf.Variable], **kwargs: Any
+    ) -> tf.Variable:
         strategy = self._container_strategy()
         beside = kwargs.pop("colocate_with", None)
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
@@ -117,13 +122,13 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         check_created(strategy, made, creation.spec, creation.made, beside)
         return made
 
-    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         tp.validate_neighbour(colocate_with_variable, self)
 
     def value_container(self, value: Any) -> Any:
         return tp.container_of(value)
 
-    def read_var(self, v: Any) -> tf.Tensor:
+    def read_var(self, v: tf.Variable) -> tf.Tensor:
         """The value of a variable outside of replicas, also for a checkpoint."""
         if tp.is_synchronized_on_read(v):
             return tp.read_from_all(v)
@@ -133,7 +138,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         value = strategy.read_variable(v, strategy.copies(v))
         return tf.identity(check_read(strategy, value, v))
 
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+    def _update(
+        self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
         strategy = self._container_strategy()
         # One in pieces is assigned to as a whole, each piece where it is.
         copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
@@ -170,7 +177,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         finally:
             self._reducing = before
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
+    ) -> Any:
         def reduced(value: Any) -> Any:
             if not isinstance(value, tf.distribute.DistributedValues):
                 return tp.reduced_plain(reduce_op, value, destinations, len(self._devices))
@@ -178,15 +187,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 if reduce_op == tf.distribute.ReduceOp.MEAN:
                     return value
                 raise StrategyError(
-                    "a sum over replicas of what is the same on all of them is not defined;"
-                    f" {value!r} arrived. Read it, or use the MEAN."
+                    f"a sum over replicas must be of values that differ, got {value!r}, which is"
+                    " the same on all of them. Read it, or use the MEAN."
                 )
             return self._reduced(reduce_op, value.values, destinations, what)
 
         what = _what(value, destinations)
         return tf.nest.map_structure(reduced, value)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value_destination_pairs: Any, options: Any
+    ) -> Any:
         results = []
         untold: list[Reduced | None] = [None] * len(value_destination_pairs)
         told = self._reducing or untold
@@ -205,7 +216,13 @@ class TemplateExtended(tf.distribute.StrategyExtended):
                 results.append(self._reduced(reduce_op, everywhere.values, everywhere, what))
         return results
 
-    def _reduced(self, op: Any, parts: Sequence[Any], destinations: Any, what: Reduced) -> Any:
+    def _reduced(
+        self,
+        op: tf.distribute.ReduceOp,
+        parts: Sequence[tp.Value],
+        destinations: Any,
+        what: Reduced,
+    ) -> Any:
         strategy = self._container_strategy()
         devices = tp.devices_of(destinations)
         parts = tuple(  # a copy of a variable is read where it is
@@ -232,13 +249,15 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     # Data
 
-    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+    ) -> Any:
         strategy = self._container_strategy()
         made = strategy.distribute_dataset(dataset, options)
         check_dataset(strategy, made)
         return made
 
-    def split(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
         """TensorFlow's own way: each batch is cut into one part for each replica."""
         if options is not None and options.experimental_replication_mode == _ONE_PIPELINE_EACH:
             raise NotImplementedError(
@@ -249,11 +268,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             self._container_strategy(), dataset, self._pipelines(options), options
         )
 
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        options: tf.distribute.InputOptions | None,
+    ) -> Any:
         strategy = self._container_strategy()
         return tp.datasets_from_function(strategy, dataset_fn, self._pipelines(options), options)
 
-    def _pipelines(self, options: Any) -> list[tuple[str, tuple[str, ...]]]:
+    def _pipelines(
+        self, options: tf.distribute.InputOptions | None
+    ) -> list[tuple[str, tuple[str, ...]]]:
         """(device on which a pipeline runs, devices that its elements go to)."""
         if options is None:
             return [(self._host, self._devices)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -15,6 +15,9 @@ from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
+
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["Creation", "made_on_each"]
 
@@ -34,9 +37,9 @@ class Creation:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyTemplate,
         devices: Sequence[str],
-        next_creator: Callable[..., Any],
+        next_creator: Callable[..., tf.Variable],
         kwargs: dict[str, Any],
     ):
         self._strategy = strategy
@@ -44,9 +47,11 @@ class Creation:
         self._next_creator = next_creator
         self._kwargs = dict(kwargs)
         self.spec = _spec(self._kwargs, devices[0])
-        self.made: list[Any] = []
+        self.made: list[tf.Variable] = []
 
-    def create(self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any) -> Any:
+    def create(
+        self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any
+    ) -> tf.Variable:
         """The variable on these devices: those of all replicas, or one for all replicas.
 
         Args:
@@ -57,12 +62,12 @@ class Creation:
         self.made.append(self._created(devices, in_pieces, {**self._kwargs, **instead}))
         return self.made[-1]
 
-    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> Any:
+    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> tf.Variable:
         of = f"{type(self._strategy).__name__}.create_variable"
         of += "" if self.spec is None else f", for {self.spec.path!r}"
         if not isinstance(devices, Iterable):
             raise StrategyError(
-                f"{of}: create() takes a device or a list of devices; {devices!r} arrived."
+                f"{of}: create() must get a device or a list of devices, got {devices!r}."
             )
         picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
         if in_pieces and len(picked) > 1:
@@ -72,12 +77,14 @@ class Creation:
         if len(picked) == 1:
             return self._shared(tp.full_name(picked[0]), **kwargs)
         raise StrategyError(
-            f"{of}: create() takes one device for all replicas, or the devices of all replicas in"
-            f" their order, {list(self._strategy.devices)}; {picked} arrived. With in_pieces=True"
-            " it takes the device of each piece."
+            f"{of}: create() must get one device for all replicas, or the devices of all replicas"
+            f" in their order, {list(self._strategy.devices)}, got {picked}. With in_pieces=True it"
+            " takes the device of each piece."
         )
 
-    def _shared(self, device: str, *, aggregation: Any = None, **kwargs: Any) -> Any:
+    def _shared(
+        self, device: str, *, aggregation: tf.VariableAggregation | None = None, **kwargs: Any
+    ) -> tf.Variable:
         """One plain variable on a device, for all replicas.
 
         What replicas write to it without an aggregation is the first one's, as it is read where
@@ -89,7 +96,7 @@ class Creation:
             aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         return tp.shared_variable(self._strategy, plain, aggregation)
 
-    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> Any:
+    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> tf.Variable:
         if self.spec is None or kwargs["initial_value"] is None:
             raise StrategyError(
                 f"{of}: create() cannot cut a variable whose value is loaded from a SavedModel, or"
@@ -112,12 +119,15 @@ class Creation:
 
 
 def made_on_each(
-    strategy: Any, devices: Sequence[str], next_creator: Callable[..., Any], kwargs: dict[str, Any]
-) -> Any:
+    strategy: StrategyTemplate,
+    devices: Sequence[str],
+    next_creator: Callable[..., tf.Variable],
+    kwargs: dict[str, Any],
+) -> tf.Variable:
     """One variable with a copy on each device, which begin equal."""
 
-    def make_copies(**kwargs: Any) -> list[Any]:
-        copies: list[Any] = []
+    def make_copies(**kwargs: Any) -> list[tf.Variable]:
+        copies: list[tf.Variable] = []
         for number, device in enumerate(devices):
             with tp.across(device), tp.outside_of_tapes():
                 if copies:
@@ -131,7 +141,7 @@ def made_on_each(
     return tp.copied_variable(strategy, make_copies, **kwargs)
 
 
-def _initial_value_of(copy: Any) -> tf.Tensor:
+def _initial_value_of(copy: tf.Variable) -> tf.Tensor:
     in_session = not tf.executing_eagerly() and not tf.inside_function()
     return tf.identity(copy.initial_value if in_session else copy.value())
 

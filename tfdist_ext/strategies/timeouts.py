@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 __all__ = ["call_with_timeout"]
 
+Result = TypeVar("Result")
 
-def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
+
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
     """What `call` returns or raises.
 
     It runs in a thread of its own. One that takes too long is left behind; it does not keep the
@@ -18,7 +20,7 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     Raises:
         TimeoutError: it took longer than `seconds`.
     """
-    outcome: list[Any] = []
+    outcome: list[Result] = []
     failure: list[BaseException] = []
 
     def run() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Any
 
 import tensorflow as tf
 
@@ -35,12 +34,12 @@ def tpu(
     if cluster is not None:
         if not isinstance(cluster, resolvers.TPUClusterResolver):
             raise StrategyError(
-                f"tpu takes a TPUClusterResolver as its cluster; {cluster!r} arrived. Or pass"
-                " tpu= with the name of the TPU."
+                f"cluster of tpu must be a TPUClusterResolver, got {cluster!r}. Or pass tpu= with"
+                " the name of the TPU."
             )
         if tpu is not None or zone is not None or project is not None:
             raise StrategyError(
-                "tpu takes a TPUClusterResolver, or tpu=, zone= and project=; both arrived."
+                "tpu must get a TPUClusterResolver, or tpu=, zone= and project=, got both."
             )
         return _connected(cluster, "the TPUClusterResolver")
     if tpu is None:
@@ -50,9 +49,12 @@ def tpu(
         )
     for option, value in (("tpu", tpu), ("zone", zone), ("project", project)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise StrategyError(f"{option} is a text; {value!r} arrived.")
+            raise StrategyError(f"{option} must be a text, got {value!r}.")
     if re.fullmatch(r"[\w.-]+:\d+", tpu):
-        raise StrategyError(f"tpu={tpu!r} is an address: write it as 'grpc://{tpu}'.")
+        raise StrategyError(
+            f"tpu must have a scheme where it is an address, got {tpu!r}: write it as"
+            f" 'grpc://{tpu}'."
+        )
     try:
         resolver = call_with_timeout(
             LOOKUP_SECONDS,
@@ -67,7 +69,9 @@ def tpu(
     return _connected(resolver, repr(tpu))
 
 
-def _connected(resolver: Any, name: str) -> tf.distribute.Strategy:
+def _connected(
+    resolver: tf.distribute.cluster_resolver.TPUClusterResolver, name: str
+) -> tf.distribute.Strategy:
     try:
         spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:

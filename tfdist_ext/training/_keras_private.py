@@ -14,44 +14,33 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.tensorflow.trainer import (
-    convert_to_np_if_not_ragged,
-    potentially_ragged_concat,
-)
-from keras.src.losses import loss as loss_module
-from keras.src.models.functional import Functional
-from keras.src.saving import object_registration
-from keras.src.saving.serialization_lib import SafeModeScope
-from keras.src.trainers.data_adapters import array_slicing, get_data_adapter, is_tf_dataset
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
+    "NAMES",
     "REPLACED",
-    "ArrayDataAdapter",
     "Replaced",
     "array_parts",
     "batches_of",
     "call_symbolically",
     "compile_arguments",
-    "convert_to_np_if_not_ragged",
     "distribution_strategy_of",
     "find",
     "flat_layers",
     "get_data_adapter",
     "global_seed_generator",
     "has_own_config",
+    "in_one_array",
     "inner_layers",
     "inputs_from",
     "is_graph_of_layers",
-    "is_tf_dataset",
+    "is_of_arrays",
     "loss_ids",
     "loss_weights",
     "metrics_in_order",
     "metrics_in_use",
-    "named_as",
-    "potentially_ragged_concat",
     "raw_value",
     "restored_epoch",
     "set_restored_epoch",
@@ -64,10 +53,55 @@ __all__ = [
     "train_validation_split",
     "trained_by",
     "trusted",
-    "write",
 ]
 
-train_validation_split = array_slicing.train_validation_split
+NAMES = PrivateNames(
+    "keras.src",
+    TrainingError,
+    {
+        "backend.common.global_state.get_global_attribute": "random numbers without a seed",
+        "backend.common.global_state.set_global_attribute": "random numbers without a seed",
+        "backend.common.stateless_scope.get_stateless_scope": "the scope of a replica's step",
+        "backend.compute_output_spec": "variables of a model that is not compiled",
+        "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
+        "backend.tensorflow.trainer.potentially_ragged_concat": "the outputs of predict",
+        "losses.loss.apply_mask": "what a weighted mean divides by",
+        "models.functional.Functional": "cloning a model layer by layer",
+        "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
+        "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
+        "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
+        "trainers.data_adapters.array_slicing.convert_to_sliceable": "arrays as data",
+        "trainers.data_adapters.array_slicing.slice_tensorflow_sparse_wrapper": "sparse arrays",
+        "trainers.data_adapters.array_slicing.train_validation_split": "validation_split",
+        "trainers.data_adapters.get_data_adapter": "all forms of data",
+    },
+)
+
+
+def train_validation_split(arrays: Any, validation_split: float) -> Any:
+    """(the first part of each array, the rest of it). Private: `fit` alone offers it."""
+    split = NAMES("trainers.data_adapters.array_slicing.train_validation_split")
+    return split(arrays, validation_split=validation_split)
+
+
+def get_data_adapter(*data: Any, **options: Any) -> Any:
+    """Whatever Keras accepts, as it reads it. Private: there is no public way to its checks."""
+    return NAMES("trainers.data_adapters.get_data_adapter")(*data, **options)
+
+
+def is_of_arrays(adapter: Any) -> bool:
+    """Whether an adapter holds arrays."""
+    path = "trainers.data_adapters.array_data_adapter.ArrayDataAdapter"
+    return isinstance(adapter, NAMES(path))
+
+
+def in_one_array(parts: list[Any]) -> Any:
+    """The outputs of several batches as one NumPy array, or ragged tensor.
+
+    Private because Keras's predict keeps to itself how it puts batches together.
+    """
+    concat = NAMES("backend.tensorflow.trainer.potentially_ragged_concat")
+    return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(parts))
 
 
 class Replaced(NamedTuple):
@@ -217,23 +251,9 @@ def find(module: str, owner: str) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def named_as(kind: type, original: type) -> Iterator[None]:
-    """Scope in which objects of a class are saved under the registered name of another.
-
-    Private because the public way to register a class makes the name mean that class.
-    """
-    names = object_registration.GLOBAL_CUSTOM_NAMES
-    names[kind] = keras.saving.get_registered_name(original)
-    try:
-        yield
-    finally:
-        names.pop(kind, None)
-
-
 def loss_ids(layer: Any) -> set[int]:
     """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
-    ids: set[int] = layer._loss_ids
+    ids: set[int] = NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
     return ids
 
 
@@ -242,26 +262,24 @@ def raw_value(variable: Any) -> Any:
 
     Private because `.value` asks the open scope first, and the scope asks us.
     """
-    return variable._value
+    return NAMES.of(variable, "_value", "variables in a step")
 
 
-def write(variable: Any, value: Any) -> None:
-    """Assign for real, whatever stateless scope is open; private as `raw_value` is."""
-    variable._direct_assign(value)
-
-
-def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
+def array_parts(adapter: Any) -> tuple[Any, int, int]:
     """(arrays as tensors, rows, global batch) of an adapter that has checked its arguments.
 
     Private because the adapter's own dataset shuffles with an unseeded order, and a cluster
     needs one order for all workers; its conversions and checks are kept.
     """
-    parts = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    use = "arrays as data"
+    inputs = NAMES.of(adapter, "_inputs", use)
+    sliceable = NAMES("trainers.data_adapters.array_slicing.convert_to_sliceable")
+    parts = sliceable(inputs, target_backend="tensorflow")
     parts = keras.tree.map_structure(
         lambda part: part if part is None or tf.is_tensor(part) else tf.convert_to_tensor(part),
         keras.tree.lists_to_tuples(parts),
     )
-    return parts, adapter._num_samples, adapter._batch_size
+    return parts, NAMES.of(adapter, "_num_samples", use), NAMES.of(adapter, "_batch_size", use)
 
 
 def batches_of(adapter: Any) -> Iterator[Any]:
@@ -269,15 +287,18 @@ def batches_of(adapter: Any) -> Iterator[Any]:
 
     Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
     """
-    return adapter._get_iterator()
+    batches: Iterator[Any] = NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
+    return batches
 
 
 def take(parts: Any, indices: Any) -> Any:
     """The given rows of `parts`, dense or sparse. Private for the sparse wrapper's slicing."""
 
+    slicing = "trainers.data_adapters.array_slicing"
+
     def rows(part: Any) -> Any:
-        if isinstance(part, array_slicing.TensorflowSparseWrapper):
-            return array_slicing.slice_tensorflow_sparse_wrapper(part, indices)
+        if isinstance(part, NAMES(f"{slicing}.TensorflowSparseWrapper")):
+            return NAMES(f"{slicing}.slice_tensorflow_sparse_wrapper")(part, indices)
         if isinstance(part, list | tuple | dict):
             return None  # a structure: look inside
         return tf.gather(part, indices) if tf.is_tensor(part) else part
@@ -291,29 +312,30 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
     Private because Keras offers no public way to build metrics before the first step, and
     variables must exist before a step is traced.
     """
-    model._symbolic_build(data_batch=batch)
+    NAMES.of(model, "_symbolic_build", "metrics and optimizers before a step")(data_batch=batch)
 
 
 def symbolic_call(model: keras.Model, batch: Any) -> None:
     """Build the model alone, where there are no targets. Private: public ways need real data."""
     if not all(layer.built for layer in flat_layers(model)):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        keras.src.backend.compute_output_spec(model, x, training=False)
+        NAMES("backend.compute_output_spec")(model, x, training=False)
 
 
 def call_symbolically(function: Callable[..., Any], *args: Any) -> Any:
     """Trace a function for the variables it makes. Private: public ways trace a model's call."""
-    return keras.src.backend.compute_output_spec(function, *args)
+    return NAMES("backend.compute_output_spec")(function, *args)
 
 
 def flat_layers(model: keras.Model) -> list[Any]:
     """The model and every layer inside it. Private: the public list has one level only."""
-    return list(model._flatten_layers())
+    return list(NAMES.of(model, "_flatten_layers", "layers inside of layers")())
 
 
 def inner_layers(layer: Any) -> list[Any]:
     """The layers directly inside a layer or model. Private: the public list is of models alone."""
-    return list(layer._flatten_layers(recursive=False, include_self=False))
+    flatten = NAMES.of(layer, "_flatten_layers", "layers inside of layers")
+    return list(flatten(recursive=False, include_self=False))
 
 
 def inputs_from(operation: Any) -> list[Any]:
@@ -333,7 +355,7 @@ def is_graph_of_layers(model: keras.Model) -> bool:
 
     Private because Keras exports no name for the class of functional models.
     """
-    return isinstance(model, keras.Sequential | Functional)
+    return isinstance(model, keras.Sequential | NAMES("models.functional.Functional"))
 
 
 def has_own_config(model: keras.Model) -> bool:
@@ -341,13 +363,13 @@ def has_own_config(model: keras.Model) -> bool:
 
     Private because Keras exports no name for the class of functional models.
     """
-    of_keras = (Functional.get_config, keras.Sequential.get_config, keras.Model.get_config)
-    return type(model).get_config not in of_keras
+    of_keras = (NAMES("models.functional.Functional"), keras.Sequential, keras.Model)
+    return type(model).get_config not in [kind.get_config for kind in of_keras]
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """What `compile` was called with, as the live objects: losses may be plain functions."""
-    arguments = dict(model._compile_config.config)
+    arguments = dict(NAMES.of(model, "_compile_config", "the settings of compile").config)
     arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
     arguments["auto_scale_loss"] = False
     return arguments
@@ -355,20 +377,22 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 def metrics_in_use(model: keras.Model) -> list[Any]:
     """The metric objects that the user gave to `compile`, before and after they are built."""
-    if model._compile_metrics is None:
+    compiled = NAMES.of(model, "_compile_metrics", use := "the metrics given to compile")
+    if compiled is None:
         return []
-    given = (model._compile_metrics._user_metrics, model._compile_metrics._user_weighted_metrics)
+    given = [NAMES.of(compiled, name, use) for name in ("_user_metrics", "_user_weighted_metrics")]
     return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 
 
 def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     """The values of `logs` in the order in which Keras's `evaluate` returns them."""
-    return model._flatten_metrics_in_order(logs)
+    return NAMES.of(model, "_flatten_metrics_in_order", "the order of evaluate's results")(logs)
 
 
 def restored_epoch(model: keras.Model) -> int | None:
     """The epoch that BackupAndRestore found; it tells Keras's own fit in this private way."""
-    return model._initial_epoch
+    epoch: int | None = NAMES.of(model, "_initial_epoch", "BackupAndRestore")
+    return epoch
 
 
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
@@ -378,7 +402,7 @@ def set_restored_epoch(model: keras.Model, epoch: int) -> None:
 
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether it profiles single batches. Private: the argument itself is not kept."""
-    return bool(callback._should_trace)
+    return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))
 
 
 @contextlib.contextmanager
@@ -389,23 +413,24 @@ def global_seed_generator(generator: keras.random.SeedGenerator) -> Iterator[Non
     """
     # The name as such: only Keras 3.13 and later have a constant for it.
     name = "global_seed_generator"
-    before = global_state.get_global_attribute(name)
-    global_state.set_global_attribute(name, generator)
+    put = NAMES("backend.common.global_state.set_global_attribute")
+    before = NAMES("backend.common.global_state.get_global_attribute")(name)
+    put(name, generator)
     try:
         yield
     finally:
-        global_state.set_global_attribute(name, before)
+        put(name, before)
 
 
 def trusted() -> Any:
     """A scope in which lambdas may be deserialized: for objects alive in this process only."""
-    return SafeModeScope(safe_mode=False)
+    return NAMES("saving.serialization_lib.SafeModeScope")(safe_mode=False)
 
 
 def trained_by(optimizer: Any) -> list[Any]:
     """The variables that an optimizer was built for. Private: there is no public list."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return list(inner._trainable_variables)
+    return list(NAMES.of(inner, "_trainable_variables", "the variables of an optimizer"))
 
 
 @contextlib.contextmanager
@@ -416,11 +441,13 @@ def distribution_strategy_of(
 
     Private because an optimizer keeps the strategy that was current when it was made.
     """
-    before = [optimizer._distribution_strategy for optimizer in optimizers]
+    use = "the update of variables"
+    before = [NAMES.of(each, "_distribution_strategy", use) for each in optimizers]
     for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
         # There is nothing to sum. Keras would ask TensorFlow to, which registers the gradient of
         # that sum, and with it the graph of the step, for the life of the process.
+        NAMES.of(optimizer, "_all_reduce_sum_gradients", use)
         vars(optimizer)["_all_reduce_sum_gradients"] = lambda grads_and_vars: grads_and_vars
     try:
         yield
@@ -437,7 +464,8 @@ def loss_weights(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> A
     """
     if sample_weight is not None:
         sample_weight = tf.convert_to_tensor(sample_weight, dtype)
-    return loss_module.apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
+    apply_mask = NAMES("losses.loss.apply_mask")
+    return apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
 def stateless_scope() -> keras.StatelessScope | None:
@@ -445,7 +473,8 @@ def stateless_scope() -> keras.StatelessScope | None:
 
     Private because Keras does not tell which one is open.
     """
-    scope: keras.StatelessScope | None = get_stateless_scope()
+    found = NAMES("backend.common.stateless_scope.get_stateless_scope")()
+    scope: keras.StatelessScope | None = found
     return scope
 
 
@@ -455,5 +484,5 @@ def step_variables(optimizer: Any) -> tuple[Any, Any]:
     Private because `iterations` and `learning_rate` give values computed from them.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate = inner._learning_rate
-    return inner._iterations, rate if isinstance(rate, keras.Variable) else None
+    rate = NAMES.of(inner, "_learning_rate", use := "steps on parameter servers")
+    return NAMES.of(inner, "_iterations", use), rate if isinstance(rate, keras.Variable) else None

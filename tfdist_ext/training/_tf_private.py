@@ -9,15 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context, record, tape
-from tensorflow.python.framework import (
-    errors,
-    function_def_to_graph,
-    op_callbacks,
-    op_def_registry,
-)
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
+    "NAMES",
     "abort_collectives",
     "function_graph",
     "get_value",
@@ -32,13 +29,32 @@ __all__ = [
     "replace_value",
 ]
 
+NAMES = PrivateNames(
+    "tensorflow.python",
+    TrainingError,
+    {
+        "eager.context.context": "the other workers, and the graphs of eager functions",
+        "eager.context.get_function_def": "the graphs of functions that eager code calls",
+        "eager.record.could_possibly_record": "gradients of the global batch",
+        "eager.tape.variable_accessed": "gradients of variables in shards",
+        "framework.function_def_to_graph.function_def_to_graph": "the graphs of functions",
+        "framework.op_callbacks.add_op_callback": "what eager code computed a tensor from",
+        "framework.op_callbacks.remove_op_callback": "what eager code computed a tensor from",
+        "framework.op_def_registry.get": "which operations are stateful",
+    },
+)
+
+
+def _context() -> Any:
+    return NAMES("eager.context.context")()
+
 
 def read_by_tapes(stand_in: Any) -> None:
     """Let open gradient tapes watch the `handle` of what stands in for a trainable variable.
 
     Private because only a tf.Variable is watched without the user's word.
     """
-    tape.variable_accessed(stand_in)
+    NAMES("eager.tape.variable_accessed")(stand_in)
 
 
 def has_coordination_service() -> bool:
@@ -47,7 +63,7 @@ def has_coordination_service() -> bool:
     Private because MultiWorkerMirroredStrategy starts the coordination service and shows it
     nowhere. It is the one channel between workers that works while a collective waits.
     """
-    return context.context().coordination_service is not None
+    return _context().coordination_service is not None
 
 
 def insert_value(key: str, value: str) -> bool:
@@ -59,15 +75,15 @@ def insert_value(key: str, value: str) -> bool:
         tf.errors.OpError: the task that keeps the store does not answer.
     """
     try:
-        context.context().set_config_key_value(key, value)
-    except errors.AlreadyExistsError:
+        _context().set_config_key_value(key, value)
+    except tf.errors.AlreadyExistsError:
         return False
     return True
 
 
 def replace_value(key: str, value: str) -> None:
     """`insert_value`, in the place of what was there."""
-    context.context().delete_config_key_value(key)
+    _context().delete_config_key_value(key)
     insert_value(key, value)
 
 
@@ -77,8 +93,8 @@ def get_value(key: str, *, seconds: float) -> str | None:
     Other threads of Python run meanwhile.
     """
     try:
-        return str(context.context().get_config_key_value(key, max(1, int(seconds * 1000))))
-    except (errors.DeadlineExceededError, errors.NotFoundError):
+        return str(_context().get_config_key_value(key, max(1, int(seconds * 1000))))
+    except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
         return None
 
 
@@ -89,12 +105,12 @@ def peer_status(job: str, index: int, *, seconds: float = 1.0) -> str:
     """
     task = f"/job:{job}/replica:0/task:{index}"
     try:
-        context.context().check_collective_ops_peer_health(task, int(seconds * 1000))
-    except errors.UnavailableError:
+        _context().check_collective_ops_peer_health(task, int(seconds * 1000))
+    except tf.errors.UnavailableError:
         return "gone"
-    except errors.FailedPreconditionError:
+    except tf.errors.FailedPreconditionError:
         return "restarted"
-    except errors.OpError:
+    except tf.errors.OpError:
         return "silent"
     return "there"
 
@@ -104,7 +120,7 @@ def abort_collectives(message: str) -> None:
 
     Private because there is no public way to end a collective that waits.
     """
-    context.context().abort_collective_ops(errors.UNAVAILABLE, message)
+    _context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def is_recording() -> bool:
@@ -112,7 +128,7 @@ def is_recording() -> bool:
 
     Private because a tape knows of itself alone.
     """
-    recording: bool = record.could_possibly_record()
+    recording: bool = NAMES("eager.record.could_possibly_record")()
     return recording
 
 
@@ -122,7 +138,7 @@ def is_stateful(kind: str) -> bool:
 
     Private because an operation that was run eagerly is not kept.
     """
-    definition = op_def_registry.get(kind)
+    definition = NAMES("framework.op_def_registry.get")(kind)
     return definition is not None and definition.is_stateful
 
 
@@ -144,10 +160,11 @@ def function_graph(graph: Any, name: str) -> Any:
 
 @functools.lru_cache(100)
 def _eager_function_graph(name: str) -> Any:
-    if not context.context().has_function(name):
+    if not _context().has_function(name):
         return None
     with tf.Graph().as_default():
-        return function_def_to_graph.function_def_to_graph(context.get_function_def(name))
+        to_graph = NAMES("framework.function_def_to_graph.function_def_to_graph")
+        return to_graph(NAMES("eager.context.get_function_def")(name))
 
 
 @contextlib.contextmanager
@@ -160,11 +177,11 @@ def recorded_operations() -> Iterator[None]:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    op_callbacks.add_op_callback(nothing)
+    NAMES("framework.op_callbacks.add_op_callback")(nothing)
     try:
         yield
     finally:
-        op_callbacks.remove_op_callback(nothing)
+        NAMES("framework.op_callbacks.remove_op_callback")(nothing)
 
 
 @contextlib.contextmanager
@@ -180,12 +197,12 @@ def recording_operations(note: Callable[..., None]) -> Iterator[None]:
         if graph is None:
             kind = tf.compat.as_str(kind)
             attributes = attributes or ()
-            if op_def_registry.get(kind) is None:  # a function
+            if NAMES("framework.op_def_registry.get")(kind) is None:  # a function
                 kind, attributes = "PartitionedCall", ("f", SimpleNamespace(name=kind))
             named = dict(zip(attributes[::2], attributes[1::2], strict=True))
             note(kind, tuple(inputs), named, tuple(outputs))
 
-    ctx = context.context()
+    ctx = _context()
     ctx.add_op_callback(called)
     try:
         yield

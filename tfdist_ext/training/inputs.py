@@ -102,7 +102,7 @@ def read(
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
-    is_dataset = kp.is_tf_dataset(x)
+    is_dataset = isinstance(x, tf.data.Dataset)
     adapter = kp.get_data_adapter(
         x,
         y,
@@ -114,7 +114,7 @@ def read(
         shuffle=False if is_dataset or isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) else shuffle,
         class_weight=class_weight,
     )
-    if isinstance(adapter, kp.ArrayDataAdapter):
+    if kp.is_of_arrays(adapter):
         within_batches = isinstance(shuffle, str) and shuffle == "batch"
         with tf.device("CPU:0"):
             arrays, rows, batch = kp.array_parts(adapter)
@@ -295,16 +295,16 @@ class GlobalBatches:
         from_step: gives the parts from a later global batch on; None where only reading leads
             there.
         at_position: the same from where the data's own position is; None where it keeps none.
-        agreed: how many rows the global batch has is known only when those of all parts are
-            counted. In the place of that number a part says 1 then, or 0 where it is no batch of
-            the data; the pass is over when all say so.
+        needs_row_count: how many rows the global batch has is known only when those of all parts
+            are counted. In the place of that number a part says 1 then, or 0 where it is no batch
+            of the data; the pass is over when all say so.
         spec: of one global batch, where `parts_of` need not be asked.
     """
 
     parts_of: PartsOf
     steps: int | None
     batch_size: int | None
-    endless: bool
+    is_infinite: bool
     on_epoch_begin: Callable[[], None]
     on_epoch_end: Callable[[], None]
     from_step: Callable[[int], PartsOf] | None = None
@@ -312,7 +312,7 @@ class GlobalBatches:
     advance: Callable[[int], None] = lambda steps: None
     ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
-    agreed: bool = False
+    needs_row_count: bool = False
     spec: Any = None
     dataset: tf.data.Dataset | None = None
     arrays: Any = None
@@ -452,12 +452,12 @@ def batches_of_sharded(
         parts_of,
         data.steps,
         data.global_batch_size,
-        endless=True,
+        is_infinite=True,
         on_epoch_begin=lambda: None,
         on_epoch_end=lambda: None,
         begin=begin % data.steps,
         advance=data.advance if from_position else lambda steps: None,
-        agreed=data.loses_examples,
+        needs_row_count=data.loses_examples,
         at_position=lambda: batches_of_sharded(
             data,
             beside=beside,
@@ -550,7 +550,7 @@ def batches_of_function(
         return _then_nothing(dataset(), local)
 
     epoch = data.position[0] if from_position else 0
-    steps, endless = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
+    steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
     if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
 
@@ -559,13 +559,13 @@ def batches_of_function(
             parts_of,
             steps,
             data.global_batch_size,
-            endless,
+            is_infinite,
             on_epoch_begin=lambda: None,
             on_epoch_end=lambda: None,
             begin=data.steps_done if from_position else 0,
             advance=data.advance if from_position else lambda steps: None,
             ended=data.end_epoch if from_position else lambda: None,
-            agreed=workers > 1,
+            needs_row_count=workers > 1,
             at_position=batches,
         )
 

@@ -46,7 +46,7 @@ from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.data.reading_errors import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.callbacks.in_cluster import looks_at_batches
+from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
 from tfdist_ext.training.protocols import (
     BatchSource,
@@ -60,9 +60,9 @@ __all__ = [
     "DatasetPasses",
     "Epochs",
     "Loop",
-    "Pace",
-    "keeping_ctrl_c",
+    "StepsPerExecutionTuner",
     "predict",
+    "preserve_sigint",
     "steps_of_epoch",
     "validates",
 ]
@@ -90,13 +90,13 @@ class Loop:
         self._begin = getattr(hooks, f"on_{kind}_batch_begin")
         self._end = getattr(hooks, f"on_{kind}_batch_end")
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
-        self._by_batch = self._reduction.any_worker(looks_at_batches(hooks.callbacks, kind))
-        asked = model.steps_per_execution
-        if asked > 1:
-            self._pace = Pace(fixed=asked)
+        self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
+        requested = model.steps_per_execution
+        if requested > 1:
+            self._pace = StepsPerExecutionTuner(fixed=requested)
         else:
             fixed = 1 if self._by_batch else None
-            self._pace = Pace(fixed=fixed, target=engine.seconds_per_execution)
+            self._pace = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
 
     @property
     def _stopped(self) -> bool:
@@ -104,11 +104,15 @@ class Loop:
 
     def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[dict[str, Any], int]:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
-        with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised():
-            return self._run(program, data, check_ctrl_c, where)
+        with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
+            return self._run(program, data, raise_if_interrupted, where)
 
     def _run(
-        self, program: StepProgram, data: Epoch, check_ctrl_c: Callable[[], None], where: str
+        self,
+        program: StepProgram,
+        data: Epoch,
+        raise_if_interrupted: Callable[[], None],
+        where: str,
     ) -> tuple[dict[str, Any], int]:
         peers = self._reduction.peers
         logs: dict[str, Any] = {}
@@ -130,11 +134,11 @@ class Loop:
                     n,
                     seconds=seconds,
                     known_length=data.known_length,
-                    agreed=data.agreed,
+                    needs_row_count=data.needs_row_count,
                 )
             seconds = time.perf_counter() - started
-            check_ctrl_c()
-            self._pace.took(result.chief_seconds)
+            raise_if_interrupted()
+            self._pace.record(result.chief_seconds)
             if result.steps == 0:
                 logs = result.logs if data.resumed else logs
                 break
@@ -159,14 +163,14 @@ class Loop:
 _EMPTY = "the data holds no batch at all: nothing can be done with it."
 
 
-def steps_of_epoch(position: int, in_pass: int, asked: int | None) -> tuple[int, int]:
+def steps_of_epoch(position: int, in_pass: int, requested: int | None) -> tuple[int, int]:
     """(steps of the next epoch, position in the pass after it).
 
-    An epoch of `asked` steps goes on where the last one ended; the epoch in which a pass ends
+    An epoch of `requested` steps goes on where the last one ended; the epoch in which a pass ends
     is short, and the one after it starts a new pass.
     """
     left = in_pass - position
-    steps = left if asked is None else min(asked, left)
+    steps = left if requested is None else min(requested, left)
     return steps, (position + steps) % in_pass
 
 
@@ -177,19 +181,22 @@ class Epochs:
         self,
         batches: BatchSource,
         feed: Callable[[Any], Any],
-        asked: int | None,
+        requested: int | None,
         inspect: Callable[[Any], None] | None = None,
     ) -> None:
         """
         Args:
             feed: makes of global batches what the steps iterate over.
-            asked: steps of an epoch, where the caller gave a number.
+            requested: steps of an epoch, where the caller gave a number.
             inspect: see `DatasetPasses`; called only where each task reads whole global batches.
         """
-        asked = asked or None  # as Keras: 0 is all there is
-        if asked is not None and asked < 0:
-            raise TrainingError(f"the steps of an epoch are 1 or more; {asked} arrived.")
-        if batches.steps is None and batches.endless and asked is None:
+        requested = requested or None  # as Keras: 0 is all there is
+        if requested is not None and requested < 0:
+            raise TrainingError(
+                f"the steps of an epoch must be 1 or more, got {requested}: leave them out for all"
+                " of the data."
+            )
+        if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
                 "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
                 " and predict: steps)."
@@ -197,11 +204,11 @@ class Epochs:
         if batches.steps == 0:
             raise TrainingError(_EMPTY)
         self._batches = batches
-        self._asked = asked
+        self._requested = requested
         self._feed = feed
         self._passes = None
         if batches.dataset is not None:
-            in_steps = asked is not None
+            in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
         self._dataset: Any = None if self._passes else feed(batches)
         self._fed_from: Any = None
@@ -209,23 +216,23 @@ class Epochs:
         self._position = batches.begin
         self._seen: int | None = None
         self._fresh = True
-        self._behind = 0  # steps of the next epoch that are done
+        self._completed = 0  # steps of the next epoch that are done
 
     @property
     def steps(self) -> int | None:
         """Global batches in an epoch; None until a first one has told."""
-        return self._asked or self._batches.steps or self._seen
+        return self._requested or self._batches.steps or self._seen
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
         """The next epoch, between the data's own hooks."""
         in_pass = self._batches.steps
-        known = in_pass is not None or self._batches.endless
-        behind, self._behind = self._behind, 0
-        asked = steps = None if self._asked is None else max(self._asked - behind, 0)
+        known = in_pass is not None or self._batches.is_infinite
+        completed, self._completed = self._completed, 0
+        requested = steps = None if self._requested is None else max(self._requested - completed, 0)
         if in_pass is not None:
-            steps, after = steps_of_epoch(self._position, in_pass, asked)
-            if asked is not None and steps < asked:
+            steps, after = steps_of_epoch(self._position, in_pass, requested)
+            if requested is not None and steps < requested:
                 self._warn_of_end(steps)
         batches = self._batches
         batches.on_epoch_begin()
@@ -235,8 +242,8 @@ class Epochs:
                 self._iterator,
                 steps,
                 known,
-                batches.agreed,
-                behind > 0,
+                batches.needs_row_count,
+                completed > 0,
                 batches.advance,
             )
         finally:
@@ -252,9 +259,9 @@ class Epochs:
             self._iterator = iter(self._fed(dataset))
             return
         begins_a_pass = self._position == 0 and (
-            self._asked is None or self._batches.steps is not None
+            self._requested is None or self._batches.steps is not None
         )
-        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.endless)
+        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.is_infinite)
         if self._fresh:
             self._iterator = iter(self._dataset)
 
@@ -276,19 +283,19 @@ class Epochs:
             return False
         passed = 0
         for _ in range(epochs):
-            steps, self._position = steps_of_epoch(self._position, in_pass, self._asked)
+            steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
             passed += steps
         self._dataset = feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
-    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, behind: int) -> None:
-        """Begin where the data's own position is, `behind` steps of an epoch being done already."""
+    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, completed: int) -> None:
+        """Begin where the data's own position is, `completed` steps of an epoch being done."""
         assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
         batches = self._batches.at_position()
         self._position = batches.begin
         self._batches = replace(self._batches, begin=batches.begin)
-        self._behind = behind
+        self._completed = completed
         self._dataset = feed(batches)
 
     def rewind(self) -> None:
@@ -296,7 +303,7 @@ class Epochs:
         if self._passes is not None:
             self._position = 0
             self._passes.restart()
-        elif self._position != 0 or (self._asked is not None and self._batches.steps is None):
+        elif self._position != 0 or (self._requested is not None and self._batches.steps is None):
             self._position = 0
             self._iterator = None
 
@@ -321,7 +328,7 @@ class Epochs:
         """Say that the data ended after this many steps of an epoch of unknown length."""
         if steps == 0 and self._seen is None and self._fresh and self._batches.begin == 0:
             raise TrainingError(_EMPTY)
-        if self._asked is not None and steps < self._asked:
+        if self._requested is not None and steps < self._requested:
             self._warn_of_end(steps)
         self._seen = steps
         self._iterator = None
@@ -331,7 +338,7 @@ class Epochs:
 
     def _warn_of_end(self, steps: int) -> None:
         warnings.warn(
-            f"the data ended after {steps} of the {self._asked} steps asked for in this epoch."
+            f"the data ended after {steps} of the {self._requested} steps asked for in this epoch."
             " Ask for fewer steps, or repeat the data with .repeat().",
             stacklevel=7,
         )
@@ -441,7 +448,7 @@ def predict(
     hooks.on_predict_begin()
     collected: list[Any] = []
     done = 0  # global batches
-    with keeping_ctrl_c() as check_ctrl_c, data_errors_as_raised(), epochs.next() as data:
+    with preserve_sigint() as raise_if_interrupted, data_errors_as_raised(), epochs.next() as data:
         each = engine.predictor(model).outputs(data)
         while data.steps is None or done < data.steps:
             hooks.on_predict_batch_begin(done)
@@ -450,7 +457,7 @@ def predict(
                     outputs = next(each)
             except StopIteration:
                 break
-            check_ctrl_c()
+            raise_if_interrupted()
             done += 1
             if outputs is not None:
                 collected.append(outputs)
@@ -465,12 +472,12 @@ def predict(
     def rows(*parts: Any) -> Any:
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):
             return parts[0]  # which Keras would take for a tensor
-        return kp.convert_to_np_if_not_ragged(kp.potentially_ragged_concat(list(parts)))
+        return kp.in_one_array(list(parts))
 
     return keras.tree.map_structure(rows, *collected)
 
 
-class Pace:
+class StepsPerExecutionTuner:
     """Grows the steps of an execution until one takes about `target` seconds.
 
     It is fed the chief's times only, so that every task of a cluster counts the same.
@@ -498,7 +505,7 @@ class Pace:
         self._steps = [*self._steps[-1:], steps]
         return steps
 
-    def took(self, previous: float) -> None:
+    def record(self, previous: float) -> None:
         """Learn how many seconds the execution before the last one took.
 
         One execution late, because a time travels to the other tasks with the next execution.
@@ -516,7 +523,7 @@ class Pace:
 
 
 @contextlib.contextmanager
-def keeping_ctrl_c() -> Iterator[Callable[[], None]]:
+def preserve_sigint() -> Iterator[Callable[[], None]]:
     """Scope that gives a function, which raises the KeyboardInterrupt that was lost, if any.
 
     Where Ctrl-C does something of the user's own, or this is not the main thread, nothing is

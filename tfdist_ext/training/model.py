@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,41 +19,42 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
 from tfdist_ext.strategies.spanning import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import (
-    check_same_arrays,
-    check_same_call,
-    check_same_model,
-    check_same_versions,
-    first_batch_check,
+    check_equal_arrays,
+    check_equal_calls,
+    check_equal_models,
+    check_equal_versions,
+    first_batch_comparison,
 )
 from tfdist_ext.training.agreement.peers import peers_of
 from tfdist_ext.training.building.build import (
     adopt,
     belongs_to,
     build,
+    creating_variables_together,
     creation_scope,
     recompile,
-    variables_made_together,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
     board_among,
-    called_back_as,
-    follow_chief_if_restored,
-    for_this_task,
+    broadcast_if_restored,
+    callbacks_of_this_task,
     overridable,
     overrides,
+    redirect_model_methods,
     redirected_method,
 )
-from tfdist_ext.training.checkpoints.chief import done_by_chief, follow_chief
+from tfdist_ext.training.checkpoints.chief import broadcast_state, run_on_chief
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
-from tfdist_ext.training.checkpoints.manager import Resumable
-from tfdist_ext.training.checkpoints.saving import Progress, Saving
+from tfdist_ext.training.checkpoints.manager import CheckpointManager
+from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
-from tfdist_ext.training.parameter_server.engine import CoordinatorEngine
+from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
 from tfdist_ext.training.protocols import BatchSource, Engine, NullStepTimer, on_every_worker
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.variables import make_readable
@@ -60,7 +62,7 @@ from tfdist_ext.training.variables import make_readable
 __all__ = ["DistributedModel", "check_counts", "distribute"]
 
 
-class DistributedModel(Saving):
+class DistributedModel(SavingMixin):
     """A Keras model whose steps run on all replicas of a strategy.
 
     In a cluster every task makes the same calls with the same data. Batch sizes are global: the
@@ -86,13 +88,13 @@ class DistributedModel(Saving):
         self._progress = Progress()
         self._validation: Epochs | None = None  # of the running fit
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        engine = CoordinatorEngine if asynchronous else SynchronousEngine
+        engine = ParameterServerEngine if asynchronous else SynchronousEngine
         self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
-        self._same_python = check_same_versions(self._reduction)
+        self._same_python = check_equal_versions(self._reduction)
         self._check_same_model()
         # Weights that came along are each worker's own; where they differ, the chief's count.
-        follow_chief(model, self._reduction)
+        broadcast_state(model, self._reduction)
 
     @property
     def keras_model(self) -> keras.Model:
@@ -191,7 +193,7 @@ class DistributedModel(Saving):
                 verbose=verbose,
             )
         positioned = x if self._engine.keeps_position(x) else None
-        saved = Resumable(
+        saved = CheckpointManager(
             checkpoint_dir,
             self._model,
             self._reduction,
@@ -238,10 +240,10 @@ class DistributedModel(Saving):
         initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
         with (
             saved.reporting_failure(),
-            called_back_as(self, self._model, is_chief=self._reduction.is_chief),
+            redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
         ):
             hooks.on_train_begin()
-            follow_chief_if_restored(self._model, self._reduction, callbacks)
+            broadcast_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch
             return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
 
@@ -252,7 +254,7 @@ class DistributedModel(Saving):
         validate: Callable[[Any], dict[str, Any]] | None,
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
-        saved: Resumable,
+        saved: CheckpointManager,
     ) -> keras.callbacks.History:
         model = self._model
         loop = Loop(model, self._engine, hooks, "train", saved)
@@ -398,7 +400,7 @@ class DistributedModel(Saving):
         method = redirected_method(self, found)
         if not name.startswith(("save_", "export_")):
             return method
-        return lambda *args, **kwargs: done_by_chief(
+        return lambda *args, **kwargs: run_on_chief(
             self._reduction, lambda: method(*args, **kwargs), f"do {name}()"
         )
 
@@ -447,7 +449,7 @@ class DistributedModel(Saving):
         chief = self._reduction.is_chief
         verbose = 1 if verbose == "auto" else int(verbose)
         return keras.callbacks.CallbackList(
-            for_this_task(callbacks, is_chief=chief),
+            callbacks_of_this_task(callbacks, is_chief=chief),
             add_progbar=chief and verbose != 0,
             model=self._model,
             verbose=verbose,
@@ -456,7 +458,7 @@ class DistributedModel(Saving):
 
     def _check_same_call(self, call: str, **arguments: Any) -> None:
         if self._reduction.multi_worker:
-            check_same_call(self._reduction, call, arguments)
+            check_equal_calls(self._reduction, call, arguments)
 
     def _epochs(self, batches: BatchSource, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call, whose data is the same on all workers; `of` names it."""
@@ -464,8 +466,8 @@ class DistributedModel(Saving):
         self._check_same_call(call, **sizes)
         inspect = None
         if self._reduction.multi_worker:
-            check_same_arrays(self._reduction, batches, of)
-            inspect = first_batch_check(self._reduction, batches.dataset, of)
+            check_equal_arrays(self._reduction, batches, of)
+            inspect = first_batch_comparison(self._reduction, batches.dataset, of)
         return Epochs(batches, self._engine.feed, asked, inspect)
 
     def __reduce__(self) -> NoReturn:
@@ -479,7 +481,7 @@ class DistributedModel(Saving):
     def _build(self, batches: BatchSource, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"), variables_made_together():
+        with self._reduction.peers.meeting("building the model"), creating_variables_together():
             if kind != "predict":
                 recompile(self._model, self._model, self._strategy)
             build(self._model, self._built_for, self._strategy, kind=kind)
@@ -489,7 +491,7 @@ class DistributedModel(Saving):
 
     def _check_same_model(self) -> None:
         if self._reduction.multi_worker:
-            check_same_model(self._reduction, self._model, same_python=self._same_python)
+            check_equal_models(self._reduction, self._model, same_python=self._same_python)
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
@@ -538,11 +540,12 @@ def distribute(
             strategy = create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
+    _warn_of_untested_versions()
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
         # Their first values are the chief's.
-        with peers.meeting("making the model"), variables_made_together():
+        with peers.meeting("making the model"), creating_variables_together():
             model = adopt(model_or_builder, strategy)
         return DistributedModel(model, strategy, builder)
 
@@ -554,3 +557,10 @@ def check_counts(**counts: Any) -> None:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if value is not None and not (whole and value >= least):
             raise TrainingError(f"{name} must be a whole number from {least}, got {value!r}.")
+
+
+@functools.cache
+def _warn_of_untested_versions() -> None:
+    """Once in a process."""
+    if sentence := untested_versions():
+        warnings.warn(sentence, stacklevel=3)

@@ -64,7 +64,7 @@ class StepProgram(Protocol):
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
     ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
@@ -73,7 +73,7 @@ class StepProgram(Protocol):
             n: global batches to use.
             seconds: how long this task's last execution took.
             known_length: there are `n` more batches for sure.
-            agreed: the rows of each global batch are to be counted; see `BatchSource`.
+            needs_row_count: the rows of each global batch are to be counted; see `BatchSource`.
         """
 
     def logs_of_this_task(self) -> dict[str, float]:
@@ -103,10 +103,11 @@ class BatchSource(Protocol):
     Attributes:
         steps: global batches in a pass; None where only reading tells.
         batch_size: examples in a global batch; None where only reading tells.
-        endless: it starts the next pass by itself, so that nobody has to ask, step by step,
+        is_infinite: it starts the next pass by itself, so that nobody has to ask, step by step,
             whether the data has ended: under several workers each such question is a collective.
         begin: the global batch of a pass that the first pass begins with.
-        agreed: how many rows a global batch has is known only when those of all parts are counted.
+        needs_row_count: how many rows a global batch has is known only when those of all parts are
+            counted.
         element_spec: the structure of one global batch of `tf.TypeSpec`s.
         dataset: a `tf.data.Dataset` of one pass of whole global batches, where each task reads all
             of them as they are, in the order in which they come; else None.
@@ -115,9 +116,9 @@ class BatchSource(Protocol):
 
     steps: int | None
     batch_size: int | None
-    endless: bool
+    is_infinite: bool
     begin: int
-    agreed: bool
+    needs_row_count: bool
     dataset: Any
     arrays: Any
 
@@ -253,15 +254,15 @@ class NullStepTimer:
 
     records = False
 
-    def reading(self, iterator: Any) -> Any:
+    def timed_iterator(self, iterator: Any) -> Any:
         """The iterator; to take from it is the beginning of a step."""
         return iterator
 
-    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+    def synchronize(self, ask: Callable[[Any], Any], value: Any) -> Any:
         """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
         return ask(value)
 
-    def of_replica(self) -> ReplicaTimer | None:
+    def replica_timer(self) -> ReplicaTimer | None:
         """What one replica's step is to note with."""
         return None
 
@@ -302,7 +303,7 @@ class Epoch:
         iterator: over the parts of this task's replicas.
         steps: global batches to do; None: until the data ends.
         known_length: whether there are that many for sure.
-        agreed: whether the tasks have to agree in each step on what the global batch is.
+        needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         resumed: it is the rest of an epoch, whose first batches are in the metrics already.
         advance: to be told how many batches were used, after each execution.
     """
@@ -310,6 +311,6 @@ class Epoch:
     iterator: Any
     steps: int | None
     known_length: bool
-    agreed: bool
+    needs_row_count: bool
     resumed: bool
     advance: Callable[[int], None]

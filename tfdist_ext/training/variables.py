@@ -38,30 +38,32 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.strategies._tf_private import with_scalar_conversions
 from tfdist_ext.strategies.template_checks import check_owner
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import read_by_tapes
 
 __all__ = [
     "LocalCopies",
-    "OwnCopies",
-    "PartitionedRead",
+    "LocalVariables",
+    "ShardedRead",
     "UpdatesInPlace",
     "UpdatesVariables",
     "all_built",
+    "broadcast_from_owner",
     "check_built",
     "copies_per_worker",
+    "default_strategy_scope",
     "device_of_update",
+    "gather_rows",
     "is_updated_once",
     "local_copy",
     "make_readable",
     "optimizers_of",
-    "outside_of_strategies",
     "owner_copy",
-    "send_out",
-    "slots_beside_pieces",
-    "take_rows",
-    "with_inner",
+    "readable_numbers",
+    "slots_beside_shards",
+    "with_inner_optimizers",
 ]
 
 
@@ -206,14 +208,14 @@ def is_updated_once(
     return any(copies_per_worker(variable, strategy) < local_replicas for variable in variables)
 
 
-def send_out(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
+def broadcast_from_owner(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
     """Give all copies the value of the owner's; to be called in cross-replica context."""
     for variable in variables:
         if copies_per_worker(variable, strategy) > 1:
-            _send_out(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
+            _broadcast(kp.raw_value(variable), owner_copy(variable, strategy), strategy)
 
 
-def _send_out(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
+def _broadcast(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
     def take(copy: Any, value: Any) -> None:
         if copy is not source:
             copy.assign(value)
@@ -224,7 +226,7 @@ def _send_out(raw: Any, source: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 @contextlib.contextmanager
-def outside_of_strategies(optimizers: Sequence[Any] = (), updates: Any = None) -> Iterator[None]:
+def default_strategy_scope(optimizers: Sequence[Any] = (), updates: Any = None) -> Iterator[None]:
     """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 
     Args:
@@ -248,7 +250,7 @@ def _default_context() -> Any:
     return _context
 
 
-class OwnCopies:
+class LocalVariables:
     """The copies of one program, kept from step to step.
 
     Args:
@@ -311,10 +313,10 @@ def _like(variable: Any) -> tf.Variable:
         return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
 
 
-def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
+def gather_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
     """Rows of a raw value, gathered where its pieces are; of shape ids.shape + one row's.
 
-    No tape sees it: `PartitionedRead` gives the gradient.
+    No tape sees it: `ShardedRead` gives the gradient.
     """
     pieces = pieces_of(value)
     flat = tf.reshape(ids, [-1])
@@ -338,7 +340,7 @@ def take_rows(value: Any, ids: tf.Tensor) -> tf.Tensor:
     return result
 
 
-class PartitionedRead:
+class ShardedRead:
     """One partitioned variable as a step reads it: as one tensor, or by rows.
 
     `tape.gradient` needs one source for all reads. It is a scalar that stands for the variable;
@@ -380,7 +382,7 @@ class PartitionedRead:
                 values = tf.reshape(upstream, [-1, *shape[1:]])
                 return tf.IndexedSlices(values, tf.reshape(ids, [-1]), tf.constant(shape))
 
-            return take_rows(self._raw, ids), gradient
+            return gather_rows(self._raw, ids), gradient
 
         return take(self.handle)
 
@@ -400,7 +402,16 @@ class PartitionedRead:
         return read(source)
 
 
-def slots_beside_pieces() -> Any:
+def readable_numbers() -> Any:
+    """Scope in which `float` reads the variables that are made, as on one device."""
+
+    def creator(next_creator: Any, **kwargs: Any) -> Any:
+        return with_scalar_conversions(next_creator(**kwargs))
+
+    return tf.variable_creator_scope(creator)
+
+
+def slots_beside_shards() -> Any:
     """Scope in which an optimizer's slots of a partitioned variable are partitioned alike.
 
     To be entered after the strategy's own scope, where that is TensorFlow's own; `create_strategy`
@@ -440,9 +451,11 @@ def optimizers_of(model: keras.Model) -> dict[str, Any]:
     return dict(found.values())
 
 
-def with_inner(optimizer: Any) -> list[Any]:
+def with_inner_optimizers(optimizer: Any) -> list[Any]:
     """An optimizer and those that it holds, as loss scaling and lookahead do."""
-    inner = [each for held in optimizers_of(optimizer).values() for each in with_inner(held)]
+    inner = [
+        each for held in optimizers_of(optimizer).values() for each in with_inner_optimizers(held)
+    ]
     return list({id(each): each for each in (optimizer, *inner)}.values())
 
 

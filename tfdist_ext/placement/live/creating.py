@@ -23,6 +23,7 @@ from tfdist_ext.placement.live.learning import is_learning
 from tfdist_ext.placement.placer import Placer
 from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.sizes import itemsize
+from tfdist_ext.placement.specs import VariableSpec
 
 __all__ = [
     "Where",
@@ -43,13 +44,13 @@ _device: ContextVar[str | None] = ContextVar("device", default=None)
 _PS = re.compile(r"/job:ps/.*task:([0-9]+)")
 
 
-def is_partitioned(value: Any) -> bool:
+def is_partitioned(value: object) -> bool:
     """Whether a variable's raw value consists of pieces (a ShardedVariable)."""
     # Of the class: a variable with copies is read when an instance is asked for what it has not.
     return hasattr(type(value), "is_sharded_variable")
 
 
-def pieces_of(value: Any) -> list[tuple[Any, int, int]]:
+def pieces_of(value: tf.Variable) -> list[tuple[tf.Variable, int, int]]:
     """(piece, its first row, row after its last) of a raw value; a plain one is one piece."""
     if not is_partitioned(value):
         return [(value, 0, value.shape[0] if value.shape.rank else 1)]
@@ -58,13 +59,13 @@ def pieces_of(value: Any) -> list[tuple[Any, int, int]]:
     return list(zip(pieces, [0, *ends[:-1]], ends, strict=True))
 
 
-def has_the_last_word() -> Any:
+def has_the_last_word() -> contextlib.AbstractContextManager[None]:
     """Scope to be entered before the strategy's: variables are made on the device decided on.
 
     Their initial values, too: a slot is never a tensor of this process first.
     """
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         beside = kwargs.get("colocate_with")
         device = _device.get() or (None if beside is None else beside.device)
         value = kwargs.get("initial_value")
@@ -78,10 +79,10 @@ def has_the_last_word() -> Any:
     return tf.variable_creator_scope(creator)
 
 
-def placing(placer: Placer) -> Any:
+def placing(placer: Placer) -> contextlib.AbstractContextManager[None]:
     """Scope to be entered after the strategy's: decides where each new variable lives."""
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         value = kwargs.get("initial_value")
         if (
             _device.get() is not None  # decided, in a scope inside of this one
@@ -100,7 +101,7 @@ def placing(placer: Placer) -> Any:
     return tf.variable_creator_scope(creator)
 
 
-def beside_pieces(next_creator: Any, **kwargs: Any) -> Any:
+def beside_pieces(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     """A variable beside another one: where that is partitioned, in pieces beside its pieces.
 
     TensorFlow never partitions a variable that is to lie beside another one, and cannot put it
@@ -117,7 +118,9 @@ def beside_pieces(next_creator: Any, **kwargs: Any) -> Any:
     return partitioned(made_in_pieces(next_creator, kwargs, initial, where), _name(kwargs))
 
 
-def _placed(placer: Placer, next_creator: Any, kwargs: dict[str, Any]) -> Any:
+def _placed(
+    placer: Placer, next_creator: Callable[..., tf.Variable], kwargs: dict[str, Any]
+) -> tf.Variable:
     initial = InitialValue(kwargs, where=_of_task(placer.fewest_bytes))
     spec = initial.spec
     if (asked := _task_asked_for()) is not None:
@@ -135,11 +138,11 @@ def _placed(placer: Placer, next_creator: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def made_in_pieces(
-    next_creator: Callable[..., Any],
+    next_creator: Callable[..., tf.Variable],
     kwargs: dict[str, Any],
     initial: InitialValue,
     where: Where,
-) -> list[Any]:
+) -> list[tf.Variable]:
     """The pieces of a variable, each made by `next_creator` with its own rows' initial value."""
     pieces = []
     for number, (device, start, stop, more) in enumerate(where):
@@ -177,7 +180,7 @@ def _task_asked_for() -> int | None:
     return None if match is None else int(match[1])
 
 
-def _count(placer: Placer, made: Any) -> None:
+def _count(placer: Placer, made: tf.Variable) -> None:
     for piece in made.variables if is_partitioned(made) else [made]:
         match = _PS.search(piece.device or "")
         if match is not None and piece.shape.is_fully_defined():
@@ -185,7 +188,7 @@ def _count(placer: Placer, made: Any) -> None:
             placer.add(int(match[1]), size)
 
 
-def _warn_of_unplanned(placer: Placer, spec: Any) -> None:
+def _warn_of_unplanned(placer: Placer, spec: VariableSpec) -> None:
     paths = [] if placer.plan is None else [known.path for known in placer.plan.specs]
     warnings.warn(
         f"the plan has no variable {spec.path!r} of shape {list(spec.shape)}; it goes to the"

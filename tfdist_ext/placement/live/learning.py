@@ -119,7 +119,7 @@ def _nothing_allocated() -> Iterator[None]:
         np.random.set_state(state_of_numpy)
 
 
-def _without_value(next_creator: Any, **kwargs: Any) -> tf.Variable:
+def _without_value(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     behind = variable_behind(kwargs.get("initial_value"))
     if behind is not None:
         variable, _ = behind
@@ -135,8 +135,8 @@ def _without_value(next_creator: Any, **kwargs: Any) -> tf.Variable:
 def _built(builder: Callable[[], keras.Model]) -> keras.Model:
     if not callable(builder):
         raise PlacementError(
-            "placement is planned for a keras.Model or a function without arguments that returns"
-            f" one. Received: {shown(builder)}."
+            "builder must be a keras.Model, or a function without arguments that returns one, got"
+            f" {shown(builder)}."
         )
     try:
         model = builder()
@@ -147,7 +147,7 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
         ) from error
     if not isinstance(model, keras.Model):
         raise PlacementError(
-            f"the function that builds the model returned no keras.Model. Received: {shown(model)}."
+            f"the function that builds the model must return a keras.Model, got {shown(model)}."
         )
     return model
 
@@ -166,11 +166,17 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer:
 
 @dataclass
 class _Slots:
-    """What an optimizer keeps for variables, by the id of the variable."""
+    """What an optimizer keeps for variables.
 
-    alike: Counter[int] = field(default_factory=Counter)  # slots of its shape and dtype
-    other_bytes: Counter[int] = field(default_factory=Counter)  # of all other slots
-    ids: set[int] = field(default_factory=set)  # of the slots themselves
+    Attributes:
+        alike: id of a variable -> number of slots of its shape and dtype.
+        other_bytes: id of a variable -> bytes of all its other slots.
+        ids: of the slots themselves.
+    """
+
+    alike: Counter[int] = field(default_factory=Counter)
+    other_bytes: Counter[int] = field(default_factory=Counter)
+    ids: set[int] = field(default_factory=set)
 
     def count(self, reference: keras.Variable, slot: keras.Variable) -> None:
         self.ids.add(id(slot))
@@ -180,7 +186,7 @@ class _Slots:
             self.other_bytes[id(reference)] += math.prod(slot.shape) * itemsize(slot.dtype)
 
 
-def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
+def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> _Slots:
     """Build the optimizer, and see for which variable it makes which slot."""
     found = _Slots()
     inner = optimizer
@@ -188,7 +194,7 @@ def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
         inner = inner.inner_optimizer
     make = inner.add_variable_from_reference
 
-    def watched(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = make(reference_variable, *args, **kwargs)
         found.count(reference_variable, slot)
         return slot
@@ -198,7 +204,9 @@ def _slots(optimizer: Any, variables: Sequence[keras.Variable]) -> _Slots:
     return found
 
 
-def _specs(model: keras.Model, optimizer: Any, slots: _Slots) -> list[VariableSpec]:
+def _specs(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: _Slots
+) -> list[VariableSpec]:
     trainable = {id(variable) for variable in model.trainable_variables}
     specs = [
         VariableSpec(

@@ -27,7 +27,7 @@ _BY_ROW = (
 )
 
 
-def updates_by_row(optimizer: Any) -> bool:
+def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer can update each piece of a variable by itself."""
     return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
 

@@ -48,13 +48,13 @@ from tfdist_ext.training.protocols import BatchSource, Reduction
 __all__ = [
     "Difference",
     "check_equal_across_workers",
-    "check_same_arrays",
-    "check_same_call",
-    "check_same_model",
-    "check_same_position",
-    "check_same_versions",
+    "check_equal_arrays",
+    "check_equal_calls",
+    "check_equal_models",
+    "check_equal_positions",
+    "check_equal_versions",
     "difference_between_workers",
-    "first_batch_check",
+    "first_batch_comparison",
 ]
 
 
@@ -181,7 +181,7 @@ _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
-def check_same_call(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
+def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
     """Compare what decides how many steps there are and what they do; every worker must call.
 
     Args:
@@ -200,7 +200,7 @@ def check_same_call(reduction: Reduction, call: str, arguments: Mapping[str, Any
         check_equal_across_workers(reduction, {"the call": call, **values}, advice)
 
 
-def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
+def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     """Compare where workers are in their data, and of ordered data all that decides its order.
 
     Every worker must call. Time stamps of files are not compared: each machine may have a copy.
@@ -227,7 +227,7 @@ def check_same_position(reduction: Reduction, data: ShardedDataset) -> None:
     )
 
 
-def check_same_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
+def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
     """Compare arrays that each worker holds whole; every worker must call.
 
     Args:
@@ -244,7 +244,7 @@ def check_same_arrays(reduction: Reduction, batches: BatchSource, names: str = "
         check_equal_across_workers(reduction, _described(batches.arrays, names), advice)
 
 
-def first_batch_check(
+def first_batch_comparison(
     reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
 ) -> Callable[[Any], None] | None:
     """What compares the first batch of a dataset that each worker reads whole; None on one worker.
@@ -348,7 +348,7 @@ def _as_json(value: Any) -> Any:
     return type(value).__name__
 
 
-def check_same_versions(reduction: Reduction) -> bool:
+def check_equal_versions(reduction: Reduction) -> bool:
     """Compare versions; every worker must call.
 
     Workers of other versions of TensorFlow, Keras or this package may make other collectives in a
@@ -375,7 +375,9 @@ def check_same_versions(reduction: Reduction) -> bool:
     return difference is None
 
 
-def check_same_model(reduction: Reduction, model: keras.Model, *, same_python: bool = True) -> None:
+def check_equal_models(
+    reduction: Reduction, model: keras.Model, *, same_python: bool = True
+) -> None:
     """Compare models; every worker must call.
 
     Args:

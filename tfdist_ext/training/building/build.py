@@ -22,13 +22,13 @@ from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.building.build_from_step import build_by_trial
+from tfdist_ext.training.building.build_from_step import build_from_step
 from tfdist_ext.training.building.cloning import (
+    clone_from_config,
+    clone_model,
     copy_flags_and_assets,
-    in_short,
-    known_objects,
-    made_again,
-    model_made_again,
+    custom_objects_of,
+    truncate_message,
 )
 from tfdist_ext.training.steps.replaced import uses_keras_step
 from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
@@ -36,17 +36,18 @@ from tfdist_ext.training.variables import (
     all_built,
     make_readable,
     optimizers_of,
-    slots_beside_pieces,
+    readable_numbers,
+    slots_beside_shards,
 )
 
 __all__ = [
     "adopt",
     "belongs_to",
     "build",
-    "check_states",
+    "creating_variables_together",
     "creation_scope",
     "recompile",
-    "variables_made_together",
+    "reject_stateful_rnns",
 ]
 
 
@@ -55,8 +56,9 @@ def creation_scope(strategy: tf.distribute.Strategy) -> Any:
     scope = contextlib.ExitStack()
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
+    scope.enter_context(readable_numbers())
     if not isinstance(strategy, StrategyTemplate):
-        scope.enter_context(slots_beside_pieces())
+        scope.enter_context(slots_beside_shards())
     return scope
 
 
@@ -111,7 +113,7 @@ def build(
         TrainingError: a layer keeps a state for each row of a batch, where rows go elsewhere; or
             only a step of the model's own could make its variables, and that fails.
     """
-    check_states(model, strategy)
+    reject_stateful_rnns(model, strategy)
 
     def symbol(spec: Any) -> Any:
         if spec is None:
@@ -123,7 +125,7 @@ def build(
     with creation_scope(strategy):
         _build_from(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
-            build_by_trial(model, "train", batch)
+            build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
         strategy.check_model([variable.path for variable in model.variables])
     make_readable(model)
@@ -145,7 +147,7 @@ def _build_from(model: keras.Model, kind: str, batch: Any) -> None:
             failure = error
     by_trial = failure is not None and not uses_keras_step(model, kind)
     # Where the trial fails, its error says more than Keras's warnings of the call.
-    traced = by_trial and build_by_trial(model, kind, batch)
+    traced = by_trial and build_from_step(model, kind, batch)
     complete = all(layer.built for layer in kp.flat_layers(model))
     try:
         for warning in caught:
@@ -187,7 +189,7 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     before = optimizers_of(source)
     if type(source).compile_from_config is not keras.Model.compile_from_config:
         config = source.get_compile_config()
-        with creation_scope(strategy), known_objects([source]):
+        with creation_scope(strategy), custom_objects_of([source]):
             target.compile_from_config(config)
     else:
         own = type(source).compile is not keras.Model.compile
@@ -211,9 +213,13 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
 def _stateless(argument: Any) -> Any:
     """An argument of compile, anew where it has variables of its own, so not two models' one."""
     if isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric):
-        return made_again(argument)
+        return clone_from_config(argument)
     has_variables = bool(getattr(argument, "variables", None))
-    return made_again(argument) if has_variables and hasattr(argument, "get_config") else argument
+    return (
+        clone_from_config(argument)
+        if has_variables and hasattr(argument, "get_config")
+        else argument
+    )
 
 
 def _compile_arguments(source: keras.Model) -> dict[str, Any]:
@@ -315,11 +321,11 @@ def _take_over_optimizer(
 def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     try:
         with creation_scope(strategy):
-            copy = model_made_again(model)
+            copy = clone_model(model)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
             f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
-            f" {in_short(error)} Pass a function that builds the model instead:"
+            f" {truncate_message(error)} Pass a function that builds the model instead:"
             " distribute(build, strategy); or give the class a get_config()."
         ) from error
     if len(copy.weights) != len(model.weights):
@@ -341,7 +347,7 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     return copy
 
 
-def check_states(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """To be called before anything of a model is traced, or even built.
 
     Raises:
@@ -376,7 +382,7 @@ def check_states(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 @contextlib.contextmanager
-def variables_made_together() -> Iterator[None]:
+def creating_variables_together() -> Iterator[None]:
     """Scope in which workers make the variables of a model, each with the chief's first value.
 
     Raises:

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.building.cloning import in_short
+from tfdist_ext.training.building.cloning import truncate_message
 from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
-from tfdist_ext.training.variables import outside_of_strategies
+from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = ["build_by_trial", "only_told"]
+__all__ = ["build_from_step", "recording_updates"]
 
 
-def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
+def build_from_step(model: keras.Model, kind: str, batch: Any) -> bool:
     """Make the variables of layers and optimizers that a step of the model's own uses.
 
     To be called in the scope in which variables are to be made. An optimizer is built for the
@@ -49,7 +49,7 @@ def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
     def tried(batch: Any) -> Any:
         # What layers give to add_loss goes with the scope.
         losses = keras.StatelessScope(collect_losses=True)
-        with outside_of_strategies(), only_told(note), losses:
+        with default_strategy_scope(), recording_updates(note), losses:
             return step(batch)
 
     failure: Exception | None = None
@@ -63,8 +63,8 @@ def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
         raise TrainingError(
             f"{type(model).__name__} has layers without variables yet ({', '.join(missing)}), and"
             f" its {kind}_step, tried on a batch of {batch!r} to make them, fails:"
-            f" {in_short(failure)} Build the layers in the function given to distribute(): begin"
-            " models with keras.Input(shape), or call build(shape)."
+            f" {truncate_message(failure)} Build the layers in the function given to distribute():"
+            " begin models with keras.Input(shape), or call build(shape)."
         ) from failure
     for optimizer, variables in applied.values():
         if not optimizer.built:
@@ -78,7 +78,7 @@ def build_by_trial(model: keras.Model, kind: str, batch: Any) -> bool:
 
 
 @contextlib.contextmanager
-def only_told(note: Callable[[Any, list[Any]], None]) -> Iterator[None]:
+def recording_updates(note: Callable[[Any, list[Any]], None]) -> Iterator[None]:
     """Scope in which gradients are zeros, and `apply` of an optimizer calls
     `note(optimizer, variables)` and does no more.
 

@@ -19,7 +19,13 @@ import keras
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["copy_flags_and_assets", "in_short", "known_objects", "made_again", "model_made_again"]
+__all__ = [
+    "clone_from_config",
+    "clone_model",
+    "copy_flags_and_assets",
+    "custom_objects_of",
+    "truncate_message",
+]
 
 
 _OF_KERAS = {"name", "trainable", "dtype"}
@@ -33,26 +39,26 @@ _NAMED_BY_CLASS = (
 )
 
 
-def made_again(thing: Any) -> Any:
+def clone_from_config(thing: Any) -> Any:
     """The same optimizer or metric, made anew, without its state.
 
     Raises:
         TrainingError: it has no config, or one that does not tell all.
     """
     try:
-        with known_objects([thing]):
+        with custom_objects_of([thing]):
             return type(thing).from_config(thing.get_config())
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
             f"{type(thing).__name__} was made outside of the strategy's scope and cannot be made"
-            f" again from its config: {in_short(error)} Make it in the function given to"
+            f" again from its config: {truncate_message(error)} Make it in the function given to"
             " distribute(), or give it a get_config()."
         ) from error
 
 
-def model_made_again(model: keras.Model) -> keras.Model:
+def clone_model(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
-    with known_objects(kp.flat_layers(model)), _not_compiled(model):
+    with custom_objects_of(kp.flat_layers(model)), _not_compiled(model):
         if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
@@ -88,7 +94,7 @@ def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any
     return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
 
 
-def in_short(error: Exception) -> str:
+def truncate_message(error: Exception) -> str:
     """The beginning of Keras's messages, which can be pages long."""
     words = " ".join(str(error).split())
     return words if len(words) <= 200 else words[:200] + " ..."
@@ -145,7 +151,7 @@ def _layer_again(layer: Any) -> Any:
 
 
 @contextlib.contextmanager
-def known_objects(things: Iterable[Any]) -> Iterator[None]:
+def custom_objects_of(things: Iterable[Any]) -> Iterator[None]:
     """Scope in which the classes and functions that `things` use are found by name."""
     objects: dict[str, Any] = {}
     for thing in things:

@@ -25,25 +25,25 @@ import keras
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard, check_tensorboard
-from tfdist_ext.training.checkpoints.chief import follow_chief
+from tfdist_ext.training.checkpoints.chief import broadcast_state
 from tfdist_ext.training.protocols import Reduction
 from tfdist_ext.training.steps.replaced import (
     Target,
-    calls_go_to,
     functions_in_place,
+    redirect_methods,
     substitute_of,
     substitutes,
 )
 
 __all__ = [
     "board_among",
-    "called_back_as",
-    "follow_chief_if_restored",
-    "for_this_task",
-    "looks_at_batches",
+    "broadcast_if_restored",
+    "callbacks_of_this_task",
     "overridable",
     "overrides",
+    "redirect_model_methods",
     "redirected_method",
+    "uses_batch_hooks",
 ]
 
 
@@ -58,7 +58,7 @@ _WRITING_CALLBACKS = (
 )
 
 
-def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Callback]:
+def callbacks_of_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Callback]:
     """The given callbacks that run on this task: all on the chief, elsewhere all but writers.
 
     What changes the training (EarlyStopping, schedules) runs everywhere: logs are the same on
@@ -80,7 +80,7 @@ def for_this_task(callbacks: Any, *, is_chief: bool) -> list[keras.callbacks.Cal
     return kept
 
 
-def looks_at_batches(callbacks: Any, kind: str) -> bool:
+def uses_batch_hooks(callbacks: Any, kind: str) -> bool:
     """Whether a callback wants to be called for each batch of `kind`: train, test or predict."""
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     if kind == "train":
@@ -93,7 +93,7 @@ def looks_at_batches(callbacks: Any, kind: str) -> bool:
     )
 
 
-def follow_chief_if_restored(model: keras.Model, reduction: Reduction, callbacks: Any) -> None:
+def broadcast_if_restored(model: keras.Model, reduction: Reduction, callbacks: Any) -> None:
     """BackupAndRestore reads its files on the chief; the others take over what it read."""
     given = keras.tree.flatten(callbacks or [])
     restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in given)
@@ -104,7 +104,7 @@ def follow_chief_if_restored(model: keras.Model, reduction: Reduction, callbacks
     if epoch < 0:
         return
     kp.set_restored_epoch(model, epoch)
-    follow_chief(model, reduction)
+    broadcast_state(model, reduction)
 
 
 def _by_batch(callback: keras.callbacks.Callback) -> bool:
@@ -127,7 +127,7 @@ def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
 _WRITING_METHODS = ("export", "save", "save_weights")
 
 
-def called_back_as(distributed: Any, model: keras.Model, *, is_chief: bool) -> Any:
+def redirect_model_methods(distributed: Any, model: keras.Model, *, is_chief: bool) -> Any:
     """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
 
     Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
@@ -136,7 +136,9 @@ def called_back_as(distributed: Any, model: keras.Model, *, is_chief: bool) -> A
     tasks may not run the callback.
     """
     others = {} if is_chief else dict.fromkeys(_WRITING_METHODS, _nothing)
-    return calls_go_to(model, evaluate=distributed.evaluate, predict=distributed.predict, **others)
+    return redirect_methods(
+        model, evaluate=distributed.evaluate, predict=distributed.predict, **others
+    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

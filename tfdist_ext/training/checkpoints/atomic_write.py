@@ -12,6 +12,7 @@ from typing import Any
 from tfdist_ext.errors import TrainingError
 
 __all__ = [
+    "atomic_write",
     "check_writable",
     "checkpoint_folder",
     "create_exclusively",
@@ -19,7 +20,6 @@ __all__ = [
     "moved_if_free",
     "naming_unwritable",
     "on_disk",
-    "replaced_when_complete",
     "to_disk",
 ]
 
@@ -93,7 +93,7 @@ def naming_unwritable(folder: Path, argument: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_when_complete(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A path to write to; what is there takes the place of `path` at once, and only when complete.
 
     A crash leaves the old file as it was, and what was written of the new one as `.*.unfinished`;

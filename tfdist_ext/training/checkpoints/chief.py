@@ -14,7 +14,7 @@ from tfdist_ext.training.checkpoints.file import BLOCK_BYTES, assign_rows, block
 from tfdist_ext.training.checkpoints.state import state_of
 from tfdist_ext.training.protocols import Reduction
 
-__all__ = ["done_by_chief", "follow_chief", "text_from_chief"]
+__all__ = ["broadcast_state", "broadcast_text", "run_on_chief"]
 
 
 _TEXT = 2000  # bytes of an error message that travel to the other workers
@@ -23,7 +23,7 @@ _TEXT = 2000  # bytes of an error message that travel to the other workers
 Rows = tuple[Any, int, np.ndarray]  # a Keras variable, the first row, the rows' values here
 
 
-def done_by_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
+def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
     """Run `action` on the chief; every worker must call, and returns when it is done.
 
     Raises:
@@ -38,14 +38,14 @@ def done_by_chief(reduction: Reduction, action: Callable[[], object], what: str)
             failure = error
     if not reduction.any_worker(failure is not None):
         return
-    words = text_from_chief(reduction, f"{type(failure).__name__}: {failure}")
+    words = broadcast_text(reduction, f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     time.sleep(1)  # the chief's own error is the one to be seen first
     raise TrainingError(f"the chief could not {what}. It says: {words}")
 
 
-def text_from_chief(reduction: Reduction, text: str) -> str:
+def broadcast_text(reduction: Reduction, text: str) -> str:
     """The chief's text, of its first 2000 bytes, on every worker; every worker must call."""
     letters = np.zeros(_TEXT, np.int32)
     said = text.encode()[:_TEXT]
@@ -54,7 +54,7 @@ def text_from_chief(reduction: Reduction, text: str) -> str:
     return bytes(letters[letters > 0].astype(np.uint8)).decode(errors="replace")
 
 
-def follow_chief(model: keras.Model, reduction: Reduction) -> None:
+def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
     """Give every worker the chief's state, to the bit; every worker must call.
 
     It travels in pieces, so that big models need little more memory than they have.

@@ -34,7 +34,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.atomic_write import replaced_when_complete
+from tfdist_ext.training.checkpoints.atomic_write import atomic_write
 
 __all__ = [
     "BLOCK_BYTES",
@@ -79,7 +79,7 @@ def write_checkpoint(
     groups: Mapping[str, Mapping[str, Any]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
-    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = replaced_when_complete,
+    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
 ) -> None:
     """Write variables, a block of rows at a time.
 

@@ -44,12 +44,12 @@ from typing import Any
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.atomic_write import (
+    atomic_write,
     create_exclusively,
     local_path,
     moved_if_free,
     naming_unwritable,
     on_disk,
-    replaced_when_complete,
     to_disk,
 )
 from tfdist_ext.training.checkpoints.file import CheckpointFile
@@ -383,7 +383,7 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Put it in the folder."""
-        with replaced_when_complete(folder / INDEX) as unfinished:
+        with atomic_write(folder / INDEX) as unfinished:
             unfinished.write_text(self._as_text(), encoding="utf-8")
 
     def _as_text(self) -> str:
@@ -652,7 +652,7 @@ class Owner:
         self.check(folder)
         updated = replace(self, training=training or self.training, ended=ended)
         # No other job ever writes a file of this generation.
-        with replaced_when_complete(folder / _file_of(self.generation)) as unfinished:
+        with atomic_write(folder / _file_of(self.generation)) as unfinished:
             unfinished.write_text(json.dumps(asdict(updated)), encoding="utf-8")
         return updated
 

@@ -20,7 +20,7 @@ from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
-from tfdist_ext.training.checkpoints.chief import done_by_chief
+from tfdist_ext.training.checkpoints.chief import run_on_chief
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError, Progress
 from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
 from tfdist_ext.training.protocols import Reduction
@@ -28,10 +28,10 @@ from tfdist_ext.training.protocols import Reduction
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import Epochs
 
-__all__ = ["Resumable"]
+__all__ = ["CheckpointManager"]
 
 
-class Resumable:
+class CheckpointManager:
     """The checkpoints of one `fit`; without a folder it does nothing.
 
     Every task makes the same calls. The folder is the chief's: the others need not see it.
@@ -79,10 +79,10 @@ class Resumable:
                 " give one of them."
             )
         self._opened = CheckpointFolder(self._folder)  # opened on the chief alone
-        done_by_chief(reduction, lambda: self._chiefs.open(epochs), f"open {self._folder}")
+        run_on_chief(reduction, lambda: self._files.open(epochs), f"open {self._folder}")
 
     @property
-    def _chiefs(self) -> CheckpointFolder:
+    def _files(self) -> CheckpointFolder:
         assert self._opened is not None  # whoever asks has looked for a folder
         return self._opened
 
@@ -111,8 +111,8 @@ class Resumable:
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         if self._folder is None:
             return initial_epoch
-        index = self._chiefs.index
-        last = self._chiefs.last_state(epochs)
+        index = self._files.index
+        last = self._files.last_state(epochs)
         name = last or next(reversed(index.checkpoints), None)
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
@@ -128,17 +128,17 @@ class Resumable:
                 self._data.restore(json.loads(self._progress.data))
             return max(epochs, self._progress.epoch)
         index.epochs_when_done = None
-        self._by_chief(self._chiefs.write_index)
+        self._by_chief(self._files.write_index)
         if self._data is not None and self._progress.data:
             self._data.restore(json.loads(self._progress.data))
             self._in_epoch = self._progress.batches
-            data.begin_at_position(feed, behind=self._in_epoch)
+            data.begin_at_position(feed, completed=self._in_epoch)
             return self._progress.epoch
         done = self._progress.epoch - self._progress.first_epoch
         if self._data is not None:  # it was other data, without a position
             for _ in range(done):
                 self._data.end_epoch()
-            data.begin_at_position(feed, behind=0)
+            data.begin_at_position(feed, completed=0)
             return self._progress.epoch
         if not data.begin_after(done, feed):
             _read_past(data, done)
@@ -192,7 +192,7 @@ class Resumable:
         finite = _is_finite(logs)
         if finite:
             self._save(f"last-{self._progress.epoch:05d}.h5", epochs_when_done=epochs)
-        self._by_chief(lambda: self._chiefs.add_last(epochs, written=finite))
+        self._by_chief(lambda: self._files.add_last(epochs, written=finite))
 
     def resume_hint(self) -> str:
         """A sentence for a person: the last checkpoint, and the command that goes on from it."""
@@ -230,8 +230,8 @@ class Resumable:
         progress = self._progress
         middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
         self._progress = self._save(f"epoch-{progress.epoch:05d}{middle}.h5")
-        self._by_chief(lambda: self._chiefs.add(self._progress))
-        self._latest = (self._chiefs.written, self._progress)
+        self._by_chief(lambda: self._files.add(self._progress))
+        self._latest = (self._files.written, self._progress)
 
     def _say_what_is_resumed(self) -> None:
         if not self._reduction.is_chief or self._latest is None:
@@ -239,7 +239,7 @@ class Resumable:
         name, progress = self._latest
         assert self._folder is not None
         if self._was_done:
-            done = self._chiefs.index.epochs_when_done
+            done = self._files.index.epochs_when_done
             say(f"training in {self._folder} is complete after {done} epochs; nothing to do")
             return
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
@@ -278,12 +278,12 @@ class Resumable:
             self._reduction,
             self._folder / name,
             progress,
-            place=self._chiefs.new_file,
-            attributes={**self._chiefs.attributes, **attributes},
+            place=self._files.new_file,
+            attributes={**self._files.attributes, **attributes},
         )
 
     def _by_chief(self, action: Callable[[], None]) -> None:
-        done_by_chief(self._reduction, action, f"write to {self._folder}")
+        run_on_chief(self._reduction, action, f"write to {self._folder}")
 
 
 def _completed(progress: Progress) -> str:

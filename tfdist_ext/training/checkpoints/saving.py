@@ -29,9 +29,13 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.build import build, creation_scope
-from tfdist_ext.training.building.cloning import copy_flags_and_assets, in_short, model_made_again
-from tfdist_ext.training.checkpoints.atomic_write import local_path, replaced_when_complete
-from tfdist_ext.training.checkpoints.chief import done_by_chief, follow_chief, text_from_chief
+from tfdist_ext.training.building.cloning import (
+    clone_model,
+    copy_flags_and_assets,
+    truncate_message,
+)
+from tfdist_ext.training.checkpoints.atomic_write import atomic_write, local_path
+from tfdist_ext.training.checkpoints.chief import broadcast_state, broadcast_text, run_on_chief
 from tfdist_ext.training.checkpoints.file import (
     CheckpointFile,
     assign_rows,
@@ -46,7 +50,7 @@ from tfdist_ext.training.protocols import Reduction, on_every_worker
 
 __all__ = [
     "Progress",
-    "Saving",
+    "SavingMixin",
     "export",
     "finished_checkpoints",
     "restore_checkpoint",
@@ -55,7 +59,7 @@ __all__ = [
 ]
 
 
-class Saving:
+class SavingMixin:
     """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
 
     _model: keras.Model
@@ -71,7 +75,7 @@ class Saving:
 
         Call it on every task: the chief writes, and all wait until the file is there.
         """
-        done_by_chief(
+        run_on_chief(
             self._reduction,
             lambda: self._model.save(filepath, overwrite=overwrite, **kwargs),
             f"write {filepath}",
@@ -87,7 +91,7 @@ class Saving:
         Raises:
             TrainingError: a model without variables yet, or one that cannot be copied.
         """
-        done_by_chief(
+        run_on_chief(
             self._reduction,
             lambda: export(self._model, str(filepath), self._builder, self._built_for, **kwargs),
             f"export to {filepath}",
@@ -198,12 +202,12 @@ def _made_again(
     model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Any
 ) -> keras.Model:
     try:
-        copy = model_made_again(model)
+        copy = clone_model(model)
     except _NO_COPY as error:
         if builder is None:
             raise TrainingError(
                 f"the model {model.name!r} ({type(model).__name__}) cannot be copied for export:"
-                f" {in_short(error)} Give its class a get_config()."
+                f" {truncate_message(error)} Give its class a get_config()."
             ) from error
         copy = builder()
     if len(copy.variables) != len(model.variables) and spec is not None:
@@ -217,7 +221,7 @@ def save_checkpoint(
     path: Path,
     progress: Progress,
     *,
-    place: Callable[[Path], AbstractContextManager[Path]] = replaced_when_complete,
+    place: Callable[[Path], AbstractContextManager[Path]] = atomic_write,
     attributes: Mapping[str, int | str] | None = None,
 ) -> Progress:
     """Write the model's state to one file; every task must call, and returns when it is there.
@@ -237,7 +241,7 @@ def save_checkpoint(
     optimizer = getattr(model, "optimizer", None)  # there is none before compile
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
-    done_by_chief(
+    run_on_chief(
         reduction,
         lambda: write_checkpoint(
             path,
@@ -275,10 +279,10 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
             nonlocal data
             data = of_data
 
-    done_by_chief(reduction, read, f"read the checkpoint {path}")
-    follow_chief(model, reduction)
+    run_on_chief(reduction, read, f"read the checkpoint {path}")
+    broadcast_state(model, reduction)
     numbers = reduction.from_chief(np.array(progress, np.int64)).tolist()
-    return replace(Progress(*numbers), data=text_from_chief(reduction, data))
+    return replace(Progress(*numbers), data=broadcast_text(reduction, data))
 
 
 def _check_has_variables(model: keras.Model, call: str) -> None:

@@ -19,15 +19,15 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.variables import outside_of_strategies
+from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
+    "BatchChunk",
     "Call",
     "Calls",
-    "Parcel",
+    "batch_chunks",
     "batch_of",
     "on_worker",
-    "parcels",
     "remote_errors_in_short",
     "root_message",
     "specs_of",
@@ -63,7 +63,7 @@ class Calls:
         self._silence = silence
 
     @contextlib.contextmanager
-    def all_done(self) -> Iterator[Call]:
+    def joined(self) -> Iterator[Call]:
         """Scope that ends when every call made in it has returned.
 
         Raises:
@@ -103,7 +103,7 @@ class Calls:
 
 def on_worker(function: Any, *specs: Any) -> Any:
     """The function traced as workers run it: no strategy in sight, each worker a device."""
-    with outside_of_strategies():
+    with default_strategy_scope():
         return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
@@ -183,7 +183,7 @@ def _not_logged_twice(record: logging.LogRecord) -> bool:
     return not _LOGGED_TWICE.match(str(record.msg))
 
 
-class Parcel(NamedTuple):
+class BatchChunk(NamedTuple):
     """Global batches, one after another in each tensor, and the rows at which each one ends.
 
     Without any it stands for a step that has nothing to compute with.
@@ -193,8 +193,8 @@ class Parcel(NamedTuple):
     ends: list[int]
 
 
-def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
-    """`n` global batches, or fewer where the data ends, at most `most` in a parcel.
+def batch_chunks(iterator: Any, n: int, most: int) -> Iterator[BatchChunk]:
+    """`n` global batches, or fewer where the data ends, at most `most` in a chunk.
 
     Batches go together where their rows are of the same shape, however many they are.
     """
@@ -205,7 +205,7 @@ def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
         except (StopIteration, tf.errors.OutOfRangeError):
             break
         if not int(part[0]):  # all of its records are damaged
-            yield Parcel([], [])
+            yield BatchChunk([], [])
             continue
         tensors = _tensors(part[-1])
         if waiting and (len(waiting) == most or not _go_together(waiting[0], tensors)):
@@ -216,7 +216,7 @@ def parcels(iterator: Any, n: int, most: int) -> Iterator[Parcel]:
 
 
 def specs_of(iterator: Any) -> tuple[Any, list[Any]]:
-    """(structure of a global batch, specs of its tensors) that `batch_of` and `Parcel` use."""
+    """(structure of a global batch, specs of its tensors) that `batch_of` and `BatchChunk` use."""
     (part,) = iterator.element_spec
     return part[-1], _tensors(part[-1])
 
@@ -224,7 +224,7 @@ def specs_of(iterator: Any) -> tuple[Any, list[Any]]:
 def batch_of(
     structure: Any, tensors: Sequence[Any], ends: tf.Tensor, number: int, batches: int
 ) -> Any:
-    """One global batch out of a parcel, in its own structure."""
+    """One global batch out of a chunk, in its own structure."""
     if batches > 1:
         start = ends[number - 1] if number else 0
         tensors = [tensor[start : ends[number]] for tensor in tensors]
@@ -246,14 +246,14 @@ def _go_together(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-def _packed(batches: list[list[Any]], most: int) -> Iterator[Parcel]:
-    """One parcel of `most` batches, or one for each: two sizes, so two functions to compile."""
+def _packed(batches: list[list[Any]], most: int) -> Iterator[BatchChunk]:
+    """One chunk of `most` batches, or one for each: two sizes, so two functions to compile."""
     if len(batches) < most:
         for tensors in batches:
-            yield Parcel(tensors, [0])
+            yield BatchChunk(tensors, [0])
         return
     ends, end = [], 0
     for tensors in batches:
         end += int(tensors[0].shape[0]) if len(batches) > 1 else 0
         ends.append(end)
-    yield Parcel([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)
+    yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)

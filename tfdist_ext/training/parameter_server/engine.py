@@ -16,21 +16,24 @@ from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
 from tfdist_ext.training.parameter_server.calls import Calls
-from tfdist_ext.training.parameter_server.program import CoordinatedPredictor, CoordinatedSteps
+from tfdist_ext.training.parameter_server.program import (
+    ParameterServerPredictor,
+    ParameterServerProgram,
+)
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import (
     SpareRecords,
     WorkerBatches,
     datasets_of_function,
-    in_turn,
-    what_keeps_here,
-    what_keeps_made_here,
+    interleave,
+    why_function_not_remote,
+    why_not_remote,
 )
 from tfdist_ext.training.programs import EngineBase, step_of
 from tfdist_ext.training.protocols import BatchSource, NullStepTimer, SingleTask
-from tfdist_ext.training.variables import outside_of_strategies
+from tfdist_ext.training.variables import default_strategy_scope
 
-__all__ = ["CoordinatorEngine", "CoordinatorReduction"]
+__all__ = ["CoordinatorReduction", "ParameterServerEngine"]
 
 
 class CoordinatorReduction:
@@ -58,7 +61,7 @@ class CoordinatorReduction:
     sum_over_workers = from_chief
 
 
-class CoordinatorEngine(EngineBase[CoordinatorReduction]):
+class ParameterServerEngine(EngineBase[CoordinatorReduction]):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step starts from whatever the weights are when
@@ -87,9 +90,9 @@ class CoordinatorEngine(EngineBase[CoordinatorReduction]):
         if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
             workers = self._calls.workers
             dataset_of = datasets_of_function(data[0], workers, *data[1:], **options)
-            if why := what_keeps_made_here(lambda: dataset_of(0)):
+            if why := why_function_not_remote(lambda: dataset_of(0)):
                 self._warn_reads_here(why)
-                return read(in_turn(dataset_of, workers), *data[1:], **options)
+                return read(interleave(dataset_of, workers), *data[1:], **options)
             return WorkerBatches(self._calls, self._spare, dataset_of)
         return read(*data, **options)
 
@@ -108,7 +111,7 @@ class CoordinatorEngine(EngineBase[CoordinatorReduction]):
     def _kept_here(self, data: FunctionDataset) -> str:
         """Why this process reads the data and hands it out; "" where the workers read."""
         if data not in self._why_here:
-            self._why_here[data] = what_keeps_here(data, Shard(0, self._calls.workers))
+            self._why_here[data] = why_not_remote(data, Shard(0, self._calls.workers))
         return self._why_here[data]
 
     def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> BatchSource:
@@ -147,14 +150,14 @@ class CoordinatorEngine(EngineBase[CoordinatorReduction]):
         )
 
     def finalize(self, model: keras.Model) -> None:
-        with outside_of_strategies(), updates_on_servers(WorkerScope([]), model):
+        with default_strategy_scope(), updates_on_servers(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def _make_program(
         self, model: keras.Model, kind: str, timer: NullStepTimer
-    ) -> CoordinatedSteps:
+    ) -> ParameterServerProgram:
         del timer  # of steps that wait for each other
-        return CoordinatedSteps(model, self._calls, kind, step_of(model, kind))
+        return ParameterServerProgram(model, self._calls, kind, step_of(model, kind))
 
-    def _make_predictor(self, model: keras.Model) -> CoordinatedPredictor:
-        return CoordinatedPredictor(model, self._calls, step_of(model, "predict"))
+    def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:
+        return ParameterServerPredictor(model, self._calls, step_of(model, "predict"))

@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.parameter_server.calls import (
+    BatchChunk,
     Calls,
-    Parcel,
+    batch_chunks,
     batch_of,
     on_worker,
-    parcels,
     specs_of,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
@@ -34,13 +34,13 @@ from tfdist_ext.training.steps.replaced import functions_in_place, step_targets,
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["BATCHES_IN_A_CALL", "CoordinatedPredictor", "CoordinatedSteps"]
+__all__ = ["BATCHES_IN_A_CALL", "ParameterServerPredictor", "ParameterServerProgram"]
 
 
 BATCHES_IN_A_CALL = 8
 
 
-class CoordinatedSteps(ProgramBase):
+class ParameterServerProgram(ProgramBase):
     """The remote calls of one step of a model."""
 
     def __init__(self, model: keras.Model, calls: Calls, kind: str, step: StepFunction):
@@ -94,28 +94,28 @@ class CoordinatedSteps(ProgramBase):
         return start
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
     ) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
         Raises:
             TrainingError: a parameter server is gone.
         """
-        del known_length, agreed  # workers do not wait for each other
+        del known_length, needs_row_count  # workers do not wait for each other
         if isinstance(iterator, WorkerIterators):
             return self._run_where_data_is(iterator, n, seconds)
         first, rate = self._number_and_rate()
         done = passed_over = 0
-        with self._calls.all_done() as call:
+        with self._calls.joined() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
-            for parcel in parcels(iterator, n, BATCHES_IN_A_CALL if together else 1):
-                if not parcel.ends:
+            for chunk in batch_chunks(iterator, n, BATCHES_IN_A_CALL if together else 1):
+                if not chunk.ends:
                     passed_over += 1
                     continue
-                function = self._function(iterator, parcel)
+                function = self._function(iterator, chunk)
                 step = np.int64(first + done * self._counted)
-                call(function, [parcel.tensors, parcel.ends, step, rate])
-                done += len(parcel.ends)
+                call(function, [chunk.tensors, chunk.ends, step, rate])
+                done += len(chunk.ends)
         outputs: dict[str, Any] = {}
         for packed, of_call in call.results():
             self._add(_unpacked(packed, self._start))
@@ -157,9 +157,9 @@ class CoordinatedSteps(ProgramBase):
             kp.raw_value(variable).assign(value)
         return Execution(self._logs(values, outputs), done + passed_over, seconds)
 
-    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+    def _function(self, iterator: Any, chunk: BatchChunk) -> Any:
         structure, specs = specs_of(iterator)
-        count = len(parcel.ends)
+        count = len(chunk.ends)
         key = (count, str(specs))
         if key not in self._functions:
             one = tf.function(self._one_step, autograph=False)
@@ -259,7 +259,7 @@ def _wide(value: np.ndarray) -> np.ndarray:
     return value.astype(np.float64) if value.dtype.kind == "f" else value
 
 
-class CoordinatedPredictor:
+class ParameterServerPredictor:
     """The remote calls of a model's predict_step."""
 
     def __init__(self, model: keras.Model, calls: Calls, step: StepFunction):
@@ -287,17 +287,17 @@ class CoordinatedPredictor:
     def _outputs(self, iterator: Any, n: int) -> tuple[list[Any], int]:
         """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
         read = 0
-        with self._calls.all_done() as call:
+        with self._calls.joined() as call:
             most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
-            for parcel in parcels(iterator, n, most):
-                read += max(1, len(parcel.ends))
-                if parcel.ends:
-                    call(self._function(iterator, parcel), [parcel.tensors, parcel.ends])
+            for chunk in batch_chunks(iterator, n, most):
+                read += max(1, len(chunk.ends))
+                if chunk.ends:
+                    call(self._function(iterator, chunk), [chunk.tensors, chunk.ends])
         return [outputs for of_call in call.results() for outputs in of_call], read
 
-    def _function(self, iterator: Any, parcel: Parcel) -> Any:
+    def _function(self, iterator: Any, chunk: BatchChunk) -> Any:
         structure, specs = specs_of(iterator)
-        count = len(parcel.ends)
+        count = len(chunk.ends)
         key = (count, str(specs))
         if key not in self._functions:
             one = tf.function(self._one_batch, autograph=False)

@@ -30,11 +30,11 @@ from tfdist_ext.training.steps.replaced import (
 )
 from tfdist_ext.training.steps.scope import taken_by
 from tfdist_ext.training.variables import (
-    PartitionedRead,
+    ShardedRead,
     UpdatesVariables,
+    gather_rows,
     optimizers_of,
-    take_rows,
-    with_inner,
+    with_inner_optimizers,
 )
 
 __all__ = ["WorkerScope", "updates_on_servers"]
@@ -71,7 +71,7 @@ class WorkerScope(keras.StatelessScope):
         self._values = set(self.state_mapping)
         self._watched = {id(variable): variable for variable in watched}
         self._before: dict[int, tf.Tensor] = {}  # of watched variables that were read
-        self._reads: dict[int, PartitionedRead] = {}
+        self._reads: dict[int, ShardedRead] = {}
         self._graph = current_graph()
         self._piece: int | None = None
         self._as_one = False
@@ -144,7 +144,7 @@ class WorkerScope(keras.StatelessScope):
         if not is_partitioned(raw):
             taken = tf.gather(raw, ids)
         elif not variable.trainable:
-            taken = take_rows(raw, ids)
+            taken = gather_rows(raw, ids)
         elif self._in_step():
             taken = self._read_of(raw).rows(ids)
         else:
@@ -187,10 +187,10 @@ class WorkerScope(keras.StatelessScope):
         else:
             yield
 
-    def _read_of(self, raw: Any) -> PartitionedRead:
+    def _read_of(self, raw: Any) -> ShardedRead:
         if id(raw) not in self._reads:
             with self._step():
-                read = self._reads[id(raw)] = PartitionedRead(raw)
+                read = self._reads[id(raw)] = ShardedRead(raw)
             self._sources[id(read.handle)] = raw
         return self._reads[id(raw)]
 
@@ -220,7 +220,9 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]
         stack.enter_context(requiring("variable_key", called))
         for optimizer in optimizers_of(model).values():
             updates = _UpdatesOnServers(scope, optimizer)
-            stack.enter_context(kp.distribution_strategy_of(with_inner(optimizer), updates))
+            stack.enter_context(
+                kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
+            )
         yield
     check_lookups(model, StepRecord(called, read_whole=scope.read_whole(model)))
 

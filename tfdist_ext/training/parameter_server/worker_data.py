@@ -46,9 +46,9 @@ __all__ = [
     "WorkerRecords",
     "captures_resources",
     "datasets_of_function",
-    "in_turn",
-    "what_keeps_here",
-    "what_keeps_made_here",
+    "interleave",
+    "why_function_not_remote",
+    "why_not_remote",
 ]
 
 
@@ -105,7 +105,7 @@ class WorkerBatches:
     steps: int | None = None
     batch_size: int | None = None
     begin = 0
-    agreed = False
+    needs_row_count = False
     dataset: Any = None
     arrays: Any = None
 
@@ -118,7 +118,7 @@ class WorkerBatches:
         with tf.device("CPU:0"):
             here = [dataset_of(worker) for worker in range(calls.workers)]
         self.element_spec = here[0].element_spec
-        self.endless = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
+        self.is_infinite = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
         self._spare = spare
         self._records: WorkerRecords | None = None
         self._datasets: Any = None
@@ -132,7 +132,7 @@ class WorkerBatches:
         """Have records of steps whose metrics have states like these."""
         if self._records is None:
             numbers = sum(value.size for value in states)
-            self._records = self._spare.lend(self, self.workers, numbers)
+            self._records = self._spare.acquire(self, self.workers, numbers)
 
     def rest_of(self, worker: tf.Tensor) -> tf.data.Dataset:
         """In a graph: the batches of a worker's data that are not used yet, each with its number.
@@ -220,7 +220,7 @@ def datasets_of_function(
     return dataset_of
 
 
-def in_turn(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf.data.Dataset:
+def interleave(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf.data.Dataset:
     """The batches of all workers' data sets, one of each in turn, for this process to read."""
     return tf.data.Dataset.choose_from_datasets(
         [dataset_of(worker) for worker in range(workers)],
@@ -245,7 +245,7 @@ def _check_takes_context(function: Any) -> None:
         ) from error
 
 
-def what_keeps_here(data: FunctionDataset, shard: Shard) -> str:
+def why_not_remote(data: FunctionDataset, shard: Shard) -> str:
     """Why only this process can read the data, in words; "" where any can.
 
     Workers are sent graphs and tensors: no data set that is there already, and no Python function.
@@ -254,10 +254,10 @@ def what_keeps_here(data: FunctionDataset, shard: Shard) -> str:
         return "its function has an argument epoch, so it is called for each epoch"
     if data.service is not None:
         return "its batches come from a tf.data service, to whoever asks first"
-    return what_keeps_made_here(lambda: data.made(shard, alone=True))
+    return why_function_not_remote(lambda: data.made(shard, alone=True))
 
 
-def what_keeps_made_here(make: Callable[[], tf.data.Dataset]) -> str:
+def why_function_not_remote(make: Callable[[], tf.data.Dataset]) -> str:
     """The same of the data set that `make` returns."""
     traced = _traced(make)
     if tf.variant in _captured_dtypes(traced):
@@ -354,7 +354,7 @@ class SpareRecords:
     def __init__(self) -> None:
         self._spare: dict[int, list[WorkerRecords]] = {}
 
-    def lend(self, user: Any, workers: int, numbers: int) -> WorkerRecords:
+    def acquire(self, user: Any, workers: int, numbers: int) -> WorkerRecords:
         """Records for as long as the user is alive."""
         spare = self._spare.setdefault(numbers, [])
         records = spare.pop() if spare else WorkerRecords(workers, numbers)
@@ -411,7 +411,7 @@ class WorkerLoop:
         heard = dict.fromkeys(data.unfinished, time.monotonic())
         while done < n and data.unfinished:
             most = max(1, min(self._most, (n - done) // (4 * self._calls.workers)))
-            with self._calls.all_done() as call:
+            with self._calls.joined() as call:
                 for start in range(done, n, most):
                     step = np.int64(first + start * self._steps.counted())
                     call(own, [data.of_workers, np.int64(min(most, n - start)), step, rate])
@@ -445,7 +445,7 @@ class WorkerLoop:
             " are done with their data: one of them goes on with the rest of its data.",
             stacklevel=2,
         )
-        with self._calls.all_done() as call:
+        with self._calls.joined() as call:
             call(rest, [np.int64(worker), np.int64(n), np.int64(first), rate])
         ((_, _, ended, _, outputs),) = call.results()
         data.unfinished -= {worker} if ended else set()

@@ -18,7 +18,8 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced, all_reduce
+from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Reduced
+from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.steps.replaced import not_called, substitutes
@@ -29,18 +30,18 @@ from tfdist_ext.training.steps.rows import (
     may_compare_rows,
     may_place_rows,
     places_rows,
-    to_reduce,
+    prepare_reduction,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 
 __all__ = [
-    "Part",
+    "StepContext",
     "all_rows",
     "current_graph",
+    "current_step",
     "outside_of_inner_graphs",
-    "part",
     "reduced_for",
-    "set_part",
+    "running_step",
 ]
 
 
@@ -50,7 +51,7 @@ _COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
 
-class Part:
+class StepContext:
     """The rows that the running replica holds, as a part of the global batch.
 
     Args:
@@ -94,7 +95,7 @@ class Part:
         self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
         leaves = tf.nest.flatten(batch)
         self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
-        self._share = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
+        self._batch_fraction = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
         self._graph = current_graph()
         self.keras_step = keras_step
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
@@ -108,15 +109,15 @@ class Part:
         self.dependence = BatchDependence(batch, self._size)
         self._own_gradients: dict[int, tuple[Any, Any]] = {}  # id of a sum -> sum, own part of it
 
-    def share(self, dtype: Any) -> tf.Tensor:
+    def batch_fraction(self, dtype: Any) -> tf.Tensor:
         """Rows over the rows of the global batch."""
-        return tf.cast(self._share, dtype)
+        return tf.cast(self._batch_fraction, dtype)
 
-    def present(self, dtype: Any) -> tf.Tensor:
+    def is_nonempty(self, dtype: Any) -> tf.Tensor:
         """1, or 0 where this replica has no row of its own."""
         return tf.cast(self._rows > 0, dtype)
 
-    def if_present(self, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+    def where_nonempty(self, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
         """`value`, or `otherwise` where this replica has no row of its own."""
         return tf.where(self._rows > 0, value, otherwise)
 
@@ -235,10 +236,10 @@ class Part:
         """
         floats = [key for key, value in values.items() if value.dtype.is_floating]
         what = [reduced_for("statistic", variables[key]) for key in floats]
-        reduced = self.sum_up(self.weighted([values[key] for key in floats]), what)
+        reduced = self.all_reduce(self.weighted([values[key] for key in floats]), what)
         return {**values, **dict(zip(floats, reduced, strict=True))}
 
-    def sum_up(self, values: Sequence[Any], what: Sequence[Reduced] | None = None) -> list[Any]:
+    def all_reduce(self, values: Sequence[Any], what: Sequence[Reduced] | None = None) -> list[Any]:
         """The sum of each value over all replicas. It has no gradient.
 
         Args:
@@ -248,23 +249,23 @@ class Part:
             return list(values)
         self.check_graph()
         what = [STATISTIC] * len(values) if what is None else what
-        parts = [to_reduce(value, self.dependence) for value in values]
+        parts = [prepare_reduction(value, self.dependence) for value in values]
         of_parts = [each for part, each in zip(parts, what, strict=True) for _ in part.values]
-        reduced = self._sum_up([value for part in parts for value in part.values], of_parts)
+        reduced = self._all_reduce([value for part in parts for value in part.values], of_parts)
         summed = finished(parts, reduced)
         self.dependence.set_equal(summed)
         self._summed += [each for each in summed if tf.is_symbolic_tensor(each)]
         return summed
 
-    def _sum_up(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
+    def _all_reduce(self, values: Sequence[Any], what: Sequence[Reduced]) -> list[Any]:
         summed: list[Any] = [None] * len(values)
         kinds = [_kind_of_sum(value) for value in values]
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
             varies = kind != "dense" and self._turn is not None
-            with self._keys_of_turn() if varies else contextlib.nullcontext():
-                mine = [values[place] for place in places], [what[place] for place in places]
-                totals = all_reduce(tf.distribute.ReduceOp.SUM, *mine)
+            scope = self._keys_of_turn if varies else contextlib.nullcontext
+            mine = [values[place] for place in places], [what[place] for place in places]
+            totals = sum_over_replicas(tf.distribute.ReduceOp.SUM, *mine, scope)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
@@ -320,7 +321,7 @@ class Part:
         weighted = self.weighted([each for each in flat if each is not None])
         pairs = zip(flat, tf.nest.flatten(variables), strict=True)
         what = [reduced_for("gradient", v) for each, v in pairs if each is not None]
-        summed = self.meeting(lambda mine: self.sum_up(mine, what), weighted)
+        summed = self.synchronize(lambda mine: self.all_reduce(mine, what), weighted)
         for own, gradient in zip(weighted, summed, strict=True):
             self._own_gradients[id(gradient)] = gradient, own
         rest = iter(summed)
@@ -337,11 +338,13 @@ class Part:
         known = self._own_gradients.get(id(gradient))
         return self.weighted([gradient])[0] if known is None else known[1]
 
-    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+    def synchronize(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, in which this replica waits for the others; noted for who asks."""
-        return meet(values) if self.timer is None else self.timer.meeting(meet, values)
+        return meet(values) if self.timer is None else self.timer.synchronize(meet, values)
 
-    def total(self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC) -> list[tf.Tensor]:
+    def differentiable_all_reduce(
+        self, values: Sequence[tf.Tensor], what: Reduced = STATISTIC
+    ) -> list[tf.Tensor]:
         """The sum of each tensor over all replicas, to be used inside a model.
 
         Its gradient is that of the loss of the global batch, in which this replica's loss counts
@@ -350,7 +353,7 @@ class Part:
         """
 
         def sum_up(parts: Sequence[Any]) -> list[Any]:
-            return self.meeting(lambda mine: self.sum_up(mine, [what] * len(mine)), parts)
+            return self.synchronize(lambda mine: self.all_reduce(mine, [what] * len(mine)), parts)
 
         @tf.custom_gradient
         def summed(*parts: tf.Tensor) -> Any:
@@ -361,7 +364,7 @@ class Part:
                     mine = [tf.where(self._rows > 0, value, 0) for value in upstream]
                     return sum_up(mine)
                 reduced = sum_up(self.weighted(upstream))
-                shares = [self.share(value.dtype) for value in reduced]
+                shares = [self.batch_fraction(value.dtype) for value in reduced]
                 return [
                     tf.math.divide_no_nan(value, share)
                     for value, share in zip(reduced, shares, strict=True)
@@ -399,11 +402,11 @@ class Part:
         return gathered
 
     def _totals(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """`total` of a user's own values, of which some may be integers: these have no gradient."""
+        """The same of a user's values, some of them integers: these have no gradient."""
         floats = [value for value in values if value.dtype.is_floating]
         others = [value for value in values if not value.dtype.is_floating]
-        of_floats = iter(self.total(floats, OTHER) if floats else ())
-        of_others = iter(self.sum_up(others, [OTHER] * len(others)))
+        of_floats = iter(self.differentiable_all_reduce(floats, OTHER) if floats else ())
+        of_others = iter(self.all_reduce(others, [OTHER] * len(others)))
         return [next(of_floats if value.dtype.is_floating else of_others) for value in values]
 
     def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -412,7 +415,7 @@ class Part:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             numbers = tf.range(self.replicas)
             mine = tf.where(numbers == number, self._rows, 0)
-            (counts,) = self.meeting(lambda mine: self.sum_up(mine, [OTHER]), [mine])
+            (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])
             before = tf.reduce_sum(tf.where(numbers < number, counts, 0))
             self._offset = before, tf.reduce_sum(counts)
         return self._offset
@@ -429,7 +432,7 @@ class Part:
 
     def _times_share(self, value: Any) -> tf.Tensor:
         value = tf.convert_to_tensor(value)
-        return tf.math.multiply_no_nan(value, self.share(value.dtype))
+        return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
 
 _NOT_THE_ROWS = (
@@ -481,15 +484,15 @@ def reduced_for(kind: Any, variable: Any) -> Reduced:
     return Reduced(kind=kind, variable=raw, path=path or raw.name.removesuffix(":0"))
 
 
-def part() -> Part | None:
+def current_step() -> StepContext | None:
     """The part of the replica whose step is running, None outside of one."""
-    return getattr(_here, "part", None)
+    return getattr(_here, "current_step", None)
 
 
 @contextlib.contextmanager
-def set_part(value: Part | None) -> Iterator[None]:
+def running_step(value: StepContext | None) -> Iterator[None]:
     """Scope of a replica's step; with None, a scope in which there is none."""
-    before, _here.part = part(), value
+    before, _here.part = current_step(), value
     functions, called = (value.substitutes, value.called) if value else (None, None)
     try:
         with substitutes(functions, called):
@@ -539,7 +542,7 @@ def all_rows(x: Any) -> Any:
             cond or a loop of the step's own, where replicas cannot wait for each other.
         tf.errors.InvalidArgumentError: axis 0 has another length than this replica's rows.
     """
-    here = part()
+    here = current_step()
     if here is None or here.replicas == 1:
         return x
     values = tf.nest.flatten(x)

@@ -33,7 +33,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import batch_reduce_to
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
-from tfdist_ext.training.steps.context import Part, reduced_for, set_part
+from tfdist_ext.training.steps.context import StepContext, reduced_for, running_step
 from tfdist_ext.training.steps.replaced import (
     Target,
     not_called,
@@ -41,20 +41,20 @@ from tfdist_ext.training.steps.replaced import (
     requiring,
     substitutes,
 )
-from tfdist_ext.training.steps.rows import ToReduce, finished, to_reduce
+from tfdist_ext.training.steps.rows import PreparedReduction, finished, prepare_reduction
 from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
     UpdatesInPlace,
+    broadcast_from_owner,
+    default_strategy_scope,
     device_of_update,
     is_updated_once,
     local_copy,
     optimizers_of,
-    outside_of_strategies,
     owner_copy,
-    send_out,
-    with_inner,
+    with_inner_optimizers,
 )
 
 __all__ = [
@@ -62,13 +62,13 @@ __all__ = [
     "clear_losses",
     "gradient",
     "loss_of_batch",
-    "of_part",
     "own_applies",
     "reduce_loss",
+    "substitutes_of",
 ]
 
 
-def of_part(here: Part, take: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+def substitutes_of(here: StepContext, take: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
     """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
 
     Args:
@@ -98,7 +98,12 @@ def own_applies(model: keras.Model) -> list[Target]:
 
 
 def _apply(
-    here: Part, original: Callable[..., Any], optimizer: Any, grads: Any, *more: Any, **named: Any
+    here: StepContext,
+    original: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """`optimizer.apply(grads, variables)` in a replica's context, with this replica's gradients."""
     given = [*more, *named.values()]
@@ -111,7 +116,12 @@ def _apply(
 
 
 def _apply_gradients(
-    here: Part, original: Callable[..., Any], optimizer: Any, pairs: Any, *more: Any, **named: Any
+    here: StepContext,
+    original: Callable[..., Any],
+    optimizer: Any,
+    pairs: Any,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """`optimizer.apply_gradients(zip(grads, variables))`, the same."""
     pairs = list(pairs)
@@ -124,7 +134,7 @@ def _apply_gradients(
 
 
 def _with_sums(
-    here: Part,
+    here: StepContext,
     optimizer: Any,
     grads: list[Any],
     variables: list[Any] | None,
@@ -148,11 +158,11 @@ def _with_sums(
         weighted = here.weighted(weighted)
 
     if here.timer is not None:
-        of_part = dict(zip(apart, weighted, strict=True))
-        own = [of_part[i] if i in of_part else here.own_gradient(grads[i]) for i in places]
-        with set_part(None):
+        by_place = dict(zip(apart, weighted, strict=True))
+        own = [by_place[i] if i in by_place else here.own_gradient(grads[i]) for i in places]
+        with running_step(None):
             loss_scale = optimizer.scale_loss(tf.constant(1.0))
-        here.timer.gradients(own, here.share(tf.float64) * tf.cast(loss_scale, tf.float64))
+        here.timer.gradients(own, here.batch_fraction(tf.float64) * tf.cast(loss_scale, tf.float64))
 
     def apply_to(summed: list[Any]) -> Any:
         sums = dict(zip(apart, summed, strict=True))
@@ -161,13 +171,13 @@ def _with_sums(
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.TPUStrategy):
         # A replica's copies cannot be had one by one there: Keras sums, after it has clipped.
-        with set_part(None):
+        with running_step(None):
             return apply_to(weighted)
 
-    optimizers = with_inner(optimizer)
+    optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
     if here.local_replicas > 1 and is_updated_once(touched, strategy, here.local_replicas):
-        parts = [to_reduce(gradient, here.dependence) for gradient in weighted]
+        parts = [prepare_reduction(gradient, here.dependence) for gradient in weighted]
 
         called: set[str] = set()
 
@@ -177,31 +187,31 @@ def _with_sums(
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
             updates = UpdatesInPlace(optimizer, copies)
             with (
-                set_part(None),
-                outside_of_strategies(optimizers, updates),
+                running_step(None),
+                default_strategy_scope(optimizers, updates),
                 copies,
                 substitutes({"variable_key": updates.key_of}, called),
                 requiring("variable_key", called),
             ):
                 result = apply_to(summed)
-            send_out([*touched, *copies.used], strategy)
+            broadcast_from_owner([*touched, *copies.used], strategy)
             return result, () if here.timer is None else timestamp_after(summed)
 
         here.check_graph()
         merge_call = tf.distribute.get_replica_context().merge_call
-        return here.meeting(
+        return here.synchronize(
             lambda values: merge_call(apply_once, args=(values,)), [each.values for each in parts]
         )[0]
     what = [reduced_for("gradient", variables[i]) for i in apart]
-    summed = here.meeting(lambda gradients: here.sum_up(gradients, what), weighted)
+    summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
     number = int(tf.get_static_value(_replica_number()))
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
-    with set_part(None), outside_of_strategies(optimizers), copies:
+    with running_step(None), default_strategy_scope(optimizers), copies:
         return apply_to(summed)
 
 
 def _on_owners(
-    parts: Sequence[ToReduce],
+    parts: Sequence[PreparedReduction],
     values: Sequence[Sequence[Any]],
     variables: Sequence[Any],
     strategy: tf.distribute.Strategy,
@@ -221,14 +231,14 @@ def _replica_number() -> Any:
 
 
 def _update_mean(
-    here: Part,
+    here: StepContext,
     original: Callable[..., Any],
     metric: Any,
     values: Any,
     sample_weight: Any = None,
 ) -> Any:
     """A single number is the part's mean: as on one device it counts once a step."""
-    share = here.share(metric.dtype)
+    share = here.batch_fraction(metric.dtype)
     if sample_weight is None and len(getattr(values, "shape", ())) == 0:
         sample_weight = share
     elif here.has_all_rows(values):  # each replica has the same ones
@@ -238,14 +248,14 @@ def _update_mean(
 
 
 def _moments(
-    here: Part, original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
+    here: StepContext, original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
 ) -> tuple[Any, Any]:
     """Mean and variance over the rows of all replicas, by Keras's formula."""
     del original
     here.synchronized_moments += 1
-    present = here.present(x.dtype)
+    present = here.is_nonempty(x.dtype)
     sums = [tf.reduce_sum(v, axes, keepdims=True) for v in (x, tf.square(x), tf.ones_like(x))]
-    total, squares, count = here.total([value * present for value in sums])
+    total, squares, count = here.differentiable_all_reduce([value * present for value in sums])
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     if not keepdims:
@@ -254,7 +264,7 @@ def _moments(
 
 
 def _moments_of_layer(
-    here: Part, original: Callable[..., Any], layer: Any, inputs: Any, mask: Any
+    here: StepContext, original: Callable[..., Any], layer: Any, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
     """Those of a BatchNormalization; over the entries of all replicas that a mask leaves."""
     if mask is None or not layer.synchronized:
@@ -265,16 +275,16 @@ def _moments_of_layer(
         return moments
     axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
     mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-    present = here.present(inputs.dtype)
+    present = here.is_nonempty(inputs.dtype)
 
     def sum_of(value: Any) -> Any:
         value = tf.where(mask, value, tf.zeros_like(value))
         return tf.reduce_sum(value, axes, keepdims=True) * present
 
-    total, count = here.total([sum_of(inputs), sum_of(tf.ones_like(inputs))])
+    total, count = here.differentiable_all_reduce([sum_of(inputs), sum_of(tf.ones_like(inputs))])
     epsilon = keras.config.epsilon()
     mean = total / (count + epsilon)
-    (squares,) = here.total([sum_of(tf.square(inputs - mean))])
+    (squares,) = here.differentiable_all_reduce([sum_of(tf.square(inputs - mean))])
     return tf.squeeze(mean), tf.squeeze(squares / (count + epsilon))
 
 
@@ -282,7 +292,7 @@ _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 
 def reduce_loss(
-    here: Part,
+    here: StepContext,
     original: Callable[..., Any],
     values: Any,
     sample_weight: Any = None,
@@ -302,7 +312,7 @@ def reduce_loss(
     if reduction == "sum":
         if here.has_all_rows(values):
             return loss
-        return tf.math.divide_no_nan(loss, here.share(loss.dtype))
+        return tf.math.divide_no_nan(loss, here.batch_fraction(loss.dtype))
     # What the mean divides by, where that is not the number of rows.
     if reduction == "mean_with_sample_weight":
         divisor = kp.loss_weights(sample_weight, mask, reduction, loss.dtype)
@@ -310,13 +320,13 @@ def reduce_loss(
         divisor = mask
     if divisor is None:
         return loss
-    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * here.present(loss.dtype)
-    (whole,) = here.sum_up([mine])
-    return loss * tf.math.divide_no_nan(mine, whole * here.share(loss.dtype))
+    mine = tf.reduce_sum(tf.cast(divisor, loss.dtype)) * here.is_nonempty(loss.dtype)
+    (whole,) = here.all_reduce([mine])
+    return loss * tf.math.divide_no_nan(mine, whole * here.batch_fraction(loss.dtype))
 
 
 def _weighted_number(
-    here: Part,
+    here: StepContext,
     original: Callable[..., Any],
     values: Any,
     sample_weight: Any,
@@ -329,14 +339,14 @@ def _weighted_number(
         return loss
     weights = original(tf.ones_like(values), sample_weight=sample_weight, reduction=reduction)
     if reduction == "sum":
-        mine = tf.math.multiply_no_nan(weights, here.present(weights.dtype))
+        mine = tf.math.multiply_no_nan(weights, here.is_nonempty(weights.dtype))
     else:
         mine = here.contribution(weights)
-    return values * here.sum_up([mine])[0]
+    return values * here.all_reduce([mine])[0]
 
 
 def loss_of_batch(
-    here: Part, original: Callable[..., Any], loss: Any, *given: Any, **named: Any
+    here: StepContext, original: Callable[..., Any], loss: Any, *given: Any, **named: Any
 ) -> Any:
     """A loss of Keras's or the user's; Dice and Tversky are ratios of sums over the whole batch."""
     before = here.reduced_losses
@@ -353,7 +363,7 @@ def loss_of_batch(
 class _RatioOfSums(keras.losses.Loss):
     """Dice or Tversky over the rows of all replicas."""
 
-    def __init__(self, here: Part, loss: Any, config: dict[str, Any]):
+    def __init__(self, here: StepContext, loss: Any, config: dict[str, Any]):
         super().__init__(loss.name, loss.reduction, loss.dtype)
         self._here = here
         is_dice = loss.fn is keras.losses.dice
@@ -364,16 +374,16 @@ class _RatioOfSums(keras.losses.Loss):
         here = self._here
         y_pred = tf.convert_to_tensor(y_pred)
         y_true = tf.cast(y_true, y_pred.dtype)
-        present, zero = here.present(y_pred.dtype), keras.config.epsilon()
+        present, zero = here.is_nonempty(y_pred.dtype), keras.config.epsilon()
         sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
-        both, wanted, found = here.total(sums)
+        both, wanted, found = here.differentiable_all_reduce(sums)
         if self._weights is None:
             return 1 - 2 * both / (wanted + found + zero)
         alpha, beta = self._weights
         return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
 
 
-def clear_losses(here: Part, original: Callable[..., Any], layer: Any) -> None:
+def clear_losses(here: StepContext, original: Callable[..., Any], layer: Any) -> None:
     """Forget the losses that this replica's last call of a layer has added.
 
     Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
@@ -390,16 +400,16 @@ def _scope() -> ReplicaScope | None:
     return scope if isinstance(scope, ReplicaScope) else None
 
 
-def added_loss(here: Part, original: Callable[..., Any], model: Any, loss: Any) -> Any:
+def added_loss(here: StepContext, original: Callable[..., Any], model: Any, loss: Any) -> Any:
     """A layer's `add_loss`; of one number for each example Keras takes the sum, as of all."""
     total = original(model, loss)
     if not here.has_rows(loss):
         return total
-    return tf.math.divide_no_nan(total, here.share(total.dtype))
+    return tf.math.divide_no_nan(total, here.batch_fraction(total.dtype))
 
 
 def gradient(
-    here: Part,
+    here: StepContext,
     original: Callable[..., Any],
     tape: tf.GradientTape,
     target: Any,
@@ -436,7 +446,7 @@ def gradient(
     return here.of_all_rows(made, variables)
 
 
-def _of_sums(here: Part, targets: list[Any], output_gradients: Any) -> Any:
+def _of_sums(here: StepContext, targets: list[Any], output_gradients: Any) -> Any:
     """The upstream gradients of targets, over the part's share for those that have rows.
 
     Raises:
@@ -454,7 +464,7 @@ def _of_sums(here: Part, targets: list[Any], output_gradients: Any) -> Any:
     if not any(map(here.has_rows, targets)):
         return output_gradients
     return [
-        upstream * tf.math.reciprocal_no_nan(here.share(upstream.dtype))
+        upstream * tf.math.reciprocal_no_nan(here.batch_fraction(upstream.dtype))
         if here.has_rows(target)
         else upstream
         for target, upstream in zip(targets, _upstream(targets, output_gradients), strict=True)

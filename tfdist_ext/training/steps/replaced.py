@@ -37,13 +37,13 @@ from tfdist_ext.training.variables import optimizers_of
 __all__ = [
     "StepRecord",
     "Target",
-    "calls_go_to",
     "check_lookups",
     "check_passed",
     "functions_in_place",
     "has_own_apply",
     "not_called",
     "own_targets",
+    "redirect_methods",
     "requiring",
     "step_targets",
     "substitute_of",
@@ -349,7 +349,7 @@ def _of_optimizers(model: keras.Model, step: StepRecord) -> Iterator[tuple[str, 
 
 
 @contextlib.contextmanager
-def calls_go_to(model: keras.Model, **methods: Callable[..., Any]) -> Iterator[None]:
+def redirect_methods(model: keras.Model, **methods: Callable[..., Any]) -> Iterator[None]:
     """Scope in which these methods of a Keras model are others."""
     attributes = vars(model)
     before = {name: attributes[name] for name in methods if name in attributes}

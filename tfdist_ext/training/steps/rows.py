@@ -40,12 +40,12 @@ __all__ = [
     "CONSTANT",
     "DISTINCT",
     "BatchDependence",
+    "PreparedReduction",
     "RowTrace",
-    "ToReduce",
     "finished",
     "may_compare_rows",
     "places_rows",
-    "to_reduce",
+    "prepare_reduction",
 ]
 
 
@@ -679,17 +679,17 @@ def _key(tensor: Any) -> Any:
 _INDICES = 1 << 32  # more than a table has rows
 
 
-class ToReduce(NamedTuple):
+class PreparedReduction(NamedTuple):
     """What of one gradient is to be summed over replicas, and what makes the gradient of it."""
 
     values: list[Any]
     finish: Callable[[list[Any]], Any]
 
 
-def to_reduce(gradient: Any, dependence: BatchDependence) -> ToReduce:
+def prepare_reduction(gradient: Any, dependence: BatchDependence) -> PreparedReduction:
     """Of a replica's dense or sparse gradient, which counts with its share already."""
     if not isinstance(gradient, tf.IndexedSlices):
-        return ToReduce([gradient], lambda reduced: reduced[0])
+        return PreparedReduction([gradient], lambda reduced: reduced[0])
     parts = dependence.parts_of(gradient.indices)
     if len(parts) == 1:
         return _of_one_lookup(gradient, parts[0][1])
@@ -701,27 +701,27 @@ def to_reduce(gradient: Any, dependence: BatchDependence) -> ToReduce:
         _of_one_lookup(tf.IndexedSlices(v, i, gradient.dense_shape), kind)
         for v, i, (_, kind) in zip(values, indices, parts, strict=True)
     ]
-    return ToReduce(
+    return PreparedReduction(
         [value for lookup in lookups for value in lookup.values],
         lambda reduced: _together(finished(lookups, reduced)),
     )
 
 
-def finished(gradients: Sequence[ToReduce], reduced: Iterable[Any]) -> list[Any]:
+def finished(gradients: Sequence[PreparedReduction], reduced: Iterable[Any]) -> list[Any]:
     """The gradients, of all their `values` in order, each reduced."""
     rest = iter(reduced)
     return [each.finish([next(rest) for _ in each.values]) for each in gradients]
 
 
-def _of_one_lookup(slices: tf.IndexedSlices, kind: str) -> ToReduce:
+def _of_one_lookup(slices: tf.IndexedSlices, kind: str) -> PreparedReduction:
     if kind == BATCH:
-        return ToReduce([slices], lambda reduced: reduced[0])
+        return PreparedReduction([slices], lambda reduced: reduced[0])
     if kind == CONSTANT:
         # An index may be there several times, and a sequence be longer on another worker.
         places = tf.range(tf.size(slices.indices, tf.int64))
         places = tf.IndexedSlices(places, slices.indices, slices.dense_shape[:1])
-        return ToReduce([slices, places], lambda reduced: _summed(*reduced))
-    return ToReduce([slices], lambda reduced: _summed(reduced[0]))
+        return PreparedReduction([slices, places], lambda reduced: _summed(*reduced))
+    return PreparedReduction([slices], lambda reduced: _summed(reduced[0]))
 
 
 def _summed(slices: Any, places: Any = None) -> Any:

@@ -30,20 +30,20 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import (
-    Part,
+    StepContext,
     current_graph,
+    current_step,
     outside_of_inner_graphs,
-    part,
-    set_part,
+    running_step,
 )
 from tfdist_ext.training.steps.logs import MetricVersions, metric_variables, metrics_of
-from tfdist_ext.training.steps.replaced import StepRecord, calls_go_to
+from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods
 from tfdist_ext.training.variables import (
-    OwnCopies,
-    PartitionedRead,
+    LocalVariables,
+    ShardedRead,
     copies_per_worker,
+    gather_rows,
     local_copy,
-    take_rows,
 )
 
 __all__ = [
@@ -73,7 +73,7 @@ class ReplicaScope(keras.StatelessScope):
         self,
         metrics: Iterable[tuple[Any, Any]],
         watched: Sequence[Any] = (),
-        own: OwnCopies | None = None,
+        own: LocalVariables | None = None,
     ):
         metrics = list(metrics)
         super().__init__(metrics, collect_losses=True, initialize_variables=False)
@@ -87,10 +87,10 @@ class ReplicaScope(keras.StatelessScope):
         self.resetting = False
         self.results: list[Any] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
-        self._own = own or OwnCopies(tf.distribute.get_strategy(), 1)
+        self._own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
-        self._reads: dict[int, PartitionedRead] = {}
+        self._reads: dict[int, ShardedRead] = {}
         self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
         for variable in self._own.written.values():
@@ -100,7 +100,7 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         key = id(variable)
-        if (here := part()) is not None:
+        if (here := current_step()) is not None:
             here.check_written(variable, value)
         if key in self._metrics:
             self._check_metric(variable)
@@ -166,17 +166,17 @@ class ReplicaScope(keras.StatelessScope):
         if self._in_inner_graph() or key in self.state_mapping or key in self._apart:
             return None
         raw = kp.raw_value(variable)
-        return self._read_of(raw).rows(ids) if variable.trainable else take_rows(raw, ids)
+        return self._read_of(raw).rows(ids) if variable.trainable else gather_rows(raw, ids)
 
     def source_of(self, variable: Any) -> Any:
         """What a tape knows a variable by: one in pieces is no source, its reads have one."""
         raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else None
         return self._read_of(raw).handle if is_partitioned(raw) else variable
 
-    def _read_of(self, raw: Any) -> PartitionedRead:
+    def _read_of(self, raw: Any) -> ShardedRead:
         if id(raw) not in self._reads:
             with outside_of_inner_graphs(self._graph):
-                self._reads[id(raw)] = PartitionedRead(raw)
+                self._reads[id(raw)] = ShardedRead(raw)
         return self._reads[id(raw)]
 
     @property
@@ -191,7 +191,7 @@ class ReplicaScope(keras.StatelessScope):
                 values[number] = self.state_mapping[key]
         return values
 
-    def outcome(self, here: Part | None) -> tuple[list[Any], dict[str, Any]]:
+    def outcome(self, here: StepContext | None) -> tuple[list[Any], dict[str, Any]]:
         """What a replica's step returns: (the metrics' states, the values that it wrote).
 
         To be called in the replica's context, after the scope.
@@ -205,7 +205,7 @@ class ReplicaScope(keras.StatelessScope):
         if here is not None:
             # A row that is another's must not be added twice.
             states = [
-                here.if_present(after, self.without_rows[key])
+                here.where_nonempty(after, self.without_rows[key])
                 if variable.aggregation == "sum"
                 else after
                 for after, (key, variable) in zip(states, self._metrics.items(), strict=True)
@@ -232,13 +232,13 @@ class ReplicaScope(keras.StatelessScope):
 
     def _write(self, variable: Any, value: Any) -> None:
         """Assign at once, as some layers do to weights that they read in the same call."""
-        here = part()
+        here = current_step()
         if here and not self._in_inner_graph():
             # Where one copy is all replicas', all write the same.
             value = here.mean({0: value}, {0: variable})[0]
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
-            kp.write(variable, value)
+            raw.assign(tf.cast(value, raw.dtype))
         else:  # the one copy of all replicas, in a wrapper that asks how they combine
             raw.get().assign(tf.cast(value, raw.dtype))
 
@@ -279,7 +279,7 @@ def assign_written(
 
 def _check_is_no_metric(variable: Any) -> None:
     """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
-    here = part()
+    here = current_step()
     if here and here.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
             f"the step updates the metric variable {variable.path!r}, and the model does not know"
@@ -327,14 +327,14 @@ def metric_methods(metrics: Iterable[Any], *, eager: bool) -> Iterator[None]:
             methods = {"reset_state": _resetting(metric.reset_state)}
             if eager:
                 methods["result"] = _result_over_all(metric, metric.result)
-            stack.enter_context(calls_go_to(metric, **methods))
+            stack.enter_context(redirect_methods(metric, **methods))
         yield
 
 
-def contribution_of_part(here: Part, variable: Any, value: Any, without_rows: Any) -> Any:
+def contribution_of_part(here: StepContext, variable: Any, value: Any, without_rows: Any) -> Any:
     """What a replica's state of a metric adds to the state over all replicas, in its context."""
     if variable.aggregation == "sum":
-        value = tf.where(here.present(tf.float32) > 0, value, without_rows)
+        value = tf.where(here.is_nonempty(tf.float32) > 0, value, without_rows)
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     return contribution(variable, value, here.replicas, tf.equal(number, 0))
 
@@ -355,7 +355,7 @@ def _resetting(original: Any) -> Any:
 
 def _result_over_all(metric: Any, original: Any) -> Any:
     def result(*args: Any, **kwargs: Any) -> Any:
-        here, scope = part(), kp.stateless_scope()
+        here, scope = current_step(), kp.stateless_scope()
         if not isinstance(scope, ReplicaScope):
             return original(*args, **kwargs)
         if here is None or here.replicas == 1:
@@ -367,7 +367,7 @@ def _result_over_all(metric: Any, original: Any) -> Any:
                     " eager step, where replicas cannot combine their states. Call it directly in"
                     " the step, or compile the model without run_eagerly=True."
                 )
-            with set_part(None), ReplicaScope(_over_all(here, scope, metric.variables)):
+            with running_step(None), ReplicaScope(_over_all(here, scope, metric.variables)):
                 value = original(*args, **kwargs)
         scope.results += keras.tree.flatten(value)
         return value
@@ -375,7 +375,9 @@ def _result_over_all(metric: Any, original: Any) -> Any:
     return result
 
 
-def _over_all(here: Part, scope: ReplicaScope, variables: list[Any]) -> list[tuple[Any, Any]]:
+def _over_all(
+    here: StepContext, scope: ReplicaScope, variables: list[Any]
+) -> list[tuple[Any, Any]]:
     """(variable, state over all replicas) of each variable of a metric."""
     known = [variable for variable in variables if id(variable) in scope.without_rows]
     states = [scope.get_current_value(variable) for variable in known]
@@ -383,7 +385,7 @@ def _over_all(here: Part, scope: ReplicaScope, variables: list[Any]) -> list[tup
         contribution_of_part(here, variable, state, scope.without_rows[id(variable)])
         for variable, state in zip(known, states, strict=True)
     ]
-    reduced = here.meeting(here.sum_up, contributions)
+    reduced = here.synchronize(here.all_reduce, contributions)
     return [
         (variable, tf.cast(value, state.dtype))
         for variable, value, state in zip(known, reduced, states, strict=True)
@@ -417,7 +419,7 @@ def rows_of_shared(strategy: tf.distribute.Strategy, local_replicas: int) -> Cal
         scope = kp.stateless_scope()
         if isinstance(scope, ReplicaScope):
             return scope.rows(variable, ids)
-        return take_rows(kp.raw_value(variable), ids)
+        return gather_rows(kp.raw_value(variable), ids)
 
     def is_shared(variable: Any) -> bool:
         raw = kp.raw_value(variable)

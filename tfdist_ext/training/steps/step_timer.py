@@ -52,16 +52,16 @@ class StepTimer(NullStepTimer):
         self._begun: Any = None
         self._waited: Any = 0.0
 
-    def reading(self, iterator: Any) -> Any:
+    def timed_iterator(self, iterator: Any) -> Any:
         return _Reading(iterator, self._begin)
 
-    def agreeing(self, ask: Callable[[Any], Any], value: Any) -> Any:
+    def synchronize(self, ask: Callable[[Any], Any], value: Any) -> Any:
         before = timestamp_after(value)
         answer = ask(value)
         self._waited = timestamp_after(answer) - before
         return answer
 
-    def of_replica(self) -> ReplicaTimer:
+    def replica_timer(self) -> ReplicaTimer:
         return ReplicaTimer()
 
     def step_is_done(self, notes: Sequence[Any]) -> None:
@@ -100,7 +100,7 @@ class ReplicaTimer:
         self._squares: list[Any] = []
         self._has_rows: Any = True
 
-    def meeting(self, meet: Callable[[Any], Any], values: Any) -> Any:
+    def synchronize(self, meet: Callable[[Any], Any], values: Any) -> Any:
         """`meet(values)`, which waits for all replicas."""
         ready = timestamp_after([values, self._squares])
         result = meet(values)

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.equality import check_same_position
+from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.inputs import GlobalBatches, batches_of_function, read
 from tfdist_ext.training.programs import EngineBase, step_of
 from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFunction, StepProgram
@@ -51,7 +51,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
     def read(self, *data: Any, **options: Any) -> GlobalBatches:
         """What `fit`, `evaluate` and `predict` were given, as global batches."""
         if isinstance(data[0], ShardedDataset):
-            check_same_position(self.reduction, data[0])
+            check_equal_positions(self.reduction, data[0])
         if isinstance(data[0], FunctionDataset):
             return batches_of_function(data[0], self.reduction, *data[1:], **options)
         return read(*data, **options)

@@ -26,7 +26,7 @@ from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.programs import ProgramBase
 from tfdist_ext.training.protocols import Epoch, Execution, NullStepTimer, StepFunction
 from tfdist_ext.training.steps import exact
-from tfdist_ext.training.steps.context import Part, set_part
+from tfdist_ext.training.steps.context import StepContext, running_step
 from tfdist_ext.training.steps.logs import (
     flat,
     is_carried,
@@ -52,7 +52,7 @@ from tfdist_ext.training.steps.scope import (
     rows_of_shared,
 )
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction
-from tfdist_ext.training.variables import OwnCopies
+from tfdist_ext.training.variables import LocalVariables
 
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
@@ -85,7 +85,7 @@ class SynchronousProgram(ProgramBase):
         self._keras_step = uses_keras_step(model, kind) and not has_own_apply(model.optimizer)
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._own = OwnCopies(strategy, reduction.local_replicas)
+        self._own = LocalVariables(strategy, reduction.local_replicas)
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         self._replica = self._one_replica
         # XLA knows no time of day.
@@ -111,7 +111,7 @@ class SynchronousProgram(ProgramBase):
         self._states = self._reduction.split_states(self._metrics, start)
 
     def run(
-        self, iterator: Any, n: int, *, seconds: float, known_length: bool, agreed: bool
+        self, iterator: Any, n: int, *, seconds: float, known_length: bool, needs_row_count: bool
     ) -> Execution:
         """Run `n` steps, or fewer where the data may end and does.
 
@@ -121,10 +121,10 @@ class SynchronousProgram(ProgramBase):
             seconds: how long this task's last execution took; the chief's figure comes back on
                 every task, so that all choose the same next `n`.
             known_length: there are `n` more batches for sure.
-            agreed: the rows of each global batch are to be counted; see `GlobalBatches`.
+            needs_row_count: the rows of each global batch are to be counted; see `GlobalBatches`.
         """
         run = self._counted if known_length else self._open_ended
-        run = self._agreed if agreed else run
+        run = self._agreed if needs_row_count else run
         with self._reporting_compilation():
             result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
@@ -161,7 +161,7 @@ class SynchronousProgram(ProgramBase):
     def _run_counted(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
-        batches = self._timer.reading(iterator)
+        batches = self._timer.timed_iterator(iterator)
 
         def body(i: Any, states: States, outputs: Any) -> Any:
             states, outputs = self._one_step(next(batches), states, turn=i)
@@ -174,11 +174,11 @@ class SynchronousProgram(ProgramBase):
     def _run_open_ended(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
             return self._run_eagerly(iterator, n, seconds, states)
-        batches = self._timer.reading(iterator)
+        batches = self._timer.timed_iterator(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = batches.get_next_as_optional()
-            more = self._timer.agreeing(self._reduction.on_all_workers, batch.has_value())
+            more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
             states, outputs = tf.cond(
                 more,
                 lambda: self._one_step(batch.get_value(), states, turn=i),
@@ -195,12 +195,12 @@ class SynchronousProgram(ProgramBase):
 
     def _run_agreed(self, iterator: Any, n: Any, seconds: Any, states: States) -> Any:
         if self._model.run_eagerly:
-            return self._run_eagerly(iterator, n, seconds, states, agreed=True)
-        batches = self._timer.reading(iterator)
+            return self._run_eagerly(iterator, n, seconds, states, needs_row_count=True)
+        batches = self._timer.timed_iterator(iterator)
 
         def body(i: Any, more: Any, states: States, outputs: Any) -> Any:
             batch = next(batches)
-            rows, real = self._timer.agreeing(self._reduction.rows_of_all, batch)
+            rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
             more = real > 0
             states, outputs = tf.cond(
                 rows > 0,
@@ -216,18 +216,18 @@ class SynchronousProgram(ProgramBase):
         return self._finish(states, outputs, done, seconds)
 
     def _run_eagerly(
-        self, iterator: Any, n: Any, seconds: Any, states: States, *, agreed: bool = False
+        self, iterator: Any, n: Any, seconds: Any, states: States, *, needs_row_count: bool = False
     ) -> Any:
         done = 0
         outputs: dict[str, Any] = {}
-        batches = self._timer.reading(iterator)
-        count = functools.partial(self._timer.agreeing, self._reduction.rows_of_all)
+        batches = self._timer.timed_iterator(iterator)
+        count = functools.partial(self._timer.synchronize, self._reduction.rows_of_all)
         while done < int(n):
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            rows, real = count(batch) if agreed else (None, 1)
+            rows, real = count(batch) if needs_row_count else (None, 1)
             if real == 0:
                 break
             done += 1
@@ -266,19 +266,19 @@ class SynchronousProgram(ProgramBase):
         rows, of, batch = part
         of = of if rows_of_all is None else rows_of_all
         here = None
-        timer = self._timer.of_replica()
+        timer = self._timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
             on = self._reduction
             # Keys are those of collectives between workers.
             turn = self._turn if on.replicas > on.local_replicas else None
             size = on.replicas, on.local_replicas
-            here = Part(rows, of, *size, batch, self._keras_step, turn, timer)
-            here.substitutes = exact.of_part(here, self._rows)
+            here = StepContext(rows, of, *size, batch, self._keras_step, turn, timer)
+            here.substitutes = exact.substitutes_of(here, self._rows)
         recording: Any = contextlib.nullcontext()
         if here and self._model.run_eagerly:
             recording = here.dependence.recording()
         with (
-            set_part(here),
+            running_step(here),
             recording,
             ReplicaScope(zip(self._metrics, mine, strict=True), self._others, self._own) as scope,
         ):
@@ -291,7 +291,7 @@ class SynchronousProgram(ProgramBase):
         notes = () if timer is None else timer.notes(new)
         return new, written, outputs, notes
 
-    def _check_passed(self, here: Part | None, scope: ReplicaScope) -> None:
+    def _check_passed(self, here: StepContext | None, scope: ReplicaScope) -> None:
         if here is not None and not (self._passed and tf.executing_eagerly()):
             check_passed(self._model, self._kind, scope.record(here.called))
             check_lookups(self._model, scope.record(here.called))
@@ -299,7 +299,7 @@ class SynchronousProgram(ProgramBase):
         scope.forget_losses(self._model)
 
     def _carried(
-        self, logs: dict[str, Any], returned: Any, scope: ReplicaScope, here: Part | None
+        self, logs: dict[str, Any], returned: Any, scope: ReplicaScope, here: StepContext | None
     ) -> dict[str, Any]:
         """What a replica adds to the values from which the logs are computed in the end."""
         if not self._own_outputs:
@@ -364,7 +364,7 @@ class SynchronousProgram(ProgramBase):
         return self._logs(values, last), values, states, steps, chief_seconds
 
 
-def _has_mean(here: Part | None) -> Callable[[Any], bool]:
+def _has_mean(here: StepContext | None) -> Callable[[Any], bool]:
     """Whether values of a tensor, one of each replica, have a mean."""
 
     def has_mean(value: Any) -> bool:
@@ -402,7 +402,7 @@ class Predictor:
         self._rows = rows_of_shared(strategy, reduction.local_replicas)
         # Layers may write while they predict: masked kernels, counters, metrics of their own.
         self._metrics, self._watched = metrics_and_others(model)
-        self._own = OwnCopies(strategy, reduction.local_replicas)
+        self._own = LocalVariables(strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = step
         self._of_batch: Any = self._outputs_of_batch
@@ -421,19 +421,19 @@ class Predictor:
 
     def _next_outputs(self, data: Epoch) -> Any:
         if data.steps is not None or not self._reduction.multi_worker:
-            return self._of_next(data.iterator, data.agreed)
+            return self._of_next(data.iterator, data.needs_row_count)
         # gather is a collective: no worker may go on alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
-        return self._of_batch(batch.get_value(), data.agreed)
+        return self._of_batch(batch.get_value(), data.needs_row_count)
 
-    def _outputs_of_next(self, iterator: Any, agreed: bool) -> Any:
-        return self._outputs_of_batch(next(iterator), agreed)
+    def _outputs_of_next(self, iterator: Any, needs_row_count: bool) -> Any:
+        return self._outputs_of_batch(next(iterator), needs_row_count)
 
-    def _outputs_of_batch(self, batch: Any, agreed: bool) -> Any:
+    def _outputs_of_batch(self, batch: Any, needs_row_count: bool) -> Any:
         on = self._reduction
-        rows_of_all = on.rows_of_all(batch)[0] if agreed else None
+        rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
         states = on.split_states(self._metrics, values)
         with functions_in_place(step_targets()):
@@ -464,10 +464,12 @@ class Predictor:
         of = of if rows_of_all is None else rows_of_all
         here = None
         if tf.distribute.has_strategy():
-            here = Part(rows, of, self._reduction.replicas, self._reduction.local_replicas, batch)
-            here.substitutes = exact.of_part(here, self._rows)
+            here = StepContext(
+                rows, of, self._reduction.replicas, self._reduction.local_replicas, batch
+            )
+            here.substitutes = exact.substitutes_of(here, self._rows)
         with (
-            set_part(here),
+            running_step(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
             outputs = self._step(batch)
