@@ -92,10 +92,10 @@ def recording_updates(
         original: object,
         optimizer: keras.optimizers.Optimizer,
         grads: object,
-        variables: Iterable[keras.Variable] | None = None,
+        trainable_variables: Iterable[keras.Variable] | None = None,
     ) -> None:
-        if variables is not None:
-            note(optimizer, list(variables))
+        if trainable_variables is not None:
+            note(optimizer, list(trainable_variables))
 
     def zeros(of: keras.Variable | tf.Variable | tf.Tensor) -> tf.Tensor:
         variable = isinstance(of, keras.Variable | tf.Variable)

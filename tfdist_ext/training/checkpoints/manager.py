@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
@@ -293,7 +293,7 @@ def _completed(progress: Progress) -> str:
 
 
 def _is_finite(logs: Logs) -> bool:
-    return math.isfinite(logs.get("loss", 0.0))
+    return bool(np.all(np.isfinite(logs.get("loss", 0.0))))
 
 
 def _read_past(data: Epochs, epochs: int) -> None:
