@@ -15,6 +15,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
+from tfdist_ext.training.protocols import NullStepTimer
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)
@@ -276,7 +277,7 @@ def gathers(rows):
 
     model = tfd.distribute(make, strategy)
     model.fit(x[:, :2], y, batch_size=16, verbose=0)
-    program = model._engine.program(model.keras_model, "train")
+    program = model._engine.program(model.keras_model, "train", NullStepTimer())
     (function,) = {key[0]: f for key, f in program._functions.items() if key[0] == 1}.values()
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]

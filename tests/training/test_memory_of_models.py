@@ -12,6 +12,7 @@ import pytest
 from training_cases import X, Y, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.training.protocols import NullStepTimer
 
 FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
 
@@ -39,7 +40,7 @@ def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps(strategy: str
     model = tfd.distribute(build, strategy_of(strategy))
     model.fit(X, Y, validation_data=(X[:16], Y[:16]), **FIT)
     model.predict(X, verbose=0)
-    program = model._engine.program(model.keras_model, "train")
+    program = model._engine.program(model.keras_model, "train", NullStepTimer())
     (step,) = program._counted._list_all_concrete_functions()
     alive = {
         "model": weakref.ref(model),

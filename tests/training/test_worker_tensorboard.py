@@ -317,7 +317,7 @@ def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     engine = ParameterServerEngine.__new__(ParameterServerEngine)
     engine._strategy = strategy_of("default")
     with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):
-        engine._make_program(build(), "train", True)
+        engine.step_timer()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(tfd.TrainingError, match="WorkerTensorBoard needs the package tensorboard"):
         tfd.WorkerTensorBoard(tmp_path)

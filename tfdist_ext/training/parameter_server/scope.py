@@ -168,7 +168,8 @@ class WorkerScope(keras.StatelessScope):
     def read_whole(self, model: keras.Model) -> set[int]:
         """Ids of the model's variables that the step has read as one tensor."""
         raws = {id(kp.raw_value(variable)): variable for variable in model.variables}
-        return {id(raws[key]) for key, read in self._reads.items() if read.read_whole}
+        read = [key for key, each in self._reads.items() if each.read_whole]
+        return {id(raws[key]) for key in read if key in raws}  # not those of optimizers
 
     def owner_of(self, value: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
         """The raw value that a piece, or a tensor read from the pieces, belongs to."""
