@@ -203,7 +203,8 @@ def test_jobs_that_start_at_once_have_generations_of_their_own(tmp_path: Path) -
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(owner.generation for owner in owners) == list(range(1, 9))
+    # One that sees a newer job at once tries again, and leaves a gap.
+    assert len({owner.generation for owner in owners}) == 8
     newest = newest_owner(tmp_path)
     assert newest is not None
     assert newest.generation == 8

@@ -125,7 +125,10 @@ def moved_if_free(unfinished: Path, path: Path) -> bool:
         os.link(unfinished, path)
     except OSError:
         # The answer of a network file system may be lost, and the call be made twice.
-        if not (unfinished.exists() and path.exists() and unfinished.samefile(path)):
+        try:
+            if not unfinished.samefile(path):
+                return False
+        except FileNotFoundError:  # of another job, which has removed it meanwhile
             return False
     unfinished.unlink(missing_ok=True)
     return True

@@ -37,7 +37,13 @@ from tfdist_ext.training.protocols import (
     Structure,
 )
 from tfdist_ext.training.steps.logs import is_carried, own_outputs, results
-from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
+from tfdist_ext.training.steps.replaced import (
+    StepRecord,
+    check_lookups,
+    functions_in_place,
+    step_targets,
+    substitutes,
+)
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
@@ -214,9 +220,10 @@ class ParameterServerProgram(ProgramBase):
         if self._rate is not None:
             values.append((self._rate, rate))
         scope = WorkerScope(values, self._watched, self._counter, self._metrics)
-        with updates_on_servers(scope, self._model):
+        with updates_on_servers(scope, self._model) as called:
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
+        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole(self._model)))
         outputs = self._carried(logs, scope) if self._own_outputs else {}
         scope.write_watched()
         self._counted = scope.counted

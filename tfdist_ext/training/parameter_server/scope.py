@@ -21,8 +21,6 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import current_graph
 from tfdist_ext.training.steps.logs import MetricVersions
 from tfdist_ext.training.steps.replaced import (
-    StepRecord,
-    check_lookups,
     functions_in_place,
     requiring,
     step_targets,
@@ -215,8 +213,11 @@ class WorkerScope(keras.StatelessScope):
 
 
 @contextlib.contextmanager
-def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]:
-    """The scope of a step, in which the model's optimizers update variables where they are."""
+def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]:
+    """The scope of a step, in which the model's optimizers update variables where they are.
+
+    It gives the keys of the replaced functions that are called.
+    """
     called: set[str] = set()
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope)
@@ -228,8 +229,7 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[None]
             stack.enter_context(
                 kp.distribution_strategy_of(with_inner_optimizers(optimizer), updates)
             )
-        yield
-    check_lookups(model, StepRecord(called, read_whole=scope.read_whole(model)))
+        yield called
 
 
 class _UpdatesOnServers(UpdatesVariables):
