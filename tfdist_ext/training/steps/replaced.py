@@ -3,10 +3,10 @@
 They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
 other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each with
 its reason. They are in place only while a step is traced, or runs eagerly; other threads, and
-nested code that is not to be changed, get the original then, too. (`overrides.py` does the same
+nested code that is not to be changed, get the original then, too. (`callbacks/in_cluster.py` does the same
 while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
 
-What was called is noted, so that `passed.py` can tell when a release of Keras takes another way.
+What was called is noted, so that it can be told when a release of Keras takes another way.
 
 That a step went through the functions that are replaced for it.
 
@@ -155,7 +155,7 @@ def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[st
 
 @functools.cache
 def step_targets() -> list[Target]:
-    """Those of a step: what of `REPLACED` is there. `passed.py` misses what a step needs."""
+    """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
     found = []
     for replaced in REPLACED:
         owner = find(replaced.module, replaced.owner)
