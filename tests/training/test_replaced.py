@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -455,10 +454,3 @@ def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.Monkey
         assert told[0].filename == __file__
     finally:
         model._warn_of_untested_versions.cache_clear()
-
-
-def test_bounds_of_setup_are_what_was_tested() -> None:
-    text = (Path(__file__).parents[2] / "setup.py").read_text()
-    for package, (_, oldest, newest) in TESTED.items():
-        major, minor = newest.split(".")
-        assert f'"{package}>={oldest},<{major}.{int(minor) + 1}"' in text

@@ -1,21 +1,12 @@
 """Whatever Keras accepts as data, as one sequence of global batches cut the same on every task.
 
-Every task of a cluster is given the same data, as it would be on one device. A global batch is
-cut into one contiguous part for each replica of the whole cluster, in replica order; a task
-reads only the parts of its own replicas.
+Every task of a cluster is given the same data, as it would be on one device. A global batch is cut
+into one contiguous part for each replica of the whole cluster, in replica order; a task reads only the
+parts of its own replicas (`GlobalBatches`).
 
-A sequence of global batches, cut into one contiguous part for each replica.
-
-The batches of a PyDataset in an order that every task computes alike.
-
-Keras shuffles them with Python's own random numbers, which are others on each worker: each would
-take its part of another batch.
-
-`tfd.data` as global batches: ordered data, and data that each task reads by a function.
-
-Ordered data as the global batches of `fit`, from its position on.
-
-Batches that each task reads for itself, from a function of its shard, as those of `fit`.
+Keras shuffles the batches of a PyDataset with Python's own random numbers, which are others on each
+worker: `OrderedBatches` has an order that every task computes alike. The data of `tfd.data` begins at
+its own position; where each task reads by a function of its shard, the tasks agree on what there is.
 """
 
 from __future__ import annotations

@@ -1,29 +1,18 @@
 """The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
 
-One epoch, execution by execution; all tasks of a cluster take the same turns.
+All tasks of a cluster take the same turns. Every execution is a collective, and so is every question
+below that is put to all workers. What decides how many there are must therefore be the same on each
+task, and is agreed on where it may not be: the chief alone runs callbacks that write, and a user's
+callback may stop one task.
 
-Every execution is a collective, and so is every question below that is put to all workers. What
-decides how many there are must therefore be the same on each task, and is agreed on where it may
-not be: the chief alone runs callbacks that write, and a user's callback may stop one task.
-
-Where each epoch begins and ends in the data, by Keras's rules.
-
-Iterators over a dataset of global batches, made exactly when Keras makes them.
-
-A seeded `shuffle` draws a new order each time an iterator over it is made: by training, by
-validation, by anything that looks at the data. So the iterators that were made before decide the
-order of an epoch, and each task must make as many as Keras's EpochIterator does on one device.
-
-How many steps to run in one execution: pure arithmetic.
+Epochs begin and end in the data by Keras's rules (`Epochs`). A seeded `shuffle` draws a new order each
+time an iterator over it is made: by training, by validation, by anything that looks at the data. So
+iterators are made exactly when Keras's EpochIterator makes them (`DatasetPasses`).
 
 Long executions are fast, because nothing waits for Python between their steps. Short ones show
-progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time.
-
-Ctrl-C that is never lost.
-
-Python raises KeyboardInterrupt wherever the main thread is. In a finalizer, of which TensorFlow's
-eager code runs one for each batch that it reads, the exception is printed and dropped, and the
-training would go on.
+progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
+(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is, in finalizers
+too, which drop it: `preserve_sigint` keeps it.
 """
 
 from __future__ import annotations

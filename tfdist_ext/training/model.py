@@ -1,8 +1,7 @@
 """DistributedModel: Keras's fit, evaluate and predict, on any strategy.
 
-distribute: a Keras model, or what builds it, and a strategy.
-
-Arguments of fit, evaluate and predict that are numbers, checked before anything starts.
+`distribute` makes one of a Keras model, or of a function that builds it. Everything that takes time
+is elsewhere; here arguments are checked, before anything starts, and the parts are put together.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
 """Calls, data and models that must be equal on all workers: an error before the first step.
 
-Values that must be the same on all workers: compared, and a difference named.
-
 Workers that agree pay for one collective of a few bytes. Only where something differs do the values
 themselves travel.
 
-Workers that make different calls, or are given different data: an error before the first step.
+Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers wait
+for each other forever. Where data differs, as after a shuffle without a seed or where each worker loads
+a part, some examples are used twice and others never, and nothing fails.
 
-Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers
-wait for each other forever. Where data differs, as after a shuffle without a seed or where each
-worker loads a part, some examples are used twice and others never, and nothing fails.
-
-Workers that have different models or versions: an error before the first step.
-
-What is compared is what a model computes with: config, code, variables, vocabularies and the like,
-compile settings. Not compared is what may differ without harm: automatic names (a worker that made
-another model before has dense_1 where others have dense), seeds, weights, which follow the chief.
-
-Arrays in a few numbers that tell whether two are the same, up to the noise of floats.
+Of models is compared what they compute with: config, code, variables, vocabularies and the like, compile
+settings. Not compared is what may differ without harm: automatic names (a worker that made another model
+before has dense_1 where others have dense), seeds, weights, which follow the chief.
 """
 
 from __future__ import annotations

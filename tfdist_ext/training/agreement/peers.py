@@ -15,8 +15,6 @@ first task (the leader) keeps:
     noted/TASK   this task has read `end`
     left/TASK    this task's script has ended: "left", or "failed"
     call/N/TASK  which call this task has made as meeting N; where calls differ
-
-Where workers are in their calls, and what is said where these differ: no TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """What a `DistributedModel` writes and reads back: models, exports, checkpoints.
 
-What a DistributedModel writes, and reads back. The chief does it, and the others wait.
+In a cluster the chief writes and reads, and the others wait and take over its state. So a folder on the
+chief's own disk is enough, and no task can come upon another file than the others. A checkpoint is the
+whole state of a model in one file, restored on any strategy from any other.
 
-A SavedModel from a model on any strategy: what is exported is a copy without one.
-
-As it is, a model cannot be exported where its variables are partitioned, and one on parameter
-servers is traced with variables of other machines. The copy is the same for every strategy.
-
-Checkpoints: the whole state of a model in one file, restored on any strategy from any other.
-
-In a cluster the chief writes and reads, and the others wait and take over its state. So a folder
-on the chief's own disk is enough, and no task can come upon another file than the others.
+As it is, a model cannot be exported where its variables are partitioned, and one on parameter servers is
+traced with variables of other machines. So what is exported is a copy without a strategy.
 """
 
 from __future__ import annotations

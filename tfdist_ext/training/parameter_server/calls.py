@@ -1,8 +1,7 @@
 """Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
 
-Errors of remote calls, without what the way back to the coordinator has added to them.
-
-Global batches as they travel to workers: several in one remote call.
+Several global batches travel in one call (`BatchChunk`). An error of a call comes without what its way
+back to the coordinator has added to it.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
-"""Data that each worker reads for itself: its iterators, what was read, and the loop over it.
-
-Data that each worker of a parameter server cluster reads for itself.
-
-Whether a function's data set can be made on a worker, in a process that is not this one.
-
-What workers have done with data that they read for themselves, so that a loss costs nothing.
+"""Data that each worker of a parameter server cluster reads for itself, so that a loss costs nothing.
 
 A worker that dies takes along its place in the data, and the coordinator cannot tell whether a call
-whose answer it never saw was done. So each call ends by writing one row, on a parameter server, in
-one operation: how many batches of the worker's data have been used, and the metrics of them. Either
-both count or none. Who goes on with that data, the worker started again or another one, goes on
-behind what the row counts.
+whose answer it never saw was done. So each call ends by writing one row, on a parameter server, in one
+operation: how many batches of the worker's data have been used, and the metrics of them. Either both
+count or none. Who goes on with that data, the worker started again or another one, begins after what
+the row counts.
 
-Steps over data that the workers of a parameter server cluster read for themselves.
-
-A call goes on with the data of whichever worker takes it. The data of a worker that stays away is
-taken over: another one makes it again, from where the records say that it was left.
+A call uses the data of whichever worker takes it. The data of a worker that stays away is taken over:
+another one makes it again, from where the records say that it was left. Data that cannot be made in
+another process is read here.
 """
 
 from __future__ import annotations

@@ -2,18 +2,14 @@
 
 Keras writes metrics and moving statistics from inside each replica's step. Under a strategy these
 writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
-values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
-written once.
-
-What is written inside a `cond` or a loop of a layer's own cannot leave it as a value. It goes to
+values of the step: metrics stay in the loop until it ends, moving statistics are averaged and written
+once. What is written inside a `cond` or a loop of a layer's own cannot leave it as a value. It goes to
 the replica's own copy of the variable, which is read when the step ends.
 
-Methods of metrics while the step of a replica runs.
+Metrics may be reset in a step, and read in an eager one, over all replicas (`metric_methods`).
 
-Lookups of rows in a variable of which all replicas share one copy: rows move, not the table.
-
-Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
-of each replica. Here the rows are gathered where the table is, or its pieces.
+Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device of
+each replica. Where replicas share one copy, rows are gathered where the table is (`rows_of_shared`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """The engine of synchronous strategies: all replicas run each step together.
 
-What both engines do alike: steps on the replicas of this process, or on workers elsewhere.
-
-`DistributedModel` is the same for both. An engine brings what differs: who agrees with whom, how
-data gets to the steps, and the compiled steps themselves.
-
-Random numbers without a seed, in steps: `keras.random.normal(shape)` in a layer's call.
-
-Keras draws them from one generator of the calling thread, and would make a new one in the thread of
-each replica, inside of the step. So each replica has one from the beginning: a plain variable of
-its own that its steps advance, alike on all replicas of all workers.
+Random numbers without a seed (`keras.random.normal(shape)` in a layer's call) are drawn by Keras from
+one generator of the calling thread, which it would make in the thread of each replica, inside of the
+step. So each replica has one from the beginning (`Seeds`): a plain variable of its own that its steps
+advance, alike on all replicas of all workers.
 """
 
 from __future__ import annotations
