@@ -1,8 +1,8 @@
 """The one place where Keras's private names are used, each with the reason.
 
 `REPLACED` lists the functions of Keras and TensorFlow, private and public, that do something else
-while a step runs; `replaced.py` does it. `tests/training/test_keras_private.py` fails with the name
-and the reason when a release moves one.
+while a step runs; `replaced.py` does it. `tests/training/test_keras_private.py` fails with the
+name and the reason when a release moves one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Whatever Keras accepts as data, as one sequence of global batches cut the same on every task.
 
-Every task of a cluster is given the same data, as it would be on one device. A global batch is cut
-into one contiguous part for each replica of the whole cluster, in replica order; a task reads only the
-parts of its own replicas (`GlobalBatches`).
+Every task of a cluster is given the same data, as it would be on one device. A global batch is
+cut into one contiguous part for each replica of the whole cluster, in replica order; a task reads
+only the parts of its own replicas (`GlobalBatches`).
 
-Keras shuffles the batches of a PyDataset with Python's own random numbers, which are others on each
-worker: `OrderedBatches` has an order that every task computes alike. The data of `tfd.data` begins at
-its own position; where each task reads by a function of its shard, the tasks agree on what there is.
+Keras shuffles the batches of a PyDataset with Python's own random numbers, which are others on
+each worker: `OrderedBatches` has an order that every task computes alike. The data of `tfd.data`
+begins at its own position; where each task reads by a function of its shard, the tasks agree on
+what there is.
 """
 
 from __future__ import annotations

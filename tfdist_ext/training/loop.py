@@ -1,18 +1,18 @@
 """The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
 
-All tasks of a cluster take the same turns. Every execution is a collective, and so is every question
-below that is put to all workers. What decides how many there are must therefore be the same on each
-task, and is agreed on where it may not be: the chief alone runs callbacks that write, and a user's
-callback may stop one task.
+All tasks of a cluster take the same turns. Every execution is a collective, and so is every
+question below that is put to all workers. What decides how many there are must therefore be the
+same on each task, and is agreed on where it may not be: the chief alone runs callbacks that
+write, and a user's callback may stop one task.
 
-Epochs begin and end in the data by Keras's rules (`Epochs`). A seeded `shuffle` draws a new order each
-time an iterator over it is made: by training, by validation, by anything that looks at the data. So
-iterators are made exactly when Keras's EpochIterator makes them (`DatasetPasses`).
+Epochs begin and end in the data by Keras's rules (`Epochs`). A seeded `shuffle` draws a new order
+each time an iterator over it is made: by training, by validation, by anything that looks at the
+data. So iterators are made exactly when Keras's EpochIterator makes them (`DatasetPasses`).
 
 Long executions are fast, because nothing waits for Python between their steps. Short ones show
 progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is, in finalizers
-too, which drop it: `preserve_sigint` keeps it.
+(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is, in
+finalizers too, which drop it: `preserve_sigint` keeps it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DistributedModel: Keras's fit, evaluate and predict, on any strategy.
 
-`distribute` makes one of a Keras model, or of a function that builds it. Everything that takes time
-is elsewhere; here arguments are checked, before anything starts, and the parts are put together.
+`distribute` makes one of a Keras model, or of a function that builds it. Everything that takes
+time is elsewhere; here arguments are checked, before anything starts, and the parts are put
+together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the engines and the compiled steps of both sides have in common.
 
-An engine keeps the programs of a model: its compiled train, test and predict steps. A program knows
-the variables of its step, and how the logs come out of it.
+An engine keeps the programs of a model: its compiled train, test and predict steps. A program
+knows the variables of its step, and how the logs come out of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a training is made of, and what each side of it brings; and what stands in for nobody.
 
-`DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them in
-`synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
+`DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them
+in `synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Variables as one replica or worker sees them: copies, shards, slots, and who updates them.
 
-What an optimizer does after gradients are summed is the same on every replica. Inside a strategy its
-conditions fail (a cond cannot contain a cross-replica call) and its assignments take detours. On the
-plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
+What an optimizer does after gradients are summed is the same on every replica. Inside a strategy
+its conditions fail (a cond cannot contain a cross-replica call) and its assignments take detours.
+On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
 (`LocalCopies`, `default_strategy_scope`).
 
-What a step writes inside a cond or a loop goes to the replica's own copy (`LocalVariables`): it is
-unlike the others' until the step ends and the mean over all rows is written to all of them.
+What a step writes inside a cond or a loop goes to the replica's own copy (`LocalVariables`): it
+is unlike the others' until the step ends and the mean over all rows is written to all of them.
 
-TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up rows
-of it, nor update its shards, nor keep an optimizer's slots beside them. What is missing is here; a step
-uses it through `WorkerScope` or `ReplicaScope`.
+TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
+rows of it, nor update its shards, nor keep an optimizer's slots beside them. What is missing is
+here; a step uses it through `WorkerScope` or `ReplicaScope`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Calls, data and models that must be equal on all workers: an error before the first step.
 
-Workers that agree pay for one collective of a few bytes. Only where something differs do the values
-themselves travel.
+Workers that agree pay for one collective of a few bytes. Only where something differs do the
+values themselves travel.
 
-Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers wait
-for each other forever. Where data differs, as after a shuffle without a seed or where each worker loads
-a part, some examples are used twice and others never, and nothing fails.
+Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers
+wait for each other forever. Where data differs, as after a shuffle without a seed or where each
+worker loads a part, some examples are used twice and others never, and nothing fails.
 
-Of models is compared what they compute with: config, code, variables, vocabularies and the like, compile
-settings. Not compared is what may differ without harm: automatic names (a worker that made another model
-before has dense_1 where others have dense), seeds, weights, which follow the chief.
+Of models is compared what they compute with: config, code, variables, vocabularies and the like,
+compile settings. Not compared is what may differ without harm: automatic names (a worker that
+made another model before has dense_1 where others have dense), seeds, weights, which follow the
+chief.
 """
 
 from __future__ import annotations

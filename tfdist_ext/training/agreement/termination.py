@@ -1,8 +1,8 @@
 """SIGTERM to a worker that trains: it ends between two executions, also while it waits for a peer.
 
-Python runs a handler of a signal between two bytecodes of the main thread, so not while that waits
-in TensorFlow for another worker. The file descriptor to which Python writes the number of each
-signal can be read by another thread meanwhile.
+Python runs a handler of a signal between two bytecodes of the main thread, so not while that
+waits in TensorFlow for another worker. The file descriptor to which Python writes the number of
+each signal can be read by another thread meanwhile.
 """
 
 from __future__ import annotations

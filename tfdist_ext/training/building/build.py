@@ -1,7 +1,7 @@
 """A Keras model, with all that belongs to it, made inside a strategy's scope.
 
-Every variable is made before a step is traced. Layers that keep a state for each row of a batch, which
-cannot follow its row to a replica, are refused.
+Every variable is made before a step is traced. Layers that keep a state for each row of a batch,
+which cannot follow its row to a replica, are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models that only their own step knows how to call: a step is tried to make their variables.
 
 A GAN or a VAE may have no `call` at all, and a model that is trained on pairs one that does not
-take what the data begins with. Plain Keras makes what is missing while it traces the first step. On
-a strategy all variables must be there before; so the step is traced once for nothing.
+take what the data begins with. Plain Keras makes what is missing while it traces the first step.
+On a strategy all variables must be there before; so the step is traced once for nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Callbacks in a cluster: which run on which task, and what their `self.model` does.
 
-A model may also override methods of Keras's trainer, as KerasHub's tasks override `fit`. Such a `fit`
-prepares the data or the callbacks and calls `super().fit(...)`. Under a strategy it is called as it is,
-and what `super()` reaches is the distributed implementation: while the method runs, `keras.Model.fit`
-itself is one that asks whether it is this thread's model.
+A model may also override methods of Keras's trainer, as KerasHub's tasks override `fit`. Such a
+`fit` prepares the data or the callbacks and calls `super().fit(...)`. Under a strategy it is
+called as it is, and what `super()` reaches is the distributed implementation: while the method
+runs, `keras.Model.fit` itself is one that asks whether it is this thread's model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ The file appears under its name when it is complete, or not at all.
     /<group>         model, metrics, and one for each optimizer; attributes: what it belongs to
     /<group>/<n>     one variable; attributes: its name, its path in Keras, its dtype, its crc32
 
-`crc32` is that of the variable's bytes in the order of its rows. Of all else HDF5 has checksums of
-its own. So no byte goes unnoticed that changes what is restored. Files of version 1 have neither.
+`crc32` is that of the variable's bytes in the order of its rows. Of all else HDF5 has checksums
+of its own. So no byte goes unnoticed that changes what is restored. Files of version 1 have
+neither.
 
 The whole value of a Keras variable, whatever lies behind it: copies, pieces, a remote server.
 

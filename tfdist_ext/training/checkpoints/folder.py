@@ -1,19 +1,19 @@
 """The folder of fit(checkpoint_dir=...): its files, its index, and the job that owns it.
 
-Two jobs in one folder must not cost a checkpoint, whenever each of them is stopped and woken. Each job
-that trains into a folder takes the next generation: it creates `owner-00007.json` exclusively, which is
-atomic on network file systems too, where locks often are not. The older one looks for a newer owner
-before each write, rename and delete. Where it is stopped after that look, nothing that it may still do
-destroys a newer job's files:
+Two jobs in one folder must not cost a checkpoint, whenever each of them is stopped and woken.
+Each job that trains into a folder takes the next generation: it creates `owner-00007.json`
+exclusively, which is atomic on network file systems too, where locks often are not. The older one
+looks for a newer owner before each write, rename and delete. Where it is stopped after that look,
+nothing that it may still do destroys a newer job's files:
 
 - A new checkpoint takes no name that is in use, and two jobs never write into one file.
-- An index says of which job it is. One that an older job has put over that of a newer does not agree
-  with the files, and is made again from them.
+- An index says of which job it is. One that an older job has put over that of a newer does not
+  agree with the files, and is made again from them.
 - A job removes only files that it knows to be replaced: those of its own index.
 
-The index is a small JSON file, replaced at once: a reader on another machine sees the old or the new
-one. Each checkpoint also says for itself what it is. So an index that is lost, damaged or not that of
-the files is found out, and made again from them.
+The index is a small JSON file, replaced at once: a reader on another machine sees the old or the
+new one. Each checkpoint also says for itself what it is. So an index that is lost, damaged or not
+that of the files is found out, and made again from them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What a `DistributedModel` writes and reads back: models, exports, checkpoints.
 
-In a cluster the chief writes and reads, and the others wait and take over its state. So a folder on the
-chief's own disk is enough, and no task can come upon another file than the others. A checkpoint is the
-whole state of a model in one file, restored on any strategy from any other.
+In a cluster the chief writes and reads, and the others wait and take over its state. So a folder
+on the chief's own disk is enough, and no task can come upon another file than the others. A
+checkpoint is the whole state of a model in one file, restored on any strategy from any other.
 
-As it is, a model cannot be exported where its variables are partitioned, and one on parameter servers is
-traced with variables of other machines. So what is exported is a copy without a strategy.
+As it is, a model cannot be exported where its variables are partitioned, and one on parameter
+servers is traced with variables of other machines. So what is exported is a copy without a
+strategy.
 """
 
 from __future__ import annotations

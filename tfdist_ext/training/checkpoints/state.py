@@ -1,7 +1,7 @@
 """What belongs to the state of a model and its optimizers, and names for it that hold in every job.
 
-Keras numbers names by what the process has made before: a layer is `dense` in one job and `dense_3` in
-the next. Here the numbers count within the model.
+Keras numbers names by what the process has made before: a layer is `dense` in one job and
+`dense_3` in the next. Here the numbers count within the model.
 """
 
 from __future__ import annotations

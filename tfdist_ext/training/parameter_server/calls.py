@@ -1,7 +1,7 @@
 """Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
 
-Several global batches travel in one call (`BatchChunk`). An error of a call comes without what its way
-back to the coordinator has added to it.
+Several global batches travel in one call (`BatchChunk`). An error of a call comes without what
+its way back to the coordinator has added to it.
 """
 
 from __future__ import annotations

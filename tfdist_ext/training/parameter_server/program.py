@@ -1,9 +1,9 @@
 """Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
 
-The global batches are read on the coordinator and travel with the remote calls. So a call that is made
-again because its worker died sees the same examples, and each example counts once: what the workers
-return, not what they write on the way, becomes the metrics and the number of steps. Predictions are in
-input order, whichever worker made them.
+The global batches are read on the coordinator and travel with the remote calls. So a call that is
+made again because its worker died sees the same examples, and each example counts once: what the
+workers return, not what they write on the way, becomes the metrics and the number of steps.
+Predictions are in input order, whichever worker made them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Variables as a step on a worker of a parameter server cluster sees and writes them.
 
 The values are on parameter servers and other workers write them meanwhile. So what counts is
-added, never overwritten by a value computed from an old one, and updates run where the variable is.
+added, never overwritten by a value computed from an old one, and updates run where the variable
+is.
 """
 
 from __future__ import annotations

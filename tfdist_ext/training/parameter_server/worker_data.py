@@ -1,14 +1,14 @@
 """Data that each worker of a parameter server cluster reads for itself, so that a loss costs nothing.
 
-A worker that dies takes along its place in the data, and the coordinator cannot tell whether a call
-whose answer it never saw was done. So each call ends by writing one row, on a parameter server, in one
-operation: how many batches of the worker's data have been used, and the metrics of them. Either both
-count or none. Who goes on with that data, the worker started again or another one, begins after what
-the row counts.
+A worker that dies takes along its place in the data, and the coordinator cannot tell whether a
+call whose answer it never saw was done. So each call ends by writing one row, on a parameter
+server, in one operation: how many batches of the worker's data have been used, and the metrics of
+them. Either both count or none. Who goes on with that data, the worker started again or another
+one, begins after what the row counts.
 
-A call uses the data of whichever worker takes it. The data of a worker that stays away is taken over:
-another one makes it again, from where the records say that it was left. Data that cannot be made in
-another process is read here.
+A call uses the data of whichever worker takes it. The data of a worker that stays away is taken
+over: another one makes it again, from where the records say that it was left. Data that cannot be
+made in another process is read here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which part of a global batch the running replica holds.
 
-A replica's step computes on its part what one device would compute on the whole batch. The fraction of
-the batch that the part is, its rows over those of the global batch, says how much the result counts.
-`tfd.all_rows` gives the rows of all parts.
+A replica's step computes on its part what one device would compute on the whole batch. The
+fraction of the batch that the part is, its rows over those of the global batch, says how much the
+result counts. `tfd.all_rows` gives the rows of all parts.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 Inside the step of a `DistributedModel` on several replicas
 
-- code sees one replica (`num_replicas_in_sync` is 1): every loss is the mean over the examples at hand,
-  and nothing is to be divided by the number of replicas, nor is it when it is;
-- a replica's loss counts with its fraction of the rows, as a mean over its part does. What is no plain
-  mean is corrected for the fraction of what it sums or divides by, and what is not reduced at all counts
-  as the sum over all rows;
-- an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its fraction
-  of the examples, before it clips, accumulates or applies it, and works on this replica's copies as if
-  there were no strategy. So does an `apply` or `apply_gradients` of its own;
+- code sees one replica (`num_replicas_in_sync` is 1): every loss is the mean over the examples at
+  hand, and nothing is to be divided by the number of replicas, nor is it when it is;
+- a replica's loss counts with its fraction of the rows, as a mean over its part does. What is no
+  plain mean is corrected for the fraction of what it sums or divides by, and what is not reduced
+  at all counts as the sum over all rows;
+- an optimizer gets the gradient of the global batch, the sum over replicas, each weighted by its
+  fraction of the examples, before it clips, accumulates or applies it, and works on this
+  replica's copies as if there were no strategy. So does an `apply` or `apply_gradients` of its
+  own;
 - in a step of the user's, a tape's gradients of variables are those of the global batch already;
 - statistics that are synchronized over replicas count each example once.
 

@@ -1,9 +1,10 @@
 """What a step logs: results of metrics, and what an overridden step returned.
 
-A step of the user's returns values such as `{"acc": self.accuracy.result()}`, or an F1 score of two
-metrics' results. While a replica runs its step, a metric there has seen that replica's rows alone. The
-traced graph tells which returned values depend on metrics, and how: that part of it is copied and runs
-at the end of the execution, on the states combined over all replicas (`DerivedLogs`).
+A step of the user's returns values such as `{"acc": self.accuracy.result()}`, or an F1 score of
+two metrics' results. While a replica runs its step, a metric there has seen that replica's rows
+alone. The traced graph tells which returned values depend on metrics, and how: that part of it is
+copied and runs at the end of the execution, on the states combined over all replicas
+(`DerivedLogs`).
 """
 
 from __future__ import annotations

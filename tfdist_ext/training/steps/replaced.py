@@ -1,15 +1,15 @@
 """Functions of Keras and TensorFlow that do something else in the threads of a running step.
 
-They are replaced because there is no other way in: Keras's losses, layers and optimizers call each
-other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each with its
-reason. They are in place only while a step is traced, or runs eagerly; other threads, and nested code
-that is not to be changed, get the original then, too. (`callbacks/in_cluster.py` does the same while a
-model's own `fit` runs, for the `fit` that its `super()` reaches.)
+They are replaced because there is no other way in: Keras's losses, layers and optimizers call
+each other, and the steps of users call them directly. `_keras_private.REPLACED` lists them, each
+with its reason. They are in place only while a step is traced, or runs eagerly; other threads,
+and nested code that is not to be changed, get the original then, too. (`callbacks/in_cluster.py`
+does the same while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
 
-A release of Keras may compute something in another way, past one of them. The step would then train on
-other numbers, without a word. So what was called is noted, and what a step must have called is looked
-at when it is traced, or first runs eagerly: what follows from the model where the step is Keras's own,
-and what follows from what the step wrote where it is a user's.
+A release of Keras may compute something in another way, past one of them. The step would then
+train on other numbers, without a word. So what was called is noted, and what a step must have
+called is looked at when it is traced, or first runs eagerly: what follows from the model where
+the step is Keras's own, and what follows from what the step wrote where it is a user's.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Which tensors of a step depend on rows of the batch, and where their rows are.
 
-`RowTrace` finds where rows go from shapes. In a graph the number of rows of a batch is unknown, and so
-are other sizes. To tell them apart, the operations that lead to a tensor are copied to a scratch graph.
-There this replica's part has a prime number of rows, and the global batch another prime. TensorFlow
-infers all shapes again; a dimension that is a multiple of one of the primes is one of rows. The scratch
-graph never runs.
+`RowTrace` finds where rows go from shapes. In a graph the number of rows of a batch is unknown,
+and so are other sizes. To tell them apart, the operations that lead to a tensor are copied to a
+scratch graph. There this replica's part has a prime number of rows, and the global batch another
+prime. TensorFlow infers all shapes again; a dimension that is a multiple of one of the primes is
+one of rows. The scratch graph never runs.
 
-`BatchDependence` tells what does not depend on the batch, and so is the same on every replica: positions
-made by `range`, a layer's constants, sums over replicas and all that is computed from them. It walks
-backward from a tensor, through functions, branches and loops, to the batch; in eager steps through a
-record of what was run.
+`BatchDependence` tells what does not depend on the batch, and so is the same on every replica:
+positions made by `range`, a layer's constants, sums over replicas and all that is computed from
+them. It walks backward from a tensor, through functions, branches and loops, to the batch; in
+eager steps through a record of what was run.
 
-By it gradients keep the slices that one device would have (`prepare_reduction`). Optimizers with second
-moments square the slices of a sparse gradient (`tf.IndexedSlices`) one by one, so it matters how many
-there are for a row of a table. Slices of the batch's rows stay apart, as on one device. What each
-replica looks up by the same constant indices, as positions, is one lookup on one device: its slices are
-summed.
+By it gradients keep the slices that one device would have (`prepare_reduction`). Optimizers with
+second moments square the slices of a sparse gradient (`tf.IndexedSlices`) one by one, so it
+matters how many there are for a row of a table. Slices of the batch's rows stay apart, as on one
+device. What each replica looks up by the same constant indices, as positions, is one lookup on
+one device: its slices are summed.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 Keras writes metrics and moving statistics from inside each replica's step. Under a strategy these
 writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
-values of the step: metrics stay in the loop until it ends, moving statistics are averaged and written
-once. What is written inside a `cond` or a loop of a layer's own cannot leave it as a value. It goes to
-the replica's own copy of the variable, which is read when the step ends.
+values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
+written once. What is written inside a `cond` or a loop of a layer's own cannot leave it as a
+value. It goes to the replica's own copy of the variable, which is read when the step ends.
 
 Metrics may be reset in a step, and read in an eager one, over all replicas (`metric_methods`).
 
-Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device of
-each replica. Where replicas share one copy, rows are gathered where the table is (`rows_of_shared`).
+Keras turns a table into a tensor before it takes rows of it, and so sends all of it to the device
+of each replica. Where replicas share one copy, rows are gathered where the table is
+(`rows_of_shared`).
 """
 
 from __future__ import annotations

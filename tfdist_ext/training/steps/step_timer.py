@@ -1,9 +1,9 @@
 """When a task's steps began, and when its own part of each was ready: noted in the graph.
 
-In synchronous training each step takes as long as the slowest worker's, on all of them. What tells
-workers apart is each one's own time: from the end of the last step, its data read and its gradients
-computed, to the moment from which it waits for the others. What it has waited before, in the middle
-of its step, is left out.
+In synchronous training each step takes as long as the slowest worker's, on all of them. What
+tells workers apart is each one's own time: from the end of the last step, its data read and its
+gradients computed, to the moment from which it waits for the others. What it has waited before,
+in the middle of its step, is left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The engine of synchronous strategies: all replicas run each step together.
 
-Random numbers without a seed (`keras.random.normal(shape)` in a layer's call) are drawn by Keras from
-one generator of the calling thread, which it would make in the thread of each replica, inside of the
-step. So each replica has one from the beginning (`Seeds`): a plain variable of its own that its steps
-advance, alike on all replicas of all workers.
+Random numbers without a seed (`keras.random.normal(shape)` in a layer's call) are drawn by Keras
+from one generator of the calling thread, which it would make in the thread of each replica,
+inside of the step. So each replica has one from the beginning (`Seeds`): a plain variable of its
+own that its steps advance, alike on all replicas of all workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Many steps of a model in one execution: the loop over an iterator of parts, in the graph.
 
-An execution runs `n` global batches without coming back to Python. The metrics' states travel through
-the loop, one set for each local replica, and are reduced over all replicas once, at its end; so logs are
-the same on every worker. Predictions come back batch by batch: every row once, in input order.
+An execution runs `n` global batches without coming back to Python. The metrics' states travel
+through the loop, one set for each local replica, and are reduced over all replicas once, at its
+end; so logs are the same on every worker. Predictions come back batch by batch: every row once,
+in input order.
 """
 
 from __future__ import annotations
