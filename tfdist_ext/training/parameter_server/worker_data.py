@@ -1,4 +1,4 @@
-"""Data that each worker of a parameter server cluster reads for itself, so that a loss costs nothing.
+"""Data that each worker reads for itself, with records so that the loss of a worker costs nothing.
 
 A worker that dies takes along its place in the data, and the coordinator cannot tell whether a
 call whose answer it never saw was done. So each call ends by writing one row, on a parameter
