@@ -70,5 +70,5 @@ def test_a_plan_for_another_model_or_cluster(result: dict[str, Any]) -> None:
     other_model, other_cluster = result["refused"]
     assert "the plan is for another model" in other_model
     assert "changed: 'users/embeddings' from float32[1001, 13] to float32[1001, 5]" in other_model
-    assert "the plan is for 2 ps tasks, the cluster has 3" in other_cluster
+    assert "for the cluster's 3 ps tasks, got one for 2" in other_cluster
     assert result["variables of the refused"] == 0

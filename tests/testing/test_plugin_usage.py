@@ -96,7 +96,7 @@ def test_a_project_with_these_names_of_its_own_is_not_touched(tmp_path: Path) ->
         ("tfdist_cluster()", "tfdist_cluster needs numbers of tasks by name, got ()"),
         ("tfdist_cluster(wrker=2)", "types chief, worker, ps, evaluator, got 'wrker'."),
         ("tfdist_cluster(worker=-1)", "worker must be a number of tasks, got -1."),
-        ("tfdist_cluster(ps=1)", "--ps 1 without workers"),
+        ("tfdist_cluster(ps=1)", "--ps must come with workers, got --ps 1 alone"),
         (
             "tfdist_cluster(worker=2, timeout=None)",
             "timeout must be a number of seconds above 0, got None.",

@@ -96,8 +96,8 @@ def test_what_is_read_at_import_is_read_anew() -> None:
         (task_bodies.setting, {"worker": -1}, "worker must be a number of tasks, got -1"),
         (task_bodies.setting, {"worker": True}, "worker must be a number of tasks, got True"),
         (task_bodies.setting, {"worker": 1, "chief": 2}, "at most one chief, got 2"),
-        (task_bodies.setting, {"ps": 1}, "--ps 1 without workers"),
-        (task_bodies.setting, 0, "no task would train"),
+        (task_bodies.setting, {"ps": 1}, "--ps must come with workers, got --ps 1 alone"),
+        (task_bodies.setting, 0, "at least one task must train"),
     ],
 )
 def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
