@@ -116,7 +116,7 @@ def test_failed_before_it_was_killed(tfdist_cluster, slow_end):
         assert slow_end == "never"
     while not os.path.exists(sign):
         time.sleep(0.01)
-    time.sleep(1)
+    time.sleep(5)  # it has to say that it failed
     tfdist_cluster.kill("worker", 1)
 
 
