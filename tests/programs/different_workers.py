@@ -176,11 +176,11 @@ import shuffled_training  # noqa: E402
 
 result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched", "infinite"])
 
-import tfdist_ext.training.agreement.equality as same_model  # noqa: E402
+from tfdist_ext.training.agreement import equality  # noqa: E402
 
-real = same_model.keras
-same_model.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")
+real = equality.keras
+equality.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")
 told("version", distribute())
-same_model.keras = real
-same_model.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
+equality.keras = real
+equality.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
 told("python", distribute(lambda: layers(functions[rank])))

@@ -403,7 +403,6 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
         *(replaced for replaced in REPLACED if not replaced.key.startswith("moments")),
     ]
     monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
-    monkeypatch.setattr("tfdist_ext.training.steps.replaced.REPLACED", tuple(moved))
     step_targets.cache_clear()
     try:
         tfd.distribute(classifier(), mirrored()).fit(X, Y, **FIT)

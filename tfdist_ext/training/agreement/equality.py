@@ -186,13 +186,12 @@ def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, A
     Raises:
         TrainingError: on every worker, where one's arguments are not the first worker's.
     """
-    if reduction.multi_worker:
-        values = {name: _as_json(value) for name, value in arguments.items()}
-        advice = (
-            f"give every worker the same data and the same arguments of {call}(), as one device"
-            " would get: each takes its own part of every global batch."
-        )
-        check_equal_across_workers(reduction, {"the call": call, **values}, advice)
+    values = {name: _as_json(value) for name, value in arguments.items()}
+    advice = (
+        f"give every worker the same data and the same arguments of {call}(), as one device"
+        " would get: each takes its own part of every global batch."
+    )
+    check_equal_across_workers(reduction, {"the call": call, **values}, advice)
 
 
 def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
@@ -231,7 +230,7 @@ def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = 
     Raises:
         TrainingError: on every worker, where one's are not the first worker's.
     """
-    if reduction.multi_worker and batches.arrays is not None:
+    if batches.arrays is not None:
         advice = (
             "each worker takes its own part of the same global batches, so give all of them the"
             " same arrays. Where each has examples of its own, use tfd.data.from_dataset_fn()."
@@ -242,7 +241,7 @@ def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = 
 def first_batch_comparison(
     reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
 ) -> Callable[[Structure], None] | None:
-    """What compares the first batch of a dataset that each worker reads whole; None on one worker.
+    """What compares the first batch of a dataset that each worker reads whole; None without one.
 
     Inputs may differ rightly where a pipeline draws random numbers or calls Python, as an
     augmentation does: then there is a warning. Batch sizes and class labels may not.
@@ -250,7 +249,7 @@ def first_batch_comparison(
     Args:
         names: what goes before "x" and "y" in messages.
     """
-    if not reduction.multi_worker or dataset is None:
+    if dataset is None:
         return None
 
     def check(batch: Structure) -> None:
@@ -381,8 +380,6 @@ def check_equal_models(
     Raises:
         TrainingError: on every worker, where one's model is not the first worker's.
     """
-    if not reduction.multi_worker:
-        return
     described = describe_model(model, with_code=same_python)
     difference = difference_between_workers(reduction, described.certain)
     if difference is not None:

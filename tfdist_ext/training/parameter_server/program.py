@@ -142,10 +142,7 @@ class ParameterServerProgram(ProgramBase):
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics of the epoch so far: the coordinator has those of all workers."""
-        values = [
-            tf.constant(value.astype(start.dtype))
-            for value, start in zip(self._totals, self._start, strict=True)
-        ]
+        values = self._states_so_far()
         return {name: v for name, v in self._logs(values, {}).items() if isinstance(v, float)}
 
     def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
@@ -172,13 +169,17 @@ class ParameterServerProgram(ProgramBase):
     ) -> Execution:
         if self._training and self._counter is not None and done:
             kp.raw_value(self._counter).assign(first + done * self._counted)
-        values = [
-            tf.constant(value.astype(start.dtype))
-            for value, start in zip(self._totals, self._start, strict=True)
-        ]
+        values = self._states_so_far()
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
         return Execution(self._logs(values, outputs), done + passed_over, seconds)
+
+    def _states_so_far(self) -> list[tf.Tensor]:
+        """The metrics' states over the epoch, in the metrics' own types."""
+        return [
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
 
     def _function(
         self, iterator: BatchIterator, chunk: BatchChunk

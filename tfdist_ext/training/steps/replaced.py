@@ -28,7 +28,6 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._keras_private import REPLACED, find
 from tfdist_ext.training.variables import optimizers_of
 
 __all__ = [
@@ -153,8 +152,8 @@ def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[st
 def step_targets() -> list[Target]:
     """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
     found = []
-    for replaced in REPLACED:
-        owner = find(replaced.module, replaced.owner)
+    for replaced in kp.REPLACED:
+        owner = kp.find(replaced.module, replaced.owner)
         if owner is not None and hasattr(owner, replaced.name):
             found.append(Target(replaced.key, owner, replaced.name))
     return found

@@ -334,8 +334,9 @@ class SynchronousProgram(ProgramBase):
 
     def _check_passed(self, here: StepContext | None, scope: ReplicaScope) -> None:
         if here is not None and not (self._passed and tf.executing_eagerly()):
-            check_passed(self._model, self._kind, scope.record(here.called))
-            check_lookups(self._model, scope.record(here.called))
+            record = scope.record(here.called)
+            check_passed(self._model, self._kind, record)
+            check_lookups(self._model, record)
             self._passed = True
         scope.forget_losses(self._model)
 
