@@ -22,6 +22,9 @@ from training_cases import (
     strategy_of,
 )
 
+from tfdist_ext.errors import TrainingError
+
+KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 ROWS = 50
 FIT = {"batch_size": 16, "epochs": 3}
 CLASSES = (X[:ROWS, :1] > 0).astype("float32")
@@ -135,6 +138,12 @@ def test_losses_of_layers_before_a_sum_over_replicas(name: str, eagerly: bool) -
         return built
 
     fit: dict[str, Any] = {"batch_size": 16, "epochs": 2}
+    if KERAS < (3, 14):
+        with pytest.raises(TrainingError, match="adds the sum over the examples of a replica"):
+            distributed_fit(
+                with_settings(before_a_masked_loss), WORDS, NEXT, strategy=strategy_of(name), **fit
+            )
+        return
     for build, x, y in (
         (before_synchronized_statistics, X[:ROWS], CLASSES),
         (before_a_masked_loss, WORDS, NEXT),

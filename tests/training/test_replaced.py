@@ -6,6 +6,7 @@ functions that are replaced while a step runs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tensorflow as tf
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import TESTED
 from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced, find
@@ -79,7 +81,7 @@ def functions():
     return found
 
 def build():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activity_regularizer="l2")])
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_regularizer="l2")])
     model.compile("adam", "mse", metrics=["mae"])
     return model
 
@@ -343,12 +345,19 @@ def without_clearing(layer: Any) -> Any:
 _call_context = keras.Layer._get_call_context
 
 
+class Penalty(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
 def with_all() -> keras.Model:
     """A model whose step must call each of the functions."""
     model = keras.Sequential(
         [
             keras.Input((5,)),
-            keras.layers.Dense(4, activity_regularizer="l2"),
+            keras.layers.Dense(4),
+            Penalty(),
             keras.layers.BatchNormalization(synchronized=True),
             keras.layers.Dense(1, activation="sigmoid"),
         ]
@@ -453,3 +462,18 @@ def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.Monkey
         assert told[0].filename == __file__
     finally:
         model._warn_of_untested_versions.cache_clear()
+
+
+def test_activities_that_keras_sums_over_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Keras 3.14. A replica's sum, as a mean of its part, would be other numbers."""
+    layers = keras.layers
+    dense = layers.Dense(1, activity_regularizer="l2", name="active")
+    model = keras.Sequential([keras.Input((5,)), dense])
+    model.compile("sgd", "mse")
+    monkeypatch.setattr(keras, "__version__", "3.13.2")
+    for strategy, expected in (
+        (strategy_of("default"), contextlib.nullcontext()),
+        (mirrored(), pytest.raises(TrainingError, match="activity_regularizer of layer 'active'")),
+    ):
+        with expected:
+            tfd.distribute(model, strategy).fit(X[:8], X[:8, :1], batch_size=8, verbose=0)

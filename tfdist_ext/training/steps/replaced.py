@@ -33,6 +33,7 @@ from tfdist_ext.training.variables import optimizers_of
 __all__ = [
     "StepRecord",
     "Target",
+    "check_activity_regularizers",
     "check_lookups",
     "check_passed",
     "functions_in_place",
@@ -267,6 +268,24 @@ def check_lookups(model: keras.Model, step: StepRecord) -> None:
     for layer in kp.flat_layers(model):
         if isinstance(layer, keras.layers.Embedding) and id(layer.embeddings) in step.read_whole:
             raise not_called("take")
+
+
+def check_activity_regularizers(model: keras.Model) -> None:
+    """Check that what layers add for their activities is a mean over examples, as other losses are.
+
+    Raises:
+        TrainingError: this release of Keras adds the sum over examples.
+    """
+    if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14):
+        return
+    for layer in kp.flat_layers(model):
+        if layer.activity_regularizer is not None:
+            raise TrainingError(
+                f"the activity_regularizer of layer {layer.name!r} must give a mean over examples"
+                f" where several replicas train, got Keras {keras.__version__}, which adds the sum"
+                " over the examples of a replica: install Keras 3.14 or newer, or give one number"
+                " for each example to add_loss in a layer of your own."
+            )
 
 
 def not_called(key: str) -> TrainingError:

@@ -41,6 +41,7 @@ from tfdist_ext.training.steps.logs import (
     results,
 )
 from tfdist_ext.training.steps.replaced import (
+    check_activity_regularizers,
     check_lookups,
     check_passed,
     functions_in_place,
@@ -337,6 +338,8 @@ class SynchronousProgram(ProgramBase):
             record = scope.record(here.called)
             check_passed(self._model, self._kind, record)
             check_lookups(self._model, record)
+            if here.replicas > 1 and self._kind != "predict":
+                check_activity_regularizers(self._model)
             self._passed = True
         scope.forget_losses(self._model)
 
