@@ -57,6 +57,7 @@ def use_template() -> None:
         assert strategy.extended.value_container(strategy.copies(weight)[0]) is weight
         strategy.experimental_distribute_values_from_function(lambda context: 1.0)
         assert strategy.gather(results, axis=0).shape == [2]
+        assert strategy.gather(tf.ones([1]), axis=0).shape == [2]
         assert strategy.reduce(tf.distribute.ReduceOp.MEAN, 3.0, axis=None) == 3.0
         dataset = tf.data.Dataset.range(4).batch(4)
         assert len(list(strategy.experimental_distribute_dataset(dataset))) == 1
@@ -95,6 +96,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes our look-ups miss one name; TensorFlow itself keeps it."""
     classes = (
         tp.copied_variable_class,
+        tp.mirrored_class,
         servers.server_variable_class,
         servers.partitioned_variable_class,
     )

@@ -113,8 +113,7 @@ def test_a_config_becomes_a_resolver() -> None:
     assert resolver.cluster_spec().as_dict() == {"worker": {0: "h:1", 2: "h:3"}}
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 2, "grpc")
     described = describe(resolver)
-    assert described.holes() == ["worker:1"]
-    assert described.peers() == {"worker:0": "h:1"}
+    assert described.addresses == {"worker:0": "h:1", "worker:1": "", "worker:2": "h:3"}
     assert str(described) == "2 workers"
 
 

@@ -121,7 +121,7 @@ def test_a_neighbour_from_elsewhere(strategy: StrategyTemplate) -> None:
 def test_a_dataset_is_not_cut_for_pipelines_of_replicas(strategy: StrategyTemplate) -> None:
     mode = tf.distribute.InputReplicationMode.PER_REPLICA
     options = tf.distribute.InputOptions(experimental_replication_mode=mode)
-    with pytest.raises(NotImplementedError, match="is for distribute_datasets_from_function"):
+    with pytest.raises(NotImplementedError, match="only supported in `distribute_datasets_from"):
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2), options)
 
 

@@ -1,8 +1,8 @@
 """The private names of TensorFlow that a strategy of one's own needs, each with the reason.
 
 `tf.distribute.StrategyExtended` is public, but what every synchronous strategy of TensorFlow is
-made of is not: its threads, its containers of values, its distributed datasets. They are used here
-as MirroredStrategy uses them, so that nothing of it is written again.
+made of is not: its threads, its containers of values, its distributed datasets. They are taken over
+from MirroredStrategy, so that nothing of it is written again.
 
 `tests/strategies/test_tf_private.py` fails with the name and the reason when a release moves one.
 """
@@ -26,58 +26,45 @@ from tfdist_ext.private_names import PrivateNames
 __all__ = [
     "NAMES",
     "across",
-    "all_reduce",
-    "call_for_each_replica",
+    "all_reduce_in_replica",
     "container_of",
     "copied_to",
-    "copied_variable",
     "copied_variable_class",
-    "datasets_from_function",
     "devices_of",
-    "distributed_dataset",
     "full_name",
-    "gathered",
     "is_copied",
     "is_mirrored",
     "is_synchronized_on_read",
+    "mirrored_class",
     "of_replica",
     "outside_of_tapes",
     "per_replica",
-    "read_from_all",
     "reduced_on",
-    "reduced_plain",
     "results_of_update",
     "servers_extended",
     "shared_variable",
     "updating",
     "validate_neighbour",
+    "with_own_reading",
     "with_scalar_conversions",
 ]
 
 # What a replica has, or a reduction gives.
 Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
-# (device of the pipeline, devices that it feeds), one for each pipeline.
-Pipelines: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 NAMES = PrivateNames(
     "tensorflow.python",
     StrategyError,
     {
         "distribute.cross_device_ops.get_devices_from": "the destinations of reductions",
-        "distribute.cross_device_ops.reduce_non_distributed_value": "reductions of plain values",
         "distribute.cross_device_ops.validate_destinations": "the destinations of reductions",
         "distribute.distribute_lib.UpdateContext": "updates of variables",
-        "distribute.distribute_utils.VARIABLE_POLICY_MAPPING": "variables with copies",
-        "distribute.distribute_utils.create_mirrored_variable": "variables with copies",
         "distribute.distribute_utils.regroup": "values per replica",
         "distribute.distribute_utils.select_replica": "values per replica",
         "distribute.distribute_utils.update_regroup": "the results of updates",
         "distribute.distribute_utils.validate_colocate": "colocate_vars_with",
         "distribute.distribute_utils.value_container": "the variable behind a copy",
-        "distribute.input_lib.InputWorkers": "distributed datasets",
-        "distribute.input_util.get_distributed_dataset": "distributed datasets",
-        "distribute.input_util.get_distributed_datasets_from_function": "distributed datasets",
-        "distribute.mirrored_run.call_for_each_replica": "the threads of replicas",
+        "distribute.mirrored_strategy.MirroredExtended": "strategies on StrategyTemplate",
         "distribute.ps_values.AggregatingVariable": "variables that replicas share",
         "distribute.values.DistributedVariable": "float() and int() of variables",
         "distribute.values.Mirrored": "values that are equal on all replicas",
@@ -145,32 +132,30 @@ def _class_with_scalar_conversions(kind: type) -> type:
     return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
 
-def all_reduce(
-    op: tf.distribute.ReduceOp, values: Sequence[Value], scope: Callable[[], Any]
-) -> list[Value]:
-    """`ReplicaContext.all_reduce` of a list of tensors or slices, without a gradient.
+def all_reduce_in_replica(extended: tf.distribute.StrategyExtended) -> Callable[..., Any] | None:
+    """The reduction that replicas make without `merge_call`, of a strategy that does without it.
 
-    `scope()` is entered in the thread that makes the collectives.
+    It is called with the op, the values and CommunicationOptions.
 
-    Private because the public one is a `tf.custom_gradient`. In a graph TensorFlow registers each
-    of these for the life of the process, and with it the graph of the whole step: a model that is
-    deleted would keep some megabytes.
+    Private because the public `ReplicaContext.all_reduce` is a `tf.custom_gradient`. In a graph
+    TensorFlow registers each of these for the life of the process, and with it the graph of the
+    whole step: a model that is deleted would keep some megabytes.
     """
-    context = tf.distribute.get_replica_context()
-    extended, use = context.strategy.extended, "reductions without a gradient"
-    if not NAMES.of(extended, "_use_merge_call", use)():
-        options = tf.distribute.experimental.CommunicationOptions()
-        reduce = NAMES.of(extended, "_replica_ctx_all_reduce", use)
-        with scope():
-            return list(reduce(op, list(values), options))
+    use = "reductions without a gradient"
+    if NAMES.of(extended, "_use_merge_call", use)():
+        return None
+    return NAMES.of(extended, "_replica_ctx_all_reduce", use)
 
-    def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        # With one replica a part is a tensor, and its destination is told by its device.
-        pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-        with scope():
-            return strategy.extended.batch_reduce_to(op, pairs)
 
-    return list(context.merge_call(of_all, args=tuple(values)))
+@functools.cache
+def mirrored_class(extended: type) -> Any:
+    """A class of a strategy's `extended`, on that of MirroredStrategy where it overrides nothing.
+
+    Private because the public base, StrategyExtended, lacks what `Strategy.run`, variables, data
+    sets and checkpoints call.
+    """
+    base = NAMES("distribute.mirrored_strategy.MirroredExtended")
+    return type(extended.__name__, (extended, base), {})
 
 
 @functools.cache
@@ -218,27 +203,18 @@ def _inside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManag
 
 
 def is_copied(variable: tf.Variable) -> bool:
-    """Whether `copied_variable` made it, with a copy on each replica that is equal to the others'.
-
-    Private: the type is.
-    """
+    """Whether it has a copy on each replica that is equal to the others'. Private: the type is."""
     return isinstance(variable, copied_variable_class())
 
 
-def copied_variable(
-    strategy: tf.distribute.Strategy, make_copies: Callable[..., list[tf.Variable]], **kwargs: Any
-) -> tf.Variable:
-    """One variable of copies: `make_copies(**kwargs)` gives a plain variable for each replica.
+def with_own_reading(variable: tf.Variable) -> tf.Variable:
+    """The same MirroredVariable, read as its strategy says; one of another class as it is.
 
-    Private because TensorFlow has no public way to put variables together as MirroredStrategy does.
+    Private because the type is.
     """
-    classes = {
-        tf.VariableSynchronization.ON_WRITE: copied_variable_class(),
-        tf.VariableSynchronization.ON_READ: NAMES("distribute.values.SyncOnReadVariable"),
-    }
-    policies = NAMES("distribute.distribute_utils.VARIABLE_POLICY_MAPPING")
-    create = NAMES("distribute.distribute_utils.create_mirrored_variable")
-    return create(strategy, make_copies, classes, policies, **kwargs)
+    if type(variable) is NAMES("distribute.values.MirroredVariable"):
+        variable.__class__ = copied_variable_class()
+    return variable
 
 
 def shared_variable(
@@ -268,16 +244,6 @@ def across(device: str) -> Iterator[None]:
     silent = NAMES("eager.context.DEVICE_PLACEMENT_SILENT")
     with tf.device(device), NAMES("eager.context.device_policy")(silent):
         yield
-
-
-def call_for_each_replica(
-    strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Run `fn` in a thread for each replica that `merge_call` can stop and go on with.
-
-    Private because it is the runtime of MirroredStrategy.
-    """
-    return NAMES("distribute.mirrored_run.call_for_each_replica")(strategy, fn, args, kwargs)
 
 
 def per_replica(parts: Sequence[Any], *, mirrored: bool = False, always: bool = False) -> Any:
@@ -333,11 +299,6 @@ def is_synchronized_on_read(variable: tf.Variable) -> bool:
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
-def read_from_all(variable: tf.Variable) -> tf.Tensor:
-    """The aggregate of a variable synchronized on read. Private: `value()` asks the context."""
-    return NAMES.of(variable, "_get_cross_replica", "reading metrics")()
-
-
 def validate_neighbour(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
     """Raise ValueError where `colocate_vars_with` is given what is none of the strategy's.
 
@@ -382,15 +343,6 @@ def reduced_on(device: str, op: tf.distribute.ReduceOp, parts: Sequence[Value]) 
         return tf.IndexedSlices(rows / len(parts) if mean else rows, indices, parts[0].dense_shape)
 
 
-def reduced_plain(op: tf.distribute.ReduceOp, value: Any, destinations: Any, replicas: int) -> Any:
-    """The reduction of what is no value per replica, as TensorFlow's strategies define it.
-
-    Private because they share it.
-    """
-    reduce = NAMES("distribute.cross_device_ops.reduce_non_distributed_value")
-    return reduce(op, value, destinations, replicas)
-
-
 def copied_to(device: str, value: Value) -> Value:
     """A tensor or slices on a device."""
     with tf.device(device):
@@ -398,52 +350,3 @@ def copied_to(device: str, value: Value) -> Value:
             return tf.identity(value)
         shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
         return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
-
-
-def gathered(value: Any, destinations: Any, axis: Any) -> Any:
-    """Values of all replicas along an axis. Private: only `reduce` of these classes is public."""
-    gather = NAMES.of(tf.distribute.ReductionToOneDevice(), "_gather", "gathering values")
-    return gather(value, destinations=destinations, axis=axis)
-
-
-def distributed_dataset(
-    strategy: tf.distribute.Strategy,
-    dataset: tf.data.Dataset,
-    workers: Pipelines,
-    options: tf.distribute.InputOptions | None,
-) -> Any:
-    """A dataset whose batches are cut for the replicas. Private: the class cannot be made publicly.
-
-    Args:
-        workers: (device of the pipeline, devices that it feeds), one for each pipeline.
-    """
-    return NAMES("distribute.input_util.get_distributed_dataset")(
-        dataset,
-        NAMES("distribute.input_lib.InputWorkers")(workers),
-        strategy,
-        num_replicas_in_sync=strategy.num_replicas_in_sync,
-        options=options,
-    )
-
-
-def datasets_from_function(
-    strategy: tf.distribute.Strategy,
-    function: Callable[..., Any],
-    workers: Pipelines,
-    options: tf.distribute.InputOptions | None,
-) -> Any:
-    """The datasets that a function of the input context returns, one for each pipeline.
-
-    Private as `distributed_dataset` is.
-    """
-    contexts = [
-        tf.distribute.InputContext(
-            num_input_pipelines=len(workers),
-            input_pipeline_id=number,
-            num_replicas_in_sync=strategy.num_replicas_in_sync,
-        )
-        for number in range(len(workers))
-    ]
-    distributed = NAMES("distribute.input_util.get_distributed_datasets_from_function")
-    workers = NAMES("distribute.input_lib.InputWorkers")(workers)
-    return distributed(function, workers, contexts, strategy, options)

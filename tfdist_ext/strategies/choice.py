@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfdist_ext.strategies.resolvers import Described
 
 __all__ = ["Choice", "choose"]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which strategy `auto` takes.
+    """Which strategy was chosen, and what was known then.
 
     Attributes:
-        name: of the strategy.
+        name: of the strategy, as `create_strategy` takes it.
         because: the signal that led to it.
         passed_over: a line for each alternative that was not taken, with the reason.
+        settings: a line for each setting, with where it came from.
+        cluster: the one that the strategy is of; None where it is of one machine.
+        apart: asked for without the cluster that the environment describes.
     """
 
     name: str
     because: str
     passed_over: list[str] = field(default_factory=list)
+    settings: tuple[str, ...] = ()
+    cluster: Described | None = None
+    apart: bool = False
 
 
 def choose(
@@ -61,16 +71,14 @@ def choose(
         return Choice("tpu", f"the environment names the TPU {tpu!r}", passed_over)
     passed_over.append("tpu: no TPU is named")
     seen = devices()
-    for kind in ("GPU", "CPU"):
-        found = [name for name in seen if name.startswith(f"{kind}:")]
-        if len(found) > 1:
-            logical = "logical " if kind == "CPU" else ""
-            because = f"{len(found)} {logical}{kind}s on this machine, {alone}"
-            return Choice("mirrored", because, passed_over)
-        if kind == "GPU" and found:
-            passed_over.append("mirrored: one GPU only")
-            return Choice("one_device", f"one GPU on this machine, {alone}", passed_over)
-        if kind == "GPU":
-            passed_over.append("mirrored on GPUs: there are none")
+    gpus, cpus = (sum(name.startswith(kind) for name in seen) for kind in ("GPU:", "CPU:"))
+    if gpus > 1:
+        return Choice("mirrored", f"{gpus} GPUs on this machine, {alone}", passed_over)
+    if gpus:
+        passed_over.append("mirrored: one GPU only")
+        return Choice("one_device", f"one GPU on this machine, {alone}", passed_over)
+    passed_over.append("mirrored on GPUs: there are none")
+    if cpus > 1:
+        return Choice("mirrored", f"{cpus} logical CPUs on this machine, {alone}", passed_over)
     passed_over.append("mirrored on CPUs: one logical CPU only")
     return Choice("default", f"one CPU on this machine, {alone}", passed_over)

@@ -20,12 +20,6 @@ __all__ = ["multi_worker_mirrored", "parameter_server"]
 
 # Seconds for TensorFlow to connect to tasks that have all answered, where the wait is limited.
 _CONNECT = 60.0
-_Implementation: Any = tf.distribute.experimental.CommunicationImplementation
-_COMMUNICATION = {
-    "auto": _Implementation.AUTO,
-    "ring": _Implementation.RING,
-    "nccl": _Implementation.NCCL,
-}
 
 
 def multi_worker_mirrored(
@@ -120,13 +114,13 @@ def _restore_sigterm() -> None:
 
 
 def _implementation(communication: Any) -> Any:
-    if isinstance(communication, _Implementation):
-        return communication
-    if not isinstance(communication, str) or communication.lower() not in _COMMUNICATION:
+    value = communication.upper() if isinstance(communication, str) else communication
+    try:
+        return tf.distribute.experimental.CommunicationImplementation(value)
+    except ValueError:
         raise StrategyError(
-            f"communication must be one of {', '.join(_COMMUNICATION)}, got {communication!r}."
-        )
-    return _COMMUNICATION[communication.lower()]
+            f"communication must be one of auto, ring, nccl, got {communication!r}."
+        ) from None
 
 
 def _complete(strategy: str, cluster: Cluster) -> Described:
@@ -137,7 +131,7 @@ def _complete(strategy: str, cluster: Cluster) -> Described:
             f"{strategy} must have a cluster, got none from {described.source}: set TF_CONFIG, or"
             " pass another cluster=."
         )
-    if holes := described.holes():
+    if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(
             f"the cluster of {strategy} must have an address for every task, got none for"
             f" {', '.join(holes)} from {described.source}. This strategy connects to all tasks:"
@@ -161,9 +155,16 @@ def _made(
     """
     me = str(described.task or "this process")
     # An evaluator takes no part in the connections of the training.
-    peers = {task: at for task, at in described.peers().items() if not task.startswith("evaluator")}
-    limit = None
-    with reporting_absent_peers(me, peers, described.source):
+    peers = {
+        task: address
+        for task, address in described.addresses.items()
+        if task != me and not task.startswith("evaluator")
+    }
+    limit = None if wait is None else wait + _CONNECT
+    with (
+        start_failures_in_words(described),
+        reporting_absent_peers(me, peers, described.source, limit=limit),
+    ):
         if wait is not None:
             port = int(described.address.rpartition(":")[2]) if listens else None
             try:
@@ -174,9 +175,4 @@ def _made(
                     f" no answer from {error}. Start them, correct their addresses on every task,"
                     " or allow more seconds."
                 ) from error
-            limit = wait + _CONNECT
-    with (
-        start_failures_in_words(described),
-        reporting_absent_peers(me, peers, described.source, limit=limit),
-    ):
         return make()

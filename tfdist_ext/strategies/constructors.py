@@ -35,8 +35,7 @@ def one_device(
     *, devices: Devices = None, logical_cpus: int | None = None
 ) -> tf.distribute.Strategy:
     """Everything on one device: the given one, else the first GPU, else the CPU."""
-    if logical_cpus is not None:
-        make_logical_cpus(logical_cpus)
+    make_logical_cpus(logical_cpus)
     picked = pick_devices("one_device", devices, default="first")
     if len(picked) > 1:
         raise StrategyError(f"devices of one_device must be one device, got {', '.join(picked)}.")
@@ -50,15 +49,12 @@ def mirrored(
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
 ) -> tf.distribute.Strategy:
     """A copy on each device: the given ones, else all GPUs, else all logical CPUs."""
-    if cross_device_ops is not None and not isinstance(
-        cross_device_ops, tf.distribute.CrossDeviceOps
-    ):
+    if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps | None):
         raise StrategyError(
             "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got"
             f" {cross_device_ops!r}."
         )
-    if logical_cpus is not None:
-        make_logical_cpus(logical_cpus)
+    make_logical_cpus(logical_cpus)
     picked = pick_devices("mirrored", devices)
     if cross_device_ops is None and all(name.startswith("CPU:") for name in picked):
         # The default collectives fail on CPUs inside a loop in the graph.
@@ -75,20 +71,18 @@ def mirrored(
 def central_storage(
     *,
     devices: Devices = None,
-    parameter_device: str | None = None,
+    parameter_device: str = "CPU:0",
     logical_cpus: int | None = None,
 ) -> tf.distribute.Strategy:
-    """Variables on `parameter_device` (default: the CPU), computing on `devices`."""
-    keeping_on = "CPU:0" if parameter_device is None else parameter_device
-    if not isinstance(keeping_on, str):
+    """Variables on `parameter_device`, computing on `devices`."""
+    if not isinstance(parameter_device, str):
         raise StrategyError(
             "parameter_device of central_storage must be one name like 'CPU:0', got"
-            f" {keeping_on!r}."
+            f" {parameter_device!r}."
         )
-    if logical_cpus is not None:
-        make_logical_cpus(logical_cpus)
+    make_logical_cpus(logical_cpus)
     computing = pick_devices("central_storage", devices)
-    keeping = pick_devices("central_storage", keeping_on, option="parameter_device")
+    keeping = pick_devices("central_storage", parameter_device, option="parameter_device")
     return tf.distribute.experimental.CentralStorageStrategy(computing, keeping[0])
 
 
@@ -106,6 +100,5 @@ def placed(
             "placed must get placement or rules, which are the same, got both; give one of them."
         )
     given = placement if rules is None else rules
-    if logical_cpus is not None:
-        make_logical_cpus(logical_cpus)
+    make_logical_cpus(logical_cpus)
     return PlacedStrategy(devices, () if given is None else given, owned_from=owned_from)

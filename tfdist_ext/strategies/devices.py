@@ -9,6 +9,7 @@ from numbers import Integral
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import check_int
 
 __all__ = ["how_many", "make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
 
@@ -16,7 +17,6 @@ _NAME = re.compile(
     r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"
     r"(?P<type>[A-Za-z_]+):(?P<index>\d+)$"
 )
-_FULL = re.compile(r"^(?P<task>/job:.+/task:\d+)?/device:(?P<type>\w+):(?P<index>\d+)$")
 
 
 def normal_name(name: object) -> str:
@@ -33,24 +33,24 @@ def normal_name(name: object) -> str:
 
 def seen_devices() -> list[str]:
     """The logical devices of this process, not those of its peers; starts TensorFlow."""
-    devices = [_FULL.match(device.name) for device in tf.config.list_logical_devices()]
-    found = [match for match in devices if match is not None]
-    if len({match["task"] for match in found}) > 1:
+    specs = [tf.DeviceSpec.from_string(each.name) for each in tf.config.list_logical_devices()]
+    if len({(spec.job, spec.task) for spec in specs}) > 1:
         # Connected to a cluster: its devices are listed too. An operation tells who we are.
         with tf.device("CPU:0"):
-            here = _FULL.match(tf.constant(0).device)
-        found = [match for match in found if here is not None and match["task"] == here["task"]]
-    return [f"{match['type']}:{match['index']}" for match in found]
+            here = tf.DeviceSpec.from_string(tf.constant(0).device)
+        specs = [spec for spec in specs if (spec.job, spec.task) == (here.job, here.task)]
+    return [f"{spec.device_type}:{spec.device_index}" for spec in specs]
 
 
-def make_logical_cpus(count: int) -> None:
-    """Have `count` logical CPUs, which is possible until TensorFlow starts.
+def make_logical_cpus(count: int | None) -> None:
+    """Have `count` logical CPUs, which is possible until TensorFlow starts; None: as many as is.
 
     Raises:
         StrategyError: TensorFlow has started with another number.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise StrategyError(f"logical_cpus must be an integer of at least 1, got {count!r}.")
+    if count is None:
+        return
+    count = check_int(count, "logical_cpus", 1, error=StrategyError)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configuration = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:
@@ -99,11 +99,7 @@ def pick_devices(
     if devices is None:
         return usable if default == "all" else usable[:1]
     if isinstance(devices, Integral) and not isinstance(devices, bool):
-        count = int(devices)
-        if count < 1:
-            raise StrategyError(
-                f"{option} of {strategy} must be an integer of at least 1, got {count}."
-            )
+        count = check_int(devices, f"{option} of {strategy}", 1, error=StrategyError)
         if count > len(usable):
             raise StrategyError(
                 f"{option} of {strategy} must be at most the devices seen, got {count}; seen are"

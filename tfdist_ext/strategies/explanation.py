@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.resolvers import Described, describe
+from tfdist_ext.strategies.choice import Choice
+from tfdist_ext.strategies.resolvers import Described, describe_if_known
 
 __all__ = [
-    "Choices",
     "Explanation",
     "computing_tasks",
+    "devices_listed",
     "evaluates",
     "explain",
     "is_apart",
@@ -22,27 +23,6 @@ __all__ = [
 ]
 
 _LOCAL = "/job:localhost/replica:0/task:0/device:"
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What the factory knew when it made a strategy.
-
-    Attributes:
-        name: of the strategy, as `create_strategy` takes it.
-        reason: why this one.
-        settings: a line for each setting, with where it came from.
-        considered: a line for each alternative that was not taken, with the reason.
-        cluster: the one that the strategy is of; None where it is of one machine.
-        apart: asked for without the cluster that the environment describes.
-    """
-
-    name: str
-    reason: str
-    settings: tuple[str, ...] = ()
-    considered: tuple[str, ...] = ()
-    cluster: Described | None = None
-    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,19 +57,18 @@ class Explanation:
         return self.text
 
 
-_MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choices] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choice] = weakref.WeakKeyDictionary()
 
 
-def remember(strategy: tf.distribute.Strategy, choices: Choices) -> None:
-    _MADE[strategy] = choices
+def remember(strategy: tf.distribute.Strategy, choice: Choice) -> None:
+    _MADE[strategy] = choice
 
 
 def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
     """The cluster beside which this task evaluates; None in every task that trains."""
     made = _MADE.get(strategy)
     cluster = None if made is None else made.cluster
-    task = None if cluster is None else cluster.task
-    return cluster if task is not None and task.type == "evaluator" else None
+    return cluster if cluster is not None and cluster.is_evaluator else None
 
 
 def is_apart(strategy: tf.distribute.Strategy) -> bool:
@@ -100,8 +79,7 @@ def is_apart(strategy: tf.distribute.Strategy) -> bool:
 
 def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
     """The names of the tasks that compute, in the order of their replicas, as "worker 1"."""
-    made = _MADE.get(strategy)
-    cluster = _cluster_of(strategy) if made is None else made.cluster
+    cluster = _choice_of(strategy).cluster
     jobs = {} if cluster is None else cluster.jobs
     names = [
         f"{job} {index}" if len(jobs.get(job, ())) > 1 or job == "worker" else f"the {job}"
@@ -122,46 +100,41 @@ def explain(strategy: tf.distribute.Strategy) -> Explanation:
             f"strategy must be a tf.distribute.Strategy, got {strategy!r}; give explain what"
             " create_strategy returned."
         )
-    made = _MADE.get(strategy)
-    if made is None:
-        unknown = "it was not made by create_strategy"
-        made = Choices("made elsewhere", unknown, cluster=_cluster_of(strategy))
+    made = _choice_of(strategy)
     task = _task(strategy, made.cluster)
     rows = [
         ("strategy", [f"{made.name} ({type(strategy).__name__})"]),
-        ("because", [made.reason]),
+        ("because", [made.because]),
         ("settings", list(made.settings)),
         ("task", [task]),
         ("replicas", [_replicas(strategy)]),
         ("devices", [", ".join(_devices(strategy, made.cluster))]),
-        ("passed over", list(made.considered)),
+        ("passed over", made.passed_over),
     ]
-    lines = []
-    for title, values in rows:
-        for number, value in enumerate(values):
-            lines.append(f"{title if number == 0 else '':<12} {value}".rstrip())
+    text = "\n".join(
+        f"{'' if number else title:<12} {value}".rstrip()
+        for title, values in rows
+        for number, value in enumerate(values)
+    )
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     return Explanation(
         strategy=made.name,
         type=type(strategy).__name__,
-        reason=made.reason,
+        reason=made.because,
         settings=made.settings,
         task=task,
         replicas=strategy.num_replicas_in_sync,
-        devices=() if asynchronous else tuple(_listed(strategy, "worker_devices")),
-        considered=made.considered,
-        text="\n".join(lines),
+        devices=() if asynchronous else tuple(devices_listed(strategy, "worker_devices")),
+        considered=tuple(made.passed_over),
+        text=text,
     )
 
 
-def _cluster_of(strategy: tf.distribute.Strategy) -> Described | None:
-    resolver = getattr(strategy, "cluster_resolver", None)
-    if resolver is None or isinstance(strategy, tf.distribute.TPUStrategy):
-        return None  # a TPU's resolver asks the cloud each time
-    try:
-        return describe(resolver)
-    except ValueError:  # not our cluster to refuse: the strategy is there
-        return None
+def _choice_of(strategy: tf.distribute.Strategy) -> Choice:
+    if strategy in _MADE:
+        return _MADE[strategy]
+    cluster = describe_if_known(getattr(strategy, "cluster_resolver", None))
+    return Choice("made elsewhere", "it was not made by create_strategy", cluster=cluster)
 
 
 def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
@@ -169,7 +142,7 @@ def _task(strategy: tf.distribute.Strategy, cluster: Described | None) -> str:
         return "this process alone"
     if cluster.task is None:
         return f"the coordinator of a cluster of {cluster}"
-    if cluster.task.type == "evaluator":
+    if cluster.is_evaluator:
         return f"{cluster.task}, beside a cluster of {cluster}"
     chief = ", the chief" if strategy.extended.should_checkpoint else ""
     return f"{cluster.task}{chief}, in a cluster of {cluster}"
@@ -179,7 +152,7 @@ def _replicas(strategy: tf.distribute.Strategy) -> str:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return "each worker trains by itself (asynchronous)"
     together = strategy.num_replicas_in_sync
-    here = len(_listed(strategy, "worker_devices"))
+    here = len(devices_listed(strategy, "worker_devices"))
     if not here:
         return str(together)
     return f"{together} in sync" + (f", {here} of them on this task" if here != together else "")
@@ -192,16 +165,16 @@ def _devices(strategy: tf.distribute.Strategy, cluster: Described | None) -> lis
         tasks = {job: len(addresses) for job, addresses in cluster.jobs.items()}
         workers = counted(tasks.get("worker", 0), "worker")
         return [f"variables on {tasks.get('ps', 0)} ps, computing on {workers}"]
-    computing = _listed(strategy, "worker_devices")
+    computing = devices_listed(strategy, "worker_devices")
     if not computing:
         return ["wherever TensorFlow places an operation"]
-    keeping = _listed(strategy, "parameter_devices")
+    keeping = devices_listed(strategy, "parameter_devices")
     if keeping and (set(keeping) - set(computing) or len(keeping) < len(computing)):
         return [*computing, f"variables on {', '.join(keeping)}"]
     return computing
 
 
-def _listed(strategy: tf.distribute.Strategy, kind: str) -> list[str]:
+def devices_listed(strategy: tf.distribute.Strategy, kind: str) -> list[str]:
     """Short names; none where a strategy says nothing of devices, as the default one."""
     try:
         devices = getattr(strategy.extended, kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.choice import Choice, choose
 from tfdist_ext.strategies.devices import how_many, make_logical_cpus, seen_devices
-from tfdist_ext.strategies.explanation import Choices, remember
+from tfdist_ext.strategies.explanation import remember
 from tfdist_ext.strategies.registry import Entry, lookup
-from tfdist_ext.strategies.resolvers import Cluster, Described, describe
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe, describe_if_known
 from tfdist_ext.strategies.settings import Settings, merge, read_file
 from tfdist_ext.strategies.spanning import check_spans_cluster
 
@@ -75,13 +76,7 @@ def create_strategy(
         ClusterConfigError: the cluster to use is one that cannot be right. A strategy asked for
             by name that takes no cluster does not mind what the environment says of one.
     """
-    arguments = {
-        "devices": devices,
-        "placement": placement,
-        "wait": wait,
-        "alone": alone,
-        **options,
-    }
+    arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
     if name != "auto":  # the default, which leaves the choice to flags and file
         arguments["name"] = name
     layers = _layers(arguments, config)
@@ -133,15 +128,14 @@ def create_strategy(
         raise
     if wanted == "auto" or found is not None:
         passed_over += _others(found, tpu if "tpu" in signals else None)
-    made_from = Choices(
-        choice.name,
-        choice.because,
-        tuple(_settings_lines(settings, found, config)),
-        (*choice.passed_over, *passed_over),
-        evaluator or _described(given.get("cluster")),
-        chosen,
+    choice = replace(
+        choice,
+        passed_over=choice.passed_over + passed_over,
+        settings=tuple(_settings_lines(settings, found, config)),
+        cluster=evaluator or describe_if_known(given.get("cluster")),
+        apart=chosen,
     )
-    remember(strategy, made_from)
+    remember(strategy, choice)
     return strategy
 
 
@@ -175,18 +169,17 @@ def _automatic(cluster: Cluster, tpu: TpuSignal | None, values: Mapping[str, Any
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return Choice("tpu", "a TPUClusterResolver was given")
     described = None if cluster is None else describe(cluster)
-    evaluator = _evaluator(cluster)
-    alone = described is None or not described.jobs or evaluator is not None
-    logical_cpus = values.get("logical_cpus")
-    if alone and tpu is None and logical_cpus is not None:
-        make_logical_cpus(logical_cpus)  # they count among the devices to choose from
+    evaluates = described is not None and described.is_evaluator
+    alone = described is None or not described.jobs or evaluates
+    if alone and tpu is None:
+        make_logical_cpus(values.get("logical_cpus"))  # they count among the devices to choose from
     choice = choose(
         cluster_jobs=None if alone or described is None else list(described.jobs),
         cluster_source="" if described is None else described.source,
         tpu=None if tpu is None else tpu.name,
         devices=seen_devices,
         asked_for=how_many(values.get("devices")),
-        alone="no cluster" if evaluator is None else f"{evaluator.task} works by itself",
+        alone=f"{described.task} works by itself" if described and evaluates else "no cluster",
     )
     if described is not None and not described.jobs:
         choice.passed_over.append(f"{described.source}: it was given, but describes no cluster")
@@ -195,9 +188,8 @@ def _automatic(cluster: Cluster, tpu: TpuSignal | None, values: Mapping[str, Any
 
 def _evaluator(cluster: Cluster) -> Described | None:
     """The cluster, where this task is its evaluator, which takes no part in the training."""
-    described = _described(cluster)
-    task = None if described is None else described.task
-    return described if task is not None and task.type == "evaluator" else None
+    described = describe_if_known(cluster)
+    return described if described is not None and described.is_evaluator else None
 
 
 def _of_training(option: str, chosen: Entry) -> bool:
@@ -252,15 +244,6 @@ def _settings_lines(
 
 def _in_words(cluster: ClusterConfig) -> str:
     return f"{cluster.task} of {counted(cluster.num_tasks, 'task')}"
-
-
-def _described(cluster: Cluster) -> Described | None:
-    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
-        return None  # a TPU's resolver asks the cloud each time
-    try:
-        return describe(cluster)
-    except ValueError:  # a registered strategy's own kind of cluster
-        return None
 
 
 def _from_elsewhere(settings: Settings) -> str:

@@ -25,15 +25,17 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-__all__ = ["Heartbeat", "Silence", "Watcher", "exit_within", "greets"]
+__all__ = ["PREFACE", "Heartbeat", "Silence", "Watcher", "exit_within", "greets"]
 
 BEAT_EVERY = 5.0  # seconds; also how long an answer may take
 _TO_END = 10.0  # seconds between SIGTERM and SIGKILL
 BEATS = 5  # at least so many in a row must be missed: a loaded machine misses one, not five
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty SETTINGS
+# What a client of HTTP/2, and so of gRPC, says first: the preface and empty SETTINGS (RFC 9113,
+# section 3.4).
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 def greets(address: str, timeout: float) -> bool | None:
@@ -46,7 +48,7 @@ def greets(address: str, timeout: float) -> bool | None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
             connection.settimeout(max(0.1, deadline - time.monotonic()))
-            connection.sendall(_PREFACE)
+            connection.sendall(PREFACE)
             return bool(connection.recv(1)) or None
     except TimeoutError:
         return False
@@ -64,10 +66,10 @@ class Silence:
         limit: seconds without an answer after which the task counts as frozen.
     """
 
-    def __init__(self, address: str, limit: float, beat_every: float | None = None):
+    def __init__(self, address: str, limit: float):
         self._address = address
         self._limit = limit
-        self.beat_every = min(BEAT_EVERY if beat_every is None else beat_every, limit / BEATS)
+        self.beat_every = min(BEAT_EVERY, limit / BEATS)
         self._seen = False
         self.seconds = 0.0
 
@@ -131,20 +133,18 @@ class Watcher:
     """
 
     def __init__(self, me: str, tasks: Mapping[str, str], limit: float):
-        self._pipe = -1
-        read, pipe = os.pipe()
+        self._pipe: IO[bytes] | None = None
+        # Isolated and without site: it starts in some 20 ms, whatever is installed.
+        command = [sys.executable, "-I", "-S", __file__]
         try:
-            # Isolated and without site: it starts in some 20 ms, whatever is installed.
-            command = [sys.executable, "-I", "-S", __file__]
-            process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
         except (OSError, TypeError):  # no Python to start: then nobody watches
-            os.close(pipe)
-        else:
-            self._pipe = pipe
-            # Not at the end of this process, which may hang there.
-            weakref.finalize(self, _stop, process, pipe).atexit = False
-        finally:
-            os.close(read)
+            return
+        self._pipe = process.stdin
+        # Not at the end of this process, which may hang there.
+        weakref.finalize(self, _stop, process).atexit = False
         self._tell([me, os.getpid(), dict(tasks), limit])
 
     def checkpoints_in(self, folder: str) -> None:
@@ -152,15 +152,14 @@ class Watcher:
         self._tell(folder)
 
     def _tell(self, value: Any) -> None:
-        if self._pipe >= 0:
+        if self._pipe is not None:
             with contextlib.suppress(OSError):
-                os.write(self._pipe, f"{json.dumps(value)}\n".encode())
+                self._pipe.write(f"{json.dumps(value)}\n".encode())
 
 
-def _stop(process: subprocess.Popen[bytes], pipe: int) -> None:
-    os.close(pipe)
+def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
+    process.communicate()  # which closes its pipe, too
 
 
 def _main() -> None:

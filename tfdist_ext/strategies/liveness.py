@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from tfdist_ext.strategies import waiting
 from tfdist_ext.strategies.resolvers import Described
+from tfdist_ext.strategies.waiting import say
 
 __all__ = ["Presence", "driver_of", "say"]
 
@@ -41,18 +41,14 @@ class Presence:
         self._silent = self._silent + 1 if self.seen and not answers else 0
         self.seen |= answers
         self.gone = self._silent >= _SILENT_LOOKS
-        if not self.seen:
-            self._report()
-        return answers
-
-    def _report(self) -> None:
         waited = time.monotonic() - self._started
-        if waited >= self._next_report:
+        if not self.seen and waited >= self._next_report:
             say(
                 f"{self._me}: waiting for {self} for {waited:.0f} s. Is it started, is its"
                 f" address right in {self._source} on every task, can this host reach it?"
             )
             self._next_report = waited + min(waited, waiting.LONGEST_PAUSE)
+        return answers
 
 
 def driver_of(described: Described) -> tuple[str, str] | None:
@@ -65,8 +61,3 @@ def driver_of(described: Described) -> tuple[str, str] | None:
         if described.jobs.get(job, ("",))[0]:
             return f"{job}:0", described.jobs[job][0]
     return None
-
-
-def say(line: str) -> None:
-    """For a person who looks at what this task does; results are not written to stderr."""
-    print(line, file=sys.stderr, flush=True)

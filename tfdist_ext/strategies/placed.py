@@ -23,7 +23,6 @@ from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["PlacedStrategy"]
 
-_HOST = "CPU:0"
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
 
@@ -65,7 +64,7 @@ class PlacedStrategy(StrategyTemplate):
     ):
         super().__init__(devices)
         try:
-            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from, host=_HOST)
+            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from, host="CPU:0")
         except PlacementError as error:
             raise StrategyError(f"{type(self).__name__}: {error}") from error
 
@@ -92,8 +91,7 @@ class PlacedStrategy(StrategyTemplate):
 
     def owner(self, variable: tf.Variable) -> int:
         """The number of the device that owns a variable; 0 of one that is not owned."""
-        number: int = getattr(variable, _OWNER, 0)
-        return number
+        return getattr(variable, _OWNER, 0)
 
     def create_variable(
         self,

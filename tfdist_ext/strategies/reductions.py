@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from tfdist_ext.strategies import _tf_private
 
-__all__ = ["METRIC", "OTHER", "STATISTIC", "Reduced", "all_reduce", "batch_reduce_to", "takes_what"]
+__all__ = ["METRIC", "OTHER", "STATISTIC", "Reduced", "all_reduce", "batch_reduce_to"]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -42,11 +41,6 @@ STATISTIC = Reduced(kind="statistic")
 OTHER = Reduced(kind="other")
 
 
-def takes_what(hook: Callable[..., Any]) -> bool:
-    """Whether a `reduce_values` hook names the parameter `what`; hooks need not."""
-    return "what" in inspect.signature(hook).parameters
-
-
 def all_reduce(
     op: tf.distribute.ReduceOp,
     values: Sequence[_tf_private.Value],
@@ -61,12 +55,16 @@ def all_reduce(
         scope: makes a context manager, entered in the thread that makes the collectives.
     """
     context = tf.distribute.get_replica_context()
-    if not hasattr(context.strategy.extended, "reducing"):
-        return _tf_private.all_reduce(op, values, scope)
-
-    def of_all(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+    if reduce := _tf_private.all_reduce_in_replica(context.strategy.extended):
         with scope():
-            return batch_reduce_to(strategy, op, [(value, value) for value in values], what)
+            options = tf.distribute.experimental.CommunicationOptions()
+            return list(reduce(op, list(values), options))
+
+    def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
+        # With one replica a part is a tensor, and its destination is told by its device.
+        pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
+        with scope():
+            return batch_reduce_to(strategy, op, pairs, what)
 
     return list(context.merge_call(of_all, args=tuple(values)))
 

@@ -39,22 +39,19 @@ class Entry:
             where: option -> where it came from, for the message.
         """
         parameters = self._parameters()
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            for option, value in given.items():
-                if option not in parameters:
-                    near = difflib.get_close_matches(option, [*parameters, "name"], n=1)
-                    hint = f" Did you mean {near[0]!r}?" if near else ""
-                    raise StrategyError(
-                        f"the strategy {self.name!r} does not take {option}={value!r}, which comes"
-                        f" from {where.get(option, 'the call')}.{hint}"
-                        f" It takes: {', '.join(parameters) or 'no options'}."
-                    )
-        for option, parameter in parameters.items():
-            needed = parameter.default is parameter.empty and parameter.kind in (
-                parameter.KEYWORD_ONLY,
-                parameter.POSITIONAL_OR_KEYWORD,
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        unknown = None if takes_any else next((key for key in given if key not in parameters), None)
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, [*parameters, "name"], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise StrategyError(
+                f"the strategy {self.name!r} does not take {unknown}={given[unknown]!r}, which"
+                f" comes from {where.get(unknown, 'the call')}.{hint}"
+                f" It takes: {', '.join(parameters) or 'no options'}."
             )
-            if needed and option not in given:
+        for option, parameter in parameters.items():
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not variadic and option not in given:
                 raise StrategyError(
                     f"the strategy {self.name!r} must get the option {option!r}, got none: write"
                     f" create_strategy({self.name!r}, {option}=...)."

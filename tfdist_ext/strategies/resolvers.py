@@ -14,7 +14,7 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.timeouts import call_with_timeout
 
-__all__ = ["Cluster", "Described", "describe", "resolver_of"]
+__all__ = ["Cluster", "Described", "describe", "describe_if_known", "resolver_of"]
 
 # What describes a cluster; None: there is none.
 Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
@@ -42,23 +42,19 @@ class Described:
         assert self.task is not None
         return self.jobs[self.task.type][self.task.index]
 
-    def holes(self) -> list[str]:
-        """Tasks below the highest index that have no address, as 'worker:0'."""
-        return [
-            f"{job}:{index}"
-            for job, addresses in self.jobs.items()
-            for index, address in enumerate(addresses)
-            if not address
-        ]
-
-    def peers(self) -> dict[str, str]:
-        """Every other task with an address: 'worker:1' -> 'host:port'."""
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Every task below the highest index of its job: 'worker:1' -> 'host:port', or ""."""
         return {
             f"{job}:{index}": address
             for job, addresses in self.jobs.items()
             for index, address in enumerate(addresses)
-            if address and Task(job, index) != self.task
         }
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task evaluates, and takes no part in the training."""
+        return self.task is not None and self.task.type == "evaluator"
 
     def __str__(self) -> str:
         return ", ".join(counted(sum(map(bool, tasks)), job) for job, tasks in self.jobs.items())
@@ -69,7 +65,11 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
     resolvers = tf.distribute.cluster_resolver
     if isinstance(cluster, resolvers.ClusterResolver):
         return cluster
-    cluster = _checked(cluster)
+    if not isinstance(cluster, ClusterConfig):
+        raise StrategyError(
+            f"cluster must be a ClusterConfig or a TensorFlow ClusterResolver, got {cluster!r}. For"
+            " the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
+        )
     jobs = {
         job: {index: address for index, address in enumerate(addresses) if address}
         for job, addresses in cluster.jobs.items()
@@ -112,13 +112,14 @@ def describe(cluster: Cluster) -> Described:
     return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
 
 
-def _checked(cluster: object) -> ClusterConfig:
-    if not isinstance(cluster, ClusterConfig):
-        raise StrategyError(
-            f"cluster must be a ClusterConfig or a TensorFlow ClusterResolver, got {cluster!r}. For"
-            " the text of a TF_CONFIG: ClusterConfig.from_tf_config(text)."
-        )
-    return cluster
+def describe_if_known(cluster: Cluster) -> Described | None:
+    """What a cluster says; None without one, for a TPU's, and where `describe` would raise."""
+    if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        return None  # a TPU's resolver asks the cloud each time
+    try:
+        return describe(cluster)
+    except ValueError:  # not ours to refuse: a registered strategy's own kind of cluster
+        return None
 
 
 def _addresses(tasks: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import contextlib
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import NoReturn
 
 import tensorflow as tf
@@ -94,22 +95,56 @@ def watch_servers(described: Described) -> Watcher:
 
 
 def _servers(described: Described) -> dict[str, str]:
+    """Its ps and worker tasks that have an address."""
     return {
-        f"{job}:{index}": address
-        for job in ("ps", "worker")
-        for index, address in enumerate(described.jobs[job])
-        if address
+        task: address
+        for task, address in described.addresses.items()
+        if address and task.startswith(("ps:", "worker:"))
     }
 
 
 def tell_servers(described: Described) -> None:
     """Make this process, the coordinator, tell its servers that it is here, and how it ends."""
-    messengers = _Messengers(described)
+    # All is made now. At its end Python starts no threads any more, and a tensor that is made
+    # while one of the servers is frozen may never be done. A thread for each server, because
+    # one that is frozen keeps its thread.
+    files = {word: tf.constant(word) for word in (_HERE, _DONE, _FAILED)}
+    nothing = tf.constant("")
+    last_word: Future[str] = Future()
+
+    def write(word: str, task: str) -> None:
+        job, index = task.split(":")
+        # Who cannot be told is gone, or will notice that this process is.
+        cannot = contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError)
+        with cannot, tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
+            tf.io.write_file(files[word], nothing)
+
+    def tell(task: str) -> None:
+        write(_HERE, task)
+        write(last_word.result(), task)
+
+    threads = [
+        threading.Thread(target=tell, args=(task,), daemon=True, name=task)
+        for task in _servers(described)
+    ]
+    for thread in threads:
+        thread.start()
 
     def at_exit() -> None:
         # Python keeps the exception that ended the program, if one did.
         ended_by_exception = getattr(sys, "last_value", None) is not None
-        messengers.tell(_FAILED if ended_by_exception or _failed.is_set() else _DONE)
+        word = _FAILED if ended_by_exception or _failed.is_set() else _DONE
+        last_word.set_result(word)
+        deadline = time.monotonic() + _TELL[word]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if silent := [thread.name for thread in threads if thread.is_alive()]:
+            say(
+                f"{described.task or 'coordinator'}: {', '.join(silent)} did not answer within"
+                f" {_TELL[word]:.0f} s at the end of this process, and may be left behind: frozen,"
+                " or busy."
+            )
+            exit_within(_END)  # TensorFlow may wait for them without a limit
 
     atexit.register(at_exit)
 
@@ -160,49 +195,3 @@ def _last_word(described: Described, wait: float | None) -> str:
 def _heard() -> str:
     """The coordinator's latest word."""
     return next((word for word in (_FAILED, _DONE, _HERE) if tf.io.gfile.exists(word)), "")
-
-
-class _Messengers:
-    """On the coordinator: a thread for each server, which tells it what happens here."""
-
-    def __init__(self, described: Described) -> None:
-        # All is made now. At its end Python starts no threads any more, and a tensor that is made
-        # while one of the servers is frozen may never be done. A thread for each server, because
-        # one that is frozen keeps its thread.
-        self._files = {word: tf.constant(word) for word in (_HERE, _DONE, _FAILED)}
-        self._nothing = tf.constant("")
-        self._me = str(described.task or "coordinator")
-        self._word = ""
-        self._leave = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._carry, args=(task,), daemon=True, name=task)
-            for task in _servers(described)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def tell(self, word: str) -> None:
-        """Returns when all servers have heard it, or those that have not had their time."""
-        self._word = word
-        self._leave.set()
-        deadline = time.monotonic() + _TELL[word]
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if silent := [thread.name for thread in self._threads if thread.is_alive()]:
-            say(
-                f"{self._me}: {', '.join(silent)} did not answer within {_TELL[word]:.0f} s at the"
-                " end of this process, and may be left behind: frozen, or busy."
-            )
-            exit_within(_END)  # TensorFlow may wait for them without a limit
-
-    def _carry(self, task: str) -> None:
-        self._write(_HERE, task)
-        self._leave.wait()
-        self._write(self._word, task)
-
-    def _write(self, word: str, task: str) -> None:
-        job, index = task.split(":")
-        # Who cannot be told is gone, or will notice that this process is.
-        cannot = contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError)
-        with cannot, tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
-            tf.io.write_file(self._files[word], self._nothing)

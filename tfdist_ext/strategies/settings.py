@@ -39,19 +39,15 @@ def merge(layers: list[tuple[str, Mapping[str, Any]]]) -> Settings:
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     origins: dict[str, str] = {}
-    for place, (origin, settings) in enumerate(layers):
-        for key, value in settings.items():
-            if value is None or key in values:
-                continue
-            values[key] = value
-            where[key] = origin
-            beaten = [
-                f"{other} ({_shown(lower[key])})"
-                for other, lower in layers[place + 1 :]
-                if lower.get(key) is not None
-            ]
-            over = f", over {' and '.join(beaten)}" if beaten else ""
-            origins[key] = f"{key} = {_shown(value)} from {origin}{over}"
+    for key in [key for _, layer in layers for key, value in layer.items() if value is not None]:
+        (origin, value), *beaten = [
+            (name, layer[key]) for name, layer in layers if layer.get(key) is not None
+        ]
+        lost = " and ".join(f"{name} ({_shown(other)})" for name, other in beaten)
+        over = f", over {lost}" if lost else ""
+        values[key] = value
+        where[key] = origin
+        origins[key] = f"{key} = {_shown(value)} from {origin}{over}"
     return Settings(values, where, origins)
 
 
@@ -71,15 +67,13 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise StrategyError(f"config must be the path of a TOML file, got {path!r}.")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise StrategyError(f"{path} must be valid TOML, got an error: {error}") from error
     except (OSError, ValueError) as error:
         raise StrategyError(
             f"the settings file {os.fspath(path)!r} cannot be read: {error}"
         ) from error
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise StrategyError(f"{path} must be valid TOML, got an error: {error}") from error
     if "strategy" not in document:
         near = difflib.get_close_matches("strategy", document, n=1)
         hint = f" Did you mean [strategy] by [{near[0]}]?" if near else ""

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import ClusterConfigError, StrategyError
+from tfdist_ext.strategies.explanation import devices_listed
 
 __all__ = ["check_spans_cluster"]
 
@@ -45,8 +46,5 @@ def check_spans_cluster(strategy: tf.distribute.Strategy, name: str) -> None:
 def _spans_tasks(strategy: tf.distribute.Strategy) -> bool:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
         return True
-    try:
-        here = len(strategy.extended.worker_devices)
-    except (AttributeError, NotImplementedError, RuntimeError):  # the default strategy has none
-        here = 1
+    here = len(devices_listed(strategy, "worker_devices")) or 1  # the default strategy lists none
     return strategy.num_replicas_in_sync > here

@@ -37,7 +37,8 @@ class StrategyTemplate(tf.distribute.Strategy):
 
     def __init__(self, devices: int | str | Sequence[str] | None = None):
         self._names = tuple(pick_devices(type(self).__name__, devices))
-        super().__init__(TemplateExtended(self, tuple(map(tp.full_name, self._names))))
+        extended = tp.mirrored_class(TemplateExtended)
+        super().__init__(extended(self, [tp.full_name(name) for name in self._names]))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -40,19 +40,17 @@ def check_created(
     Args:
         by_create: what `create` has returned to the hook.
     """
+    wanted = ""
     if not any(made is each for each in by_create):
-        raise _wrong(
-            strategy, "create_variable", f"the variable that create() makes of {spec.path!r}", made
-        )
-    if not made.shape.is_compatible_with(spec.shape):
-        raise _wrong(
-            strategy, "create_variable", f"a variable of the shape {list(spec.shape)}", made
-        )
-    if beside is not None and is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
+        wanted = f"the variable that create() makes of {spec.path!r}"
+    elif not made.shape.is_compatible_with(spec.shape):
+        wanted = f"a variable of the shape {list(spec.shape)}"
+    elif beside is not None and is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
         rows = [end for _, _, end in pieces_of(beside)]
         if [end for _, _, end in pieces_of(made)] != rows:
-            what = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
-            raise _wrong(strategy, "create_variable", what, made)
+            wanted = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
+    if wanted:
+        raise _wrong(strategy, "create_variable", wanted, made)
 
 
 def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) -> int:

@@ -1,13 +1,13 @@
 """What stands behind a StrategyTemplate: TensorFlow asks here, and the template's hooks answer.
 
-`tf.distribute.StrategyExtended`, the public base, lacks what `Strategy.run`, variables and
-checkpoints call (`call_for_each_replica`, `broadcast_to`, `read_var` and more), so it is here. The
-methods with an underscore are those that the base calls and leaves to its descendants.
+What no hook decides, MirroredStrategy's own methods do: threads of replicas, datasets, collections
+of values. The methods with an underscore are those that TensorFlow leaves to each strategy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.reductions import OTHER, Reduced, takes_what
+from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_checks import (
     check_created,
     check_dataset,
@@ -25,75 +25,42 @@ from tfdist_ext.strategies.template_checks import (
     check_reduced,
     check_updated,
 )
-from tfdist_ext.strategies.template_variables import Creation, made_on_each
+from tfdist_ext.strategies.template_variables import Creation
 
 if TYPE_CHECKING:
     from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["TemplateExtended"]
 
-_ONE_PIPELINE_EACH = tf.distribute.InputReplicationMode.PER_REPLICA
-
 
 class TemplateExtended(tf.distribute.StrategyExtended):
-    """One replica for each device of a StrategyTemplate; its hooks decide, and are checked here."""
+    """One replica for each device of a StrategyTemplate; its hooks decide, and are checked here.
+
+    `mirrored_class` puts it over the methods of MirroredStrategy.
+    """
 
     # Batches may be of unequal size, and the last one may leave replicas without rows.
     experimental_enable_get_next_as_optional = True
-    experimental_between_graph = False
-    experimental_should_init = True
-    should_checkpoint = True
-    should_save_summary = True
 
     def __init__(self, strategy: StrategyTemplate, devices: Sequence[str]):
         """
         Args:
             devices: full names, one for each replica.
         """
-        super().__init__(strategy)
+        # Not MirroredStrategy's: it reads TF_CONFIG, and makes collectives that nothing uses.
+        tf.distribute.StrategyExtended.__init__(self, strategy)
         self._devices = tuple(devices)
-        self._host = tp.full_name("/device:CPU:0")
+        self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
+        self._communication_options = tf.distribute.experimental.CommunicationOptions()
         self._reducing: Sequence[Reduced] = ()  # what is reduced now, if somebody has told
-        self._hook_takes_what = takes_what(strategy.reduce_values)
+        self._hook_takes_what = "what" in inspect.signature(strategy.reduce_values).parameters
         self._asking = ""  # path of the variable that the hook is asked for
 
-    # Replicas
-
-    def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run `fn` on each replica; to be called in cross-replica context, as `run` does."""
-        strategy = self._container_strategy()
-        with strategy.scope():
-            return tp.call_for_each_replica(strategy, fn, args, kwargs or {})
-
     def _use_merge_call(self) -> bool:
-        return True
+        return True  # the hooks are asked outside of replicas
 
-    def _in_multi_worker_mode(self) -> bool:
-        return False
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return len(self._devices)
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        return self._devices
-
-    @property
-    def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[device] for device in self._devices]
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return self._devices
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int | tf.Tensor) -> int | tf.Tensor:
-        return replica_id_in_sync_group
-
-    def _get_replica_id_in_sync_group(self, replica_id: int | tf.Tensor) -> int | tf.Tensor:
-        return replica_id
+    def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
+        return tf.distribute.ReductionToOneDevice()
 
     # Variables
 
@@ -104,8 +71,8 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         beside = kwargs.pop("colocate_with", None)
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
             # The replicas' own values, aggregated when they are read: metrics.
-            return made_on_each(strategy, self._devices, next_creator, kwargs)
-        creation = Creation(strategy, self._devices, next_creator, kwargs)
+            return self.made_on_each(next_creator, **kwargs)
+        creation = Creation(strategy, next_creator, kwargs)
         if creation.spec is None:
             return creation.create(self._devices)
         if self._asking:
@@ -122,6 +89,10 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         check_created(strategy, made, creation.spec, creation.made, beside)
         return made
 
+    def made_on_each(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """One variable with a copy on each device, which begin equal."""
+        return tp.with_own_reading(super()._create_variable(next_creator, **kwargs))
+
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         tp.validate_neighbour(colocate_with_variable, self)
 
@@ -131,7 +102,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def read_var(self, v: tf.Variable) -> tf.Tensor:
         """The value of a variable outside of replicas, also for a checkpoint."""
         if tp.is_synchronized_on_read(v):
-            return tp.read_from_all(v)
+            return super().read_var(v)
         if not tp.is_copied(v):
             return tf.identity(v)
         strategy = self._container_strategy()
@@ -180,16 +151,17 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any
     ) -> Any:
+        inherited = super()._reduce_to
+
         def reduced(value: Any) -> Any:
-            if not isinstance(value, tf.distribute.DistributedValues):
-                return tp.reduced_plain(reduce_op, value, destinations, len(self._devices))
-            if tp.is_mirrored(value):
-                if reduce_op == tf.distribute.ReduceOp.MEAN:
-                    return value
+            mirrored = tp.is_mirrored(value)
+            if mirrored and reduce_op != tf.distribute.ReduceOp.MEAN:
                 raise StrategyError(
                     f"a sum over replicas must be of values that differ, got {value!r}, which is"
                     " the same on all of them. Read it, or use the MEAN."
                 )
+            if mirrored or not isinstance(value, tf.distribute.DistributedValues):
+                return inherited(reduce_op, value, destinations, options)
             return self._reduced(reduce_op, value.values, destinations, what)
 
         what = _what(value, destinations)
@@ -202,18 +174,16 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         untold: list[Reduced | None] = [None] * len(value_destination_pairs)
         told = self._reducing or untold
         for (value, destinations), what in zip(value_destination_pairs, told, strict=True):
-            if isinstance(value, tf.distribute.DistributedValues) and what is not None:
-                results.append(self._reduced(reduce_op, value.values, destinations, what))
-            elif isinstance(value, tf.distribute.DistributedValues):
-                results.append(self._reduce_to(reduce_op, value, destinations, options))
-            else:
+            if not isinstance(value, tf.distribute.DistributedValues):
                 # The same tensor comes from every replica. It may be on no device, and the device
                 # does not matter: it goes to where the replicas are.
-                everywhere = tp.per_replica(
-                    [tp.copied_to(device, value) for device in self._devices], always=True
-                )
-                what = OTHER if what is None else what
-                results.append(self._reduced(reduce_op, everywhere.values, everywhere, what))
+                copies = [tp.copied_to(device, value) for device in self._devices]
+                value = destinations = tp.per_replica(copies, always=True)
+                what = what or OTHER
+            if what is None:
+                results.append(self._reduce_to(reduce_op, value, destinations, options))
+            else:
+                results.append(self._reduced(reduce_op, value.values, destinations, what))
         return results
 
     def _reduced(
@@ -245,7 +215,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             if len(self._devices) == 1:
                 return value
             value = tp.per_replica([value] * len(self._devices), always=True)
-        return tp.gathered(value, destinations, axis)
+        return super()._gather_to_implementation(value, destinations, axis, options)
 
     # Data
 
@@ -259,40 +229,18 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
     def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
         """TensorFlow's own way: each batch is cut into one part for each replica."""
-        if options is not None and options.experimental_replication_mode == _ONE_PIPELINE_EACH:
-            raise NotImplementedError(
-                "one pipeline for each replica (InputReplicationMode.PER_REPLICA) is for"
-                " distribute_datasets_from_function."
-            )
-        return tp.distributed_dataset(
-            self._container_strategy(), dataset, self._pipelines(options), options
-        )
+        return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
         options: tf.distribute.InputOptions | None,
     ) -> Any:
-        strategy = self._container_strategy()
-        return tp.datasets_from_function(strategy, dataset_fn, self._pipelines(options), options)
-
-    def _pipelines(
-        self, options: tf.distribute.InputOptions | None
-    ) -> list[tuple[str, tuple[str, ...]]]:
-        """(device on which a pipeline runs, devices that its elements go to)."""
-        if options is None:
-            return [(self._host, self._devices)]
-        if options.experimental_replication_mode == _ONE_PIPELINE_EACH:
-            on_device = options.experimental_place_dataset_on_device
-            return [(device if on_device else self._host, (device,)) for device in self._devices]
-        if not options.experimental_fetch_to_device:
-            return [(self._host, (self._host,) * len(self._devices))]
-        return [(self._host, self._devices)]
-
-    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        count = len(self._devices)
-        contexts = [tf.distribute.experimental.ValueContext(n, count) for n in range(count)]
-        return tp.per_replica([value_fn(each) for each in contexts], always=True)
+        before = self._input_workers_devices
+        try:
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        finally:
+            self._input_workers_devices = before  # one pipeline for each replica, for this once
 
 
 def _what(value: Any, destinations: Any) -> Reduced:

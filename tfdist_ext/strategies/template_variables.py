@@ -19,14 +19,13 @@ from tfdist_ext.strategies.devices import pick_devices
 if TYPE_CHECKING:
     from tfdist_ext.strategies.template import StrategyTemplate
 
-__all__ = ["Creation", "made_on_each"]
+__all__ = ["Creation"]
 
 
 class Creation:
     """A variable that is about to be created.
 
     Args:
-        devices: full names, one for each replica.
         next_creator: makes a plain variable from `kwargs`, where it is called.
 
     Attributes:
@@ -38,15 +37,13 @@ class Creation:
     def __init__(
         self,
         strategy: StrategyTemplate,
-        devices: Sequence[str],
         next_creator: Callable[..., tf.Variable],
         kwargs: dict[str, Any],
     ):
         self._strategy = strategy
-        self._devices = tuple(devices)
         self._next_creator = next_creator
         self._kwargs = dict(kwargs)
-        self.spec = _spec(self._kwargs, devices[0])
+        self.spec = _spec(self._kwargs, strategy.extended.worker_devices[0])
         self.made: list[tf.Variable] = []
 
     def create(
@@ -73,7 +70,7 @@ class Creation:
         if in_pieces and len(picked) > 1:
             return self._made_in_pieces([tp.full_name(name) for name in picked], kwargs, of)
         if picked == list(self._strategy.devices):
-            return made_on_each(self._strategy, self._devices, self._next_creator, kwargs)
+            return self._strategy.extended.made_on_each(self._next_creator, **kwargs)
         if len(picked) == 1:
             return self._shared(tp.full_name(picked[0]), **kwargs)
         raise StrategyError(
@@ -116,34 +113,6 @@ class Creation:
         pieces = made_in_pieces(self._shared, kwargs, initial, where)
         name = kwargs.get("name") or "Variable"
         return partitioned_variable_class()(pieces, name, self.spec.path)
-
-
-def made_on_each(
-    strategy: StrategyTemplate,
-    devices: Sequence[str],
-    next_creator: Callable[..., tf.Variable],
-    kwargs: dict[str, Any],
-) -> tf.Variable:
-    """One variable with a copy on each device, which begin equal."""
-
-    def make_copies(**kwargs: Any) -> list[tf.Variable]:
-        copies: list[tf.Variable] = []
-        for number, device in enumerate(devices):
-            with tp.across(device), tp.outside_of_tapes():
-                if copies:
-                    first = copies[0]
-                    kwargs["initial_value"] = lambda first=first: _initial_value_of(first)
-                    # The slash at the end: this is the whole name, whatever scope is open.
-                    kwargs["name"] = f"{first.name.split(':')[0]}/replica_{number}/"
-                copies.append(next_creator(**kwargs))
-        return copies
-
-    return tp.copied_variable(strategy, make_copies, **kwargs)
-
-
-def _initial_value_of(copy: tf.Variable) -> tf.Tensor:
-    in_session = not tf.executing_eagerly() and not tf.inside_function()
-    return tf.identity(copy.initial_value if in_session else copy.value())
 
 
 def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:

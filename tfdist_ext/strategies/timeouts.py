@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 __all__ = ["call_with_timeout"]
@@ -20,20 +21,15 @@ def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
     Raises:
         TimeoutError: it took longer than `seconds`.
     """
-    outcome: list[Result] = []
-    failure: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome.append(call())
+            future.set_result(call())
         except BaseException as error:
-            failure.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="tfdist-bounded", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    threading.Thread(target=run, name="tfdist-bounded", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return outcome[0]
+    return future.result()

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
+from tfdist_ext.strategies.heartbeat import PREFACE
 from tfdist_ext.strategies.resolvers import Cluster
 from tfdist_ext.strategies.timeouts import call_with_timeout
 from tfdist_ext.strategies.waiting import reporting_absent_peers
@@ -18,11 +19,8 @@ __all__ = ["speaks_grpc", "tpu"]
 LOOKUP_SECONDS = 30.0  # Google Cloud's metadata server and TPU API, which TensorFlow asks unbounded
 REACH_SECONDS = 10.0
 
-# What a client of HTTP/2, and so of gRPC, says first: the preface and empty settings (RFC 9113,
-# section 3.4). A server answers with its own settings: a frame of type 4.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_FRAME_TYPE = 3
-_SETTINGS = 4
+# A server answers with its own settings: a frame of type 4, after 3 bytes with its length.
+_LENGTH, _SETTINGS = 3, b"\x04"
 
 
 def tpu(
@@ -75,9 +73,7 @@ def _connected(
     try:
         spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:
-        raise StrategyError(
-            f"no TPU found at {name}: {_first_sentence(error)} {_seen()}"
-        ) from error
+        raise _not_found(name, error) from error
     tasks = {
         f"{job}:{index}": address
         for job, addresses in (spec.as_dict() if spec else {}).items()
@@ -95,9 +91,7 @@ def _connected(
             tf.config.experimental_connect_to_cluster(resolver)
             tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise StrategyError(
-            f"no TPU found at {name}: {_first_sentence(error)} {_seen()}"
-        ) from error
+        raise _not_found(name, error) from error
     return tf.distribute.TPUStrategy(resolver)
 
 
@@ -110,34 +104,26 @@ def speaks_grpc(address: str, seconds: float) -> str | None:
             server = socket.create_connection((host.strip("[]"), int(port)), seconds)
         except (OSError, ValueError, OverflowError) as error:
             return f"cannot be connected to ({error})"
-        with server:
-            answer = b""
+        with server, server.makefile("rb") as answer:
             try:
-                server.sendall(_HELLO)
-                while len(answer) <= _FRAME_TYPE:
-                    part = server.recv(64)
-                    if not part:
-                        break
-                    answer += part
+                server.sendall(PREFACE)
+                start = answer.read(_LENGTH + 1)
             except TimeoutError:
                 return f"accepts connections, but said nothing for {seconds:g} s"
             except OSError as error:
                 return f"broke the connection ({error})"
-        if answer[_FRAME_TYPE : _FRAME_TYPE + 1] != bytes([_SETTINGS]):
-            return "answers, but does not speak gRPC"
-        return None
+        return None if start[_LENGTH:] == _SETTINGS else "answers, but does not speak gRPC"
 
     try:
-        return call_with_timeout(
-            2 * seconds + 1, ask
-        )  # looking up a host's name has no limit of its own
+        # Looking up a host's name has no limit of its own.
+        return call_with_timeout(2 * seconds + 1, ask)
     except TimeoutError as error:
         return f"cannot be looked at ({error})"
 
 
-def _first_sentence(error: BaseException) -> str:
+def _not_found(name: str, error: BaseException) -> StrategyError:
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line.split(". ")[0].rstrip(".") + "."
+    return StrategyError(f"no TPU found at {name}: {line.split('. ')[0].rstrip('.')}. {_seen()}")
 
 
 def _seen() -> str:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["absent", "reporting_absent_peers", "wait_for_peers", "watch"]
+__all__ = ["absent", "reporting_absent_peers", "say", "wait_for_peers", "watch"]
 
 FIRST_AFTER = 10.0  # seconds; then after ever longer ones
 LONGEST_PAUSE = 120.0
@@ -39,10 +39,29 @@ def reporting_absent_peers(
         limit: seconds after which this process is killed, because nothing else ends a TensorFlow
             that waits for a peer; None: none.
     """
-    with contextlib.ExitStack() as stack:
-        if peers:
-            stack.enter_context(_watching(me, peers, source, limit))
+    if not peers:
         yield
+        return
+    order = json.dumps([me, dict(peers), source, FIRST_AFTER, limit])
+    try:
+        # Isolated and without site: it starts in some 20 ms, whatever is installed.
+        command = [sys.executable, "-I", "-S", __file__]
+        watcher = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    except (OSError, TypeError):  # no Python to start: then TensorFlow waits in silence
+        yield
+        return
+    assert watcher.stdin is not None
+    try:
+        with contextlib.suppress(OSError):
+            print(order, file=watcher.stdin, flush=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            watcher.stdin.close()
+        watcher.kill()
+        watcher.wait()
 
 
 def wait_for_peers(peers: Mapping[str, str], seconds: float, *, port: int | None = None) -> None:
@@ -133,6 +152,11 @@ def watch(
     return False
 
 
+def say(line: str) -> None:
+    """For a person who looks at what this task does; results are not written to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
     """The first 5 tasks, as 'worker:1 (host:port)', at whose address nobody listens.
 
@@ -150,38 +174,6 @@ def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
     return missing
 
 
-@contextlib.contextmanager
-def _watching(
-    me: str, peers: Mapping[str, str], source: str, limit: float | None
-) -> Iterator[None]:
-    order = json.dumps([me, dict(peers), source, FIRST_AFTER, limit])
-    try:
-        # Isolated and without site: it starts in some 20 ms, whatever is installed.
-        watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-    except (OSError, TypeError):  # no Python to start: then TensorFlow waits in silence
-        yield
-        return
-    assert watcher.stdin is not None
-    try:
-        with contextlib.suppress(OSError):
-            watcher.stdin.write(order + "\n")
-            watcher.stdin.flush()
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            watcher.stdin.close()  # which tells it to end, as the end of this process would
-        try:
-            watcher.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:  # it looks up a name, perhaps
-            watcher.kill()
-            watcher.wait()
-
-
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that waits
     me, peers, source, first_after, limit = json.loads(sys.stdin.readline())
@@ -193,15 +185,7 @@ def _main() -> None:
         done.set()
 
     threading.Thread(target=until_closed, daemon=True).start()
-    late = watch(
-        me,
-        peers,
-        source,
-        first_after=first_after,
-        done=done,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-        limit=limit,
-    )
+    late = watch(me, peers, source, first_after=first_after, done=done, say=say, limit=limit)
     if late and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
 
