@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -45,20 +46,18 @@ class _Command:
         epilog: the last lines of it.
         add_options: declares its options.
         run: gets the options and the words after `--`, and returns the exit status.
-        before: words of the usage before the options.
-        after: words of the usage after them.
+        usage: its words and options.
     """
 
     summary: str
     epilog: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, list[str]], int]
-    before: str = ""
-    after: str = ""
+    usage: str
 
     @property
     def takes_command(self) -> bool:
-        return "--" in self.after
+        return " -- " in self.usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    before, dashes, command_line = _split(words)
+    dashes = "--" in words
+    at = words.index("--") if dashes else len(words)
+    before, command_line = words[:at], words[at + 1 :]
     parser = _parser()
     if not before:
         parser.print_help()
@@ -94,14 +95,6 @@ def _dispatch(words: list[str]) -> int:
             " out"
         )
     return command.run(options, command_line)
-
-
-def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
-    """What stands before the first `--`, whether there is one, and what stands after it."""
-    if "--" not in words:
-        return words, False, []
-    at = words.index("--")
-    return words[:at], True, words[at + 1 :]
 
 
 def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bool) -> NoReturn:
@@ -126,7 +119,7 @@ def _parser() -> _Parser:
             description=command.summary + ".",
             epilog=command.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"tfdist {name}{command.before} [options]{command.after}",
+            usage=f"tfdist {command.usage}",
             allow_abbrev=False,
         )
         command.add_options(sub)
@@ -145,40 +138,24 @@ def _seconds(text: str) -> float:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("--workers", type=int, default=1, metavar="N", help="workers (default 1)")
+    number = functools.partial(tasks.add_argument, type=int, metavar="N")
+    number("--workers", default=1, help="workers (default 1)")
     tasks.add_argument(
         "--chief",
         action=argparse.BooleanOptionalAction,
         help="a chief beside the workers (default: only with --ps, which needs one)",
     )
-    tasks.add_argument("--ps", type=int, default=0, metavar="N", help="parameter servers")
+    number("--ps", default=0, help="parameter servers")
     tasks.add_argument("--evaluator", action="store_true", help="an evaluator")
-    tasks.add_argument(
-        "--data-workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="workers of a tf.data service, and its dispatcher",
-    )
+    number("--data-workers", default=0, help="workers of a tf.data service, and its dispatcher")
     run = parser.add_argument_group("run")
+    seconds = functools.partial(run.add_argument, type=_seconds, metavar="SECONDS")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
-    run.add_argument(
-        "--grace",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="from SIGTERM to SIGKILL when tasks are ended (default 5)",
-    )
-    run.add_argument(
-        "--linger",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="with --ps: time for the others to end after the chief (default 5)",
-    )
-    run.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="end the run after this time (124)"
-    )
+    to_kill = "from SIGTERM to SIGKILL when tasks are ended (default 5)"
+    seconds("--grace", default=5.0, help=to_kill)
+    to_end = "with --ps: time for the others to end after the chief (default 5)"
+    seconds("--linger", default=5.0, help=to_end)
+    seconds("--timeout", help="end the run after this time (124)")
     run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
@@ -188,15 +165,11 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     # The environment is read here, and handed down.
     env = dict(os.environ)
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
-    tasks = {
-        "workers": options.workers,
-        "chief": options.chief,
-        "ps": options.ps,
-        "evaluator": options.evaluator,
-        "data_workers": options.data_workers,
-    }
+    names = ("workers", "chief", "ps", "evaluator", "data_workers")
+    tasks = {name: getattr(options, name) for name in names}
     with reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(command, **tasks, ports=ports, log_dir=options.log_dir, env=env)
+        make_plan = functools.partial(plan_local, command, **tasks, ports=ports, env=env)
+        plan = make_plan(log_dir=options.log_dir)
         if options.dry_run:
             for task in plan.tasks:
                 print(shell_line(task))
@@ -205,10 +178,9 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
         status = 0
         try:
-            plan = plan_local(command, **tasks, ports=ports, log_dir=log_dir, env=env)
-            status = run_plan(
-                plan, env=env, grace=options.grace, linger=options.linger, timeout=options.timeout
-            ).exit_status
+            plan = make_plan(log_dir=log_dir)
+            limits = {name: getattr(options, name) for name in ("grace", "linger", "timeout")}
+            status = run_plan(plan, env=env, **limits).exit_status
         finally:
             if options.log_dir is None and status == 0:
                 shutil.rmtree(log_dir, ignore_errors=True)
@@ -229,14 +201,14 @@ example:
   tfdist run --workers 2 -- python train.py --epochs 3""",
         add_options=_add_run_options,
         run=_run,
-        after=" -- command",
+        usage="run [options] -- command",
     ),
     "plan": _Command(
         summary="where each variable of a model would live on parameter servers",
         epilog=EPILOG,
         add_options=add_plan_options,
         run=run_plan_command,
-        before=" module:builder",
+        usage="plan module:builder [options]",
     ),
 }
 

@@ -35,24 +35,15 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     flag_values = flags.FLAGS if flag_values is None else flag_values
     if _defined(flag_values):
         return  # a library and its script may both ask for them
-    flags.DEFINE_string("strategy", None, "Strategy by name, or auto.", flag_values=flag_values)
-    flags.DEFINE_string(
-        "strategy_config", None, "TOML file with a [strategy] table.", flag_values=flag_values
-    )
-    flags.DEFINE_list(
-        "devices", None, "Devices by name, or one number of devices.", flag_values=flag_values
-    )
-    flags.DEFINE_integer(
-        "logical_cpus", None, "Logical CPUs to make.", lower_bound=1, flag_values=flag_values
-    )
-    flags.DEFINE_enum(
-        "communication", None, ["auto", "ring", "nccl"],
-        "How workers exchange gradients.", flag_values=flag_values,
-    )  # fmt: skip
-    flags.DEFINE_float(
-        "wait", None, "Seconds to wait for the other tasks of a cluster; without it, no limit.",
-        flag_values=flag_values,
-    )  # fmt: skip
+    at: dict[str, Any] = {"default": None, "flag_values": flag_values}
+    flags.DEFINE_string("strategy", help="Strategy by name, or auto.", **at)
+    flags.DEFINE_string("strategy_config", help="TOML file with a [strategy] table.", **at)
+    flags.DEFINE_list("devices", help="Devices by name, or one number of devices.", **at)
+    flags.DEFINE_integer("logical_cpus", help="Logical CPUs to make.", lower_bound=1, **at)
+    exchange = "How workers exchange gradients."
+    flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
+    wait = "Seconds to wait for the other tasks of a cluster; without it, no limit."
+    flags.DEFINE_float("wait", help=wait, **at)
 
 
 def strategy_flags() -> dict[str, Any]:
@@ -63,8 +54,8 @@ def strategy_flags() -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value is not None}
     if "strategy" in settings:
         settings["name"] = settings.pop("strategy")
-    devices = settings.get("devices")
-    if devices is not None and len(devices) == 1 and _NUMBER.fullmatch(devices[0].strip()):
+    devices = settings.get("devices", ())
+    if len(devices) == 1 and _NUMBER.fullmatch(devices[0].strip()):
         settings["devices"] = int(devices[0])
     return settings
 

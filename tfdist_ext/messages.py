@@ -41,12 +41,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def check_int(
-    value: object,
-    name: str,
-    low: int = 0,
-    high: int | None = None,
-    *,
-    error: type[TfDistError],
+    value: object, name: str, low: int = 0, high: int | None = None, *, error: type[TfDistError]
 ) -> int:
     """The value as a Python integer; 3 and numpy's int64(3) are integers, 3.0 and True are not.
 

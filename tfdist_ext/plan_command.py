@@ -30,48 +30,22 @@ examples:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "builder",
-        metavar="module:builder",
-        help="a function without arguments that returns a built Keras model, as train.py:build",
-    )
-    parser.add_argument("--ps", type=int, required=True, metavar="N", help="parameter servers")
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help="its slots are counted (default: the model's own)"
-    )
-    parser.add_argument(
-        "--budget",
-        action="append",
-        metavar="SIZE",
-        help="the most a server may hold, as 8GiB; once for all, or once for each",
-    )
-    parser.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="PATTERN=PLACEMENT",
-        help="'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated",
-    )
-    parser.add_argument(
-        "--policy", metavar="NAME", help="balanced (default), greedy or round_robin, for the rest"
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw the plan, .svg or .png (needs matplotlib)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan, to be applied")
-    parser.add_argument(
-        "--compare", action="store_true", help="also the bytes per device of other strategies"
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --compare: replicas, on devices or workers (default 1)",
-    )
+    add = parser.add_argument
+    builder = "a function without arguments that returns a built Keras model, as train.py:build"
+    add("builder", metavar="module:builder", help=builder)
+    add("--ps", type=int, required=True, metavar="N", help="parameter servers")
+    add("--optimizer", metavar="NAME", help="its slots are counted (default: the model's own)")
+    budget = "the most a server may hold, as 8GiB; once for all, or once for each"
+    add("--budget", action="append", metavar="SIZE", help=budget)
+    rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
+    add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
+    add("--policy", metavar="NAME", help="balanced (default), greedy or round_robin, for the rest")
+    picture = "draw the plan, .svg or .png (needs matplotlib)"
+    add("--picture", type=Path, metavar="FILE", help=picture)
+    add("--json", type=Path, metavar="FILE", help="write the plan, to be applied")
+    add("--compare", action="store_true", help="also the bytes per device of other strategies")
+    devices = "with --compare: replicas, on devices or workers (default 1)"
+    add("--devices", type=int, default=1, metavar="N", help=devices)
 
 
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:

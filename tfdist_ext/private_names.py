@@ -78,8 +78,7 @@ def untested_versions() -> str:
     found = []
     for package, (title, oldest, newest) in TESTED.items():
         version = import_module(package).__version__
-        minor = tuple(map(int, version.split(".")[:2]))
-        if not _minor(oldest) <= minor <= _minor(newest):
+        if not _minor(oldest) <= _minor(version) <= _minor(newest):
             found.append(f"{title} from {oldest} to {newest}, got {version}")
     if not found:
         return ""
@@ -91,4 +90,4 @@ def untested_versions() -> str:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+    return tuple(map(int, version.split(".")[:2]))

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,8 +24,9 @@ def found(program, path=None):
     return f"/bin/{program}" if program in ("python", "run-it") else None
 
 
-def plan(command=COMMAND, *, ports=PORTS, **options):
-    return plan_local(command, ports=ports, env=ENV, which=found, **options)
+def plan(command=COMMAND, *, ports=PORTS, env=ENV, which=found, **options):
+    with mock.patch("shutil.which", which):
+        return plan_local(command, ports=ports, env=env, **options)
 
 
 def cluster_of(task):
@@ -65,11 +67,11 @@ def test_tasks(options, names, coordinator, reason):
 
 
 def test_every_task_gets_an_address_of_its_own_in_the_order_of_the_ports():
-    planned = plan(workers=2, ps=1, host="10.0.0.5")
+    planned = plan(workers=2, ps=1)
     assert cluster_of(planned.tasks[0]) == {
-        "chief": ["10.0.0.5:7001"],
-        "worker": ["10.0.0.5:7002", "10.0.0.5:7003"],
-        "ps": ["10.0.0.5:7004"],
+        "chief": ["127.0.0.1:7001"],
+        "worker": ["127.0.0.1:7002", "127.0.0.1:7003"],
+        "ps": ["127.0.0.1:7004"],
     }
     assert all(cluster_of(task) == cluster_of(planned.tasks[0]) for task in planned.tasks)
 
@@ -109,10 +111,7 @@ def test_without_data_workers_there_is_no_data_service():
 
 
 def test_the_users_log_level_is_that_of_data_workers_too():
-    planned = plan_local(
-        ["python"], data_workers=1, ports=PORTS, env={**ENV, "TF_CPP_MIN_LOG_LEVEL": "0"},
-        which=found,
-    )  # fmt: skip
+    planned = plan(data_workers=1, env={**ENV, "TF_CPP_MIN_LOG_LEVEL": "0"})
     assert planned.tasks[-1].env["TF_CPP_MIN_LOG_LEVEL"] == "0"
 
 
@@ -158,9 +157,7 @@ def test_bad_input_is_a_sentence_that_says_what_arrived_and_what_to_do(command, 
 
 @pytest.mark.parametrize("word", ["python", "python3"])
 def test_python_is_the_interpreter_in_use_where_none_is_on_path(word):
-    planned = plan_local(
-        [word, "x.py"], ports=PORTS, env={"PATH": ""}, which=lambda name, path=None: None
-    )
+    planned = plan([word, "x.py"], env={"PATH": ""}, which=lambda name, path=None: None)
     assert planned.tasks[0].argv == (sys.executable, "x.py")
 
 

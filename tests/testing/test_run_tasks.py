@@ -75,7 +75,7 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
 
 
 def test_a_crash_is_told_from_an_error() -> None:
-    with pytest.raises(TaskError, match=r"^worker:1: its process ended with status 3\."):
+    with pytest.raises(TaskError, match=r"^worker:1: its process ended: exit code 3\."):
         run_tasks(task_bodies.exits_with_three, TWO, 60)
 
 

@@ -21,15 +21,12 @@ the key, shows what arrived and says what to do.
 
 from __future__ import annotations
 
-from tfdist_ext.cluster.config import ClusterConfig
-from tfdist_ext.cluster.environments import describe_environments
+from tfdist_ext.cluster.config import ClusterConfig, describe_environments
 from tfdist_ext.cluster.jobs import Task
 from tfdist_ext.deprecation import renamed_function
 
 __all__ = ["ClusterConfig", "Task", "describe_environments", "survey"]
 
 survey = renamed_function(
-    "tfdist_ext.cluster.survey",
-    "tfdist_ext.cluster.describe_environments",
-    describe_environments,
+    "tfdist_ext.cluster.survey", "tfdist_ext.cluster.describe_environments", describe_environments
 )

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tfdist_ext.cluster import tf_config
-from tfdist_ext.cluster.environments import detect
-from tfdist_ext.cluster.jobs import ClusterDescription, Jobs, Task, check_task
+from tfdist_ext.cluster import tf_config, tpu
+from tfdist_ext.cluster.environments import ENVIRONMENTS
+from tfdist_ext.cluster.jobs import Jobs, Task, check_task
+from tfdist_ext.errors import ClusterConfigError
+from tfdist_ext.messages import counted
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,11 @@ class ClusterConfig:
         Raises:
             ClusterConfigError: an environment is present, but what it says cannot be right.
         """
-        found = detect(os.environ if env is None else env)
-        return None if found is None else cls._of(found)
+        for parse in ENVIRONMENTS.values():
+            found = parse(os.environ if env is None else env)
+            if not isinstance(found, str):
+                return cls(**found._asdict())
+        return None
 
     @classmethod
     def from_tf_config(cls, text: str, *, source: str = "TF_CONFIG") -> ClusterConfig:
@@ -66,17 +71,7 @@ class ClusterConfig:
         Raises:
             ClusterConfigError: the text is not JSON of that form, or breaks a rule of the class.
         """
-        return cls._of(tf_config.parse(text, source))
-
-    @classmethod
-    def _of(cls, found: ClusterDescription) -> ClusterConfig:
-        return cls(
-            found.jobs,
-            found.task,
-            rpc_layer=found.rpc_layer,
-            environment=found.environment,
-            source=found.source,
-        )
+        return cls(**tf_config.parse(text, source)._asdict())
 
     def to_tf_config(self) -> str:
         """JSON text that `from_tf_config` reads back to an equal value."""
@@ -113,3 +108,24 @@ class ClusterConfig:
             for index, address in enumerate(addresses):
                 if address:
                     yield Task(name, index)
+
+
+def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What each environment says, in order of precedence, the TPU last. Never raises.
+
+    Returns:
+        Pairs of an environment's name and what was found there, or why it was passed over, for
+        example ("Slurm", "SLURM_PROCID is not set").
+    """
+    lines: list[tuple[str, str]] = []
+    for name, parse in ENVIRONMENTS.items():
+        try:
+            found = parse(env)
+            if not isinstance(found, str):
+                cluster = ClusterConfig(**found._asdict())
+                tasks = counted(cluster.num_tasks, "task")
+                found = f"{cluster.task} of {tasks}, from {cluster.source}"
+        except ClusterConfigError as error:
+            found = f"cannot be used: {error}"
+        lines.append((name, found))
+    return [*lines, (tpu.NAME, tpu.describe(env))]

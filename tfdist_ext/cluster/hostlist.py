@@ -67,10 +67,7 @@ def expand_counts(text: str, name: str, where: str) -> list[int]:
 def _items(text: str, name: str, where: str) -> list[str]:
     items: list[str] = []
     position = 0
-    while True:
-        match = _ITEM.match(text, position)
-        if match is None:
-            break
+    while match := _ITEM.match(text, position):
         items.append(match[0])
         position = match.end()
         if position == len(text):

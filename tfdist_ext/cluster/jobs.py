@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tfdist_ext.cluster.addresses import AddressError, identity
 from tfdist_ext.messages import nearest, refuse
@@ -47,9 +47,8 @@ class Jobs(dict[str, tuple[str, ...]]):
         try:
             given: dict[str, Any] = dict(jobs)
         except (TypeError, ValueError):
-            raise refuse(
-                where, "cluster is not a mapping of job names to addresses", jobs, _EXAMPLE
-            ) from None
+            what = "cluster is not a mapping of job names to addresses"
+            raise refuse(where, what, jobs, _EXAMPLE) from None
         if not given:
             raise refuse(where, "cluster is empty", given, _EXAMPLE)
         for name in given:
@@ -58,19 +57,11 @@ class Jobs(dict[str, tuple[str, ...]]):
             (name, _addresses(name, given[name], where)) for name in JOB_NAMES if name in given
         )
         if len(self.get("chief", ())) > 1:
-            raise refuse(
-                where,
-                "cluster.chief lists more than index 0",
-                self["chief"],
-                "A cluster has one chief: move the others to worker.",
-            )
+            advice = "A cluster has one chief: move the others to worker."
+            raise refuse(where, "cluster.chief lists more than index 0", self["chief"], advice)
         if "ps" in self and "worker" not in self:
-            raise refuse(
-                where,
-                "cluster.ps has no workers to serve",
-                dict(self),
-                "Add a worker job, or take ps out.",
-            )
+            advice = "Add a worker job, or take ps out."
+            raise refuse(where, "cluster.ps has no workers to serve", dict(self), advice)
         _check_addresses(self, where)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a plain dict can change, this cannot
@@ -86,13 +77,12 @@ class Jobs(dict[str, tuple[str, ...]]):
     clear = pop = popitem = setdefault = update = _read_only
 
 
-@dataclass(frozen=True)
-class ClusterDescription:
-    """What an environment says of a cluster; `ClusterConfig` is made of it.
+class ClusterDescription(NamedTuple):
+    """What an environment says of a cluster; `ClusterConfig` is made of it, and checks the rest.
 
     Attributes:
         jobs: job name -> addresses in index order, valid.
-        task: the task this process is; one of the jobs'.
+        task: the task this process is.
         source: where this comes from, in a few words.
         rpc_layer: the protocol between tasks; None leaves it to TensorFlow.
         environment: TF_CONFIG's own word for where it was written.
@@ -103,14 +93,6 @@ class ClusterDescription:
     source: str
     rpc_layer: str | None = None
     environment: str | None = None
-
-    def __post_init__(self) -> None:
-        check_task(self.task, self.jobs, self.source)
-
-    @property
-    def num_tasks(self) -> int:
-        """Tasks with an address, over all jobs."""
-        return sum(1 for addresses in self.jobs.values() for address in addresses if address)
 
 
 _EXAMPLE = 'Give at least one job, for example {"worker": ["host:port"]}.'
@@ -139,28 +121,19 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
     if index < 0:
         raise refuse(where, "task.index is negative", index, "Indices start at 0.")
     if task.type not in jobs:
-        raise refuse(
-            where,
-            f"task.type is {task.type}, but cluster has no {task.type} job",
-            list(jobs),
-            f"Add the {task.type} job with the address of each of its tasks to cluster.",
-        )
+        what = f"task.type is {task.type}, but cluster has no {task.type} job"
+        advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
+        raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
     if index >= len(addresses):
         last = len(addresses) - 1
-        raise refuse(
-            where,
-            f"task.index is out of range: cluster.{task.type} ends at index {last}",
-            index,
-            f"Give 0 to {last}, or add the address of this task to cluster.{task.type}.",
-        )
+        what = f"task.index is out of range: cluster.{task.type} ends at index {last}"
+        advice = f"Give 0 to {last}, or add the address of this task to cluster.{task.type}."
+        raise refuse(where, what, index, advice)
     if not addresses[index]:
-        raise refuse(
-            where,
-            f"task.index is not among the indices cluster.{task.type} lists",
-            index,
-            f"Add the address of this task to cluster.{task.type}.",
-        )
+        what = f"task.index is not among the indices cluster.{task.type} lists"
+        advice = f"Add the address of this task to cluster.{task.type}."
+        raise refuse(where, what, index, advice)
 
 
 def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
@@ -168,12 +141,8 @@ def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
         advice = f'Write a list: "{name}": ["host:port"].'
         raise refuse(where, f"cluster.{name} is not a list of addresses", given, advice)
     if not given:
-        raise refuse(
-            where,
-            f"cluster.{name} is empty",
-            given,
-            f"List the address of each {name} task, or take {name} out.",
-        )
+        advice = f"List the address of each {name} task, or take {name} out."
+        raise refuse(where, f"cluster.{name} is empty", given, advice)
     if len(given) > MAX_INDEX:
         raise index_too_large(name, len(given) - 1, where)
     if given[-1] == "":
@@ -190,20 +159,16 @@ def index_too_large(name: str, index: object, where: str) -> Exception:
 
 
 def _check_addresses(jobs: Jobs, where: str) -> None:
-    first: dict[tuple[str, int], tuple[str, int]] = {}
+    first: dict[tuple[str, int], str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):
             if address == "":
                 continue
+            path = f"cluster.{name}[{index}]"
             try:
                 key = identity(address)
             except AddressError as error:
-                path = f"cluster.{name}[{index}]"
                 raise refuse(where, f"{path} {error.what}", address, error.advice) from None
-            if (taken := first.setdefault(key, (name, index))) != (name, index):
-                raise refuse(
-                    where,
-                    f"cluster.{name}[{index}] is the address of cluster.{taken[0]}[{taken[1]}] too",
-                    address,
-                    "Give each task an address of its own: another host, or another port.",
-                )
+            if (taken := first.setdefault(key, path)) != path:
+                advice = "Give each task an address of its own: another host, or another port."
+                raise refuse(where, f"{path} is the address of {taken} too", address, advice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from tfdist_ext.messages import refuse, shown
@@ -23,12 +24,9 @@ def loads(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            # next() finds one: fewer distinct keys than pairs. add() returns None.
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise refuse(
-                where, f"the key {shown(twice)} stands twice in one object", pairs, "Keep one."
-            )
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            what = f"the key {shown(twice)} stands twice in one object"
+            raise refuse(where, what, pairs, "Keep one.")
         return found
 
     def whole(digits: str) -> int:
@@ -44,12 +42,9 @@ def loads(text: str, where: str) -> Any:
         value = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_constant=constant)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
-        raise refuse(
-            where,
-            f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}",
-            near,
-            "Mind double quotes, commas and closing braces; json.dumps writes it right.",
-        ) from None
+        what = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        advice = "Mind double quotes, commas and closing braces; json.dumps writes it right."
+        raise refuse(where, what, near, advice) from None
     except RecursionError:
         what = "is nested too deeply to be read"
         raise refuse(where, what, text[:40], "A cluster needs three levels.") from None
@@ -65,10 +60,9 @@ def _refuse_surrogates(value: Any, where: str) -> None:
         item, path = stack.pop()
         if isinstance(item, dict):
             for key, inner in item.items():
-                stack.append((key, (path, key)))
-                stack.append((inner, (path, key)))
+                stack += [(key, (path, key)), (inner, (path, key))]
         elif isinstance(item, list):
-            stack.extend((inner, (path, index)) for index, inner in enumerate(item))
+            stack += [(inner, (path, index)) for index, inner in enumerate(item)]
         elif isinstance(item, str) and not item.isascii() and _SURROGATE.search(item):
             what = f"{_written(path)} has a lone surrogate, half of a character"
             raise refuse(where, what, item, "Write the character itself, in UTF-8.")

@@ -15,14 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist_ext.cluster import strict_json
-from tfdist_ext.cluster.jobs import (
-    MAX_INDEX,
-    ClusterDescription,
-    Jobs,
-    Task,
-    check_job_name,
-    index_too_large,
-)
+from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Jobs, Task, index_too_large
 from tfdist_ext.messages import nearest, refuse
 
 _KEYS = ("cluster", "task", "rpc_layer", "environment")
@@ -38,8 +31,7 @@ def parse(text: object, where: str) -> ClusterDescription:
     """Reads a TF_CONFIG; `where` opens every message.
 
     Raises:
-        ClusterConfigError: the text is no TF_CONFIG, its jobs break a rule of `Jobs`, or the task
-            is not one of them.
+        ClusterConfigError: the text is no TF_CONFIG, or its jobs break a rule of `Jobs`.
     """
     if not isinstance(text, str):
         raise refuse(where, "is not text", text, "Pass the JSON text; json.dumps makes it.")
@@ -51,20 +43,23 @@ def parse(text: object, where: str) -> ClusterDescription:
         advice = 'Write {"cluster": {...}, "task": {...}}.'
         raise refuse(where, "is not a JSON object", value, advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
-    return ClusterDescription(
-        jobs=_jobs(value, where),
-        task=_task(value, where),
-        source=where,
-        rpc_layer=_optional_text(value, "rpc_layer", where),
-        environment=_optional_text(value, "environment", where),
-    )
+    jobs, task = _jobs(value, where), _task(value, where)
+    return ClusterDescription(jobs, task, where, value.get("rpc_layer"), value.get("environment"))
+
+
+def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:
+    """The cluster TF_CONFIG describes; unset, empty and white space only mean none.
+
+    One worker in it stays a cluster of one: somebody wrote it on purpose.
+    """
+    text = env.get("TF_CONFIG")
+    if text is None:
+        return "TF_CONFIG is not set"
+    return parse(text, "TF_CONFIG") if text.strip() else "TF_CONFIG is empty"
 
 
 def dump(
-    jobs: Mapping[str, tuple[str, ...]],
-    task: Task,
-    rpc_layer: str | None,
-    environment: str | None,
+    jobs: Mapping[str, tuple[str, ...]], task: Task, rpc_layer: str | None, environment: str | None
 ) -> str:
     """The TF_CONFIG text; a job with holes is written in the sparse form."""
     cluster: dict[str, Any] = {
@@ -73,14 +68,12 @@ def dump(
         else list(addresses)
         for name, addresses in jobs.items()
     }
-    value: dict[str, Any] = {
+    optional = {"rpc_layer": rpc_layer, "environment": environment}
+    value = {
         "cluster": cluster,
         "task": {"type": task.type, "index": task.index},
+        **{key: text for key, text in optional.items() if text is not None},
     }
-    if rpc_layer is not None:
-        value["rpc_layer"] = rpc_layer
-    if environment is not None:
-        value["environment"] = environment
     return json.dumps(value)
 
 
@@ -111,8 +104,6 @@ def _jobs(value: dict[str, Any], where: str) -> Jobs:
     if not isinstance(cluster, dict):
         advice = 'Write {"worker": ["host:port"]}.'
         raise refuse(where, "cluster is not a JSON object", cluster, advice)
-    for name in cluster:
-        check_job_name(name, "cluster", where)
     dense = {
         name: _from_sparse(name, given, where) if isinstance(given, dict) else given
         for name, given in cluster.items()
@@ -140,10 +131,7 @@ def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
             advice = 'Write "host:port", or take the index out.'
             raise refuse(where, f"cluster.{name}[{index}] is blank", given, advice)
         by_index[index] = address
-    addresses: list[Any] = [""] * (max(by_index, default=-1) + 1)
-    for index, address in by_index.items():
-        addresses[index] = address
-    return addresses
+    return [by_index.get(index, "") for index in range(max(by_index, default=-1) + 1)]
 
 
 def _task(value: dict[str, Any], where: str) -> Task:
@@ -165,9 +153,3 @@ def _task(value: dict[str, Any], where: str) -> Task:
         # No more digits than needed to be out of range: int() refuses very long texts.
         index = int(index.lstrip("0")[:18] or "0")
     return Task(task["type"], index)
-
-
-def _optional_text(value: dict[str, Any], key: str, where: str) -> str | None:
-    check_text(value.get(key), key, where)
-    text: str | None = value.get(key)
-    return text

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tfdist_ext.messages import shown
 
 NAME = "TPU"
-VARIABLES = ("TPU_NAME", "TPU_ZONE", "TPU_PROJECT")
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,8 @@ def detect(env: Mapping[str, str]) -> TpuSignal | None:
     name = env.get("TPU_NAME", "").strip()
     if not name:
         return None
-    return TpuSignal(
-        name=name,
-        zone=env.get("TPU_ZONE", "").strip() or None,
-        project=env.get("TPU_PROJECT", "").strip() or None,
-        source=f"TPU_NAME={shown(name)}",
-    )
+    zone, project = (env.get(key, "").strip() or None for key in ("TPU_ZONE", "TPU_PROJECT"))
+    return TpuSignal(name, zone, project, source=f"TPU_NAME={shown(name)}")
 
 
 def describe(env: Mapping[str, str]) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 
 __all__ = ["COMMAND", "command_line"]
 
 COMMAND = "TFDIST_COMMAND"  # in the environment of tasks: the line that started the launcher
 
 
-def command_line(env: Mapping[str, str] | None = None) -> str | None:
+def command_line() -> str | None:
     """The line for a shell: the launcher's, where one has started this process.
 
     None in an interactive session.
     """
-    env = os.environ if env is None else env
-    if line := env.get(COMMAND):
+    if line := os.environ.get(COMMAND):
         return line
     if hasattr(sys, "ps1") or not sys.argv[0]:
         return None

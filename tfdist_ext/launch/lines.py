@@ -45,37 +45,33 @@ class LineSplitter:
         lines: list[Line] = []
         start = 0
         for end in _END.finditer(data):
-            self._add(lines, data[start : end.start()], rewritten=end.group() == b"\r")
+            lines += self._lines(data[start : end.start()], rewritten=end.group() == b"\r")
             start = end.end()
-        rest = data[start:]
-        while len(rest.removesuffix(b"\r")) > self._limit:
-            piece, rest = self._cut(rest)
-            lines.append(_line(piece))
-        self._rest = rest
-        return lines
+        *pieces, self._rest = self._cut(data[start:])
+        return lines + [_line(piece) for piece in pieces]
 
     def flush(self) -> list[Line]:
         """What is left, as a line: at the end, or when nothing more comes for a while."""
         rest, self._rest = self._rest, b""
-        lines: list[Line] = []
-        if rest:
-            text = rest.removesuffix(b"\r")
-            self._add(lines, text, rewritten=text != rest)
-        return lines
+        text = rest.removesuffix(b"\r")
+        return self._lines(text, rewritten=text != rest) if rest else []
 
-    def _add(self, lines: list[Line], text: bytes, *, rewritten: bool) -> None:
-        while len(text) > self._limit:
-            piece, text = self._cut(text)
-            lines.append(_line(piece))
-        if text or not rewritten:
-            lines.append(_line(text, rewritten))
+    def _lines(self, text: bytes, *, rewritten: bool) -> list[Line]:
+        *pieces, last = self._cut(text)
+        lines = [_line(piece) for piece in pieces]
+        return [*lines, _line(last, rewritten)] if last or not rewritten else lines
 
-    def _cut(self, text: bytes) -> tuple[bytes, bytes]:
-        cut = self._limit
-        # Not inside a character of several bytes (at most four).
-        while cut > max(self._limit - 3, 1) and text[cut] & 0xC0 == 0x80:
-            cut -= 1
-        return text[:cut], text[cut:]
+    def _cut(self, text: bytes) -> list[bytes]:
+        """Pieces of at most `limit` bytes, but for a carriage return at the end of the last."""
+        pieces = []
+        while len(text.removesuffix(b"\r")) > self._limit:
+            cut = self._limit
+            # Not inside a character of several bytes (at most four).
+            while cut > max(self._limit - 3, 1) and text[cut] & 0xC0 == 0x80:
+                cut -= 1
+            pieces.append(text[:cut])
+            text = text[cut:]
+        return [*pieces, text]
 
 
 def _line(text: bytes, rewritten: bool = False) -> Line:

@@ -75,7 +75,8 @@ class Printer:
 class _Channel:
     """One task's pipe, on its way to the screen and to its log."""
 
-    def __init__(self, fd: int, prefix: str, log: BinaryIO | None) -> None:
+    def __init__(self, name: str, fd: int, prefix: str, log: BinaryIO | None) -> None:
+        self.name = name
         self.fd = os.dup(fd)  # its own: nobody else closes it while the thread reads
         self.prefix = prefix
         self.log = log
@@ -187,7 +188,7 @@ class OutputPump:
                 ) from error
         # Only reading is made non-blocking; the task's end of the pipe is another description.
         os.set_blocking(fd, False)
-        self._channels[name] = channel = _Channel(fd, self._prefix(name), log)
+        self._channels[name] = channel = _Channel(name, fd, self._prefix(name), log)
         self._selector.register(channel.fd, selectors.EVENT_READ, channel)
 
     def start(self) -> None:
@@ -197,15 +198,13 @@ class OutputPump:
     def task_ended(self, name: str) -> None:
         """The task is over: its output is still read, but not waited for where others hold it."""
         self._ended.put(name)
-        self._wake()
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
 
     def log_errors(self) -> dict[str, OSError]:
         """Task -> what has ended its log file before its output."""
-        return {
-            name: channel.log_error
-            for name, channel in self._channels.items()
-            if channel.log_error is not None
-        }
+        channels = self._channels.values()
+        return {each.name: each.log_error for each in channels if each.log_error is not None}
 
     def last_lines(self, name: str) -> tuple[str, ...]:
         """The last lines of a task; for each that was added."""
@@ -240,10 +239,6 @@ class OutputPump:
         if self._color:
             label = f"\x1b[{_COLORS[self._names.index(name) % len(_COLORS)]}m{label}\x1b[0m"
         return label + padding
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"x")
 
     def _loop(self) -> None:
         open_channels = list(self._channels.values())
@@ -280,8 +275,7 @@ class OutputPump:
         had_log = channel.log is not None
         self._printer.write(channel.received(data, now))
         if had_log and channel.log_error is not None:
-            name = next(name for name, other in self._channels.items() if other is channel)
-            self._report.write(log_report({name: channel.log_error}))
+            self._report.write(log_report({channel.name: channel.log_error}))
 
     def _finish(self, channel: _Channel, open_channels: list[_Channel]) -> None:
         self._selector.unregister(channel.fd)

@@ -6,21 +6,15 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
 
-__all__ = [
-    "DATA_SERVICE",
-    "LaunchPlan",
-    "TaskPlan",
-    "addresses_needed",
-    "plan_local",
-    "shell_line",
-]
+__all__ = ["DATA_SERVICE", "LaunchPlan", "TaskPlan", "addresses_needed", "plan_local", "shell_line"]
 
 DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://host:port"
 
@@ -83,9 +77,7 @@ def plan_local(
     data_workers: int = 0,
     ports: Sequence[int],
     log_dir: str | os.PathLike[str] | None = None,
-    host: str = "127.0.0.1",
     env: Mapping[str, str],
-    which: Callable[..., str | None] = shutil.which,
 ) -> LaunchPlan:
     """Plan one process for each task of a cluster on this machine; starts nothing.
 
@@ -100,7 +92,6 @@ def plan_local(
         ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
         env: the environment the tasks will have; its PATH is where the program is looked for.
-        which: how the program is found, called as `shutil.which` is.
 
     Raises:
         LaunchError: no command, a command that is not found, tasks that make no cluster, or too
@@ -108,7 +99,7 @@ def plan_local(
     """
     has_chief = _with_chief(chief, ps)
     _check_tasks(workers, has_chief, ps, data_workers)
-    argv = _found(command, env, which)
+    argv = _found(command, env)
     needed = addresses_needed(
         workers=workers, chief=chief, ps=ps, evaluator=evaluator, data_workers=data_workers
     )
@@ -117,38 +108,40 @@ def plan_local(
             f"ports must be {needed}, one for each task, got {len(ports)}: {list(ports)}; reserve"
             f" {needed}"
         )
-    free = iter(ports)
+    free = (f"127.0.0.1:{port}" for port in ports)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
-    everyone = {
-        job: tuple(f"{host}:{next(free)}" for _ in range(count))
-        for job, count in counts.items()
-        if count
-    }
+    everyone = {job: tuple(islice(free, count)) for job, count in counts.items() if count}
     # The evaluator is in nobody's cluster but its own: TensorFlow's MultiWorkerMirroredStrategy
     # silently trains on a single worker when the cluster names one.
     cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
-    at = [f"{host}:{next(free)}" for _ in range(data_workers + 1)] if data_workers else []
-    service = _data_service(at, log_dir, env)
-    found_at = {DATA_SERVICE: f"grpc://{at[0]}"} if at else {}
-    tasks = tuple(
-        TaskPlan(
-            name=f"{job}:{index}",
-            argv=argv,
-            env={
-                "TF_CONFIG": ClusterConfig(
-                    everyone if job == "evaluator" else cluster, task=Task(job, index)
-                ).to_tf_config(),
-                **found_at,
-            },
-            log_file=_log_file(log_dir, job, index),
-        )
-        for job, addresses in everyone.items()
-        for index in range(len(addresses))
-    )
+    service = list(islice(free, data_workers + 1)) if data_workers else []
+    found_at = {DATA_SERVICE: f"grpc://{service[0]}"} if service else {}
+
+    def task(job: str, index: int, argv: tuple[str, ...], env: Mapping[str, str]) -> TaskPlan:
+        log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
+        return TaskPlan(f"{job}:{index}", argv, env, log_file)
+
+    tasks = []
+    for job, addresses in everyone.items():
+        seen = everyone if job == "evaluator" else cluster
+        for index in range(len(addresses)):
+            tf_config = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
+            tasks.append(task(job, index, argv, {"TF_CONFIG": tf_config, **found_at}))
+    # The data service computes on the CPU alone: GPUs are the training's.
+    quiet = {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "TF_CPP_MIN_LOG_LEVEL": env.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+    }
+    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
+    services = []
+    for number, address in enumerate(service):
+        words = ("worker", "--dispatcher", service[0]) if number else ("dispatcher",)
+        job, index = ("data_worker", number - 1) if number else ("data_dispatcher", 0)
+        services.append(task(job, index, (*process, *words, "--address", address), quiet))
     return LaunchPlan(
-        tasks=tasks + service,
+        tasks=(*tasks, *services),
         coordinator="chief:0" if ps else None,
-        services=frozenset(task.name for task in service),
+        services=frozenset(task.name for task in services),
     )
 
 
@@ -156,33 +149,6 @@ def shell_line(task: TaskPlan) -> str:
     """The task as one line that can be pasted into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
     return " ".join([*settings, shlex.join(task.argv)])
-
-
-def _data_service(
-    addresses: Sequence[str], log_dir: str | os.PathLike[str] | None, env: Mapping[str, str]
-) -> tuple[TaskPlan, ...]:
-    """The processes of a tf.data service: at the first address its dispatcher, then workers."""
-    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
-    # They compute on the CPU alone: GPUs are the training's.
-    quiet = {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "TF_CPP_MIN_LOG_LEVEL": env.get("TF_CPP_MIN_LOG_LEVEL", "2"),
-    }
-
-    def task(job: str, index: int, address: str, *words: str) -> TaskPlan:
-        argv = (*process, *words, "--address", address)
-        return TaskPlan(f"{job}:{index}", argv, quiet, _log_file(log_dir, job, index))
-
-    return tuple(
-        task("data_worker", number - 1, address, "worker", "--dispatcher", addresses[0])
-        if number
-        else task("data_dispatcher", 0, address, "dispatcher")
-        for number, address in enumerate(addresses)
-    )
-
-
-def _log_file(log_dir: str | os.PathLike[str] | None, job: str, index: int) -> Path | None:
-    return None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
 
 
 def _with_chief(chief: bool | None, ps: int) -> bool:
@@ -211,9 +177,7 @@ def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
         )
 
 
-def _found(
-    command: Sequence[str], env: Mapping[str, str], which: Callable[..., str | None]
-) -> tuple[str, ...]:
+def _found(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     if isinstance(command, str):
         raise LaunchError(
             f"the command must be a list of words, got one string: {command!r}; split it, for"
@@ -225,7 +189,7 @@ def _found(
             "tfdist run --workers 2 -- python train.py"
         )
     program = command[0]
-    if which(program, path=env.get("PATH", os.defpath)):
+    if shutil.which(program, path=env.get("PATH", os.defpath)):
         return tuple(command)
     if program in ("python", "python3") and sys.executable:
         # A virtual environment that is not activated has no python on PATH: take its own.

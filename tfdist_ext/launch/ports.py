@@ -48,14 +48,9 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
     """
     with ExitStack() as locks:
         ports: list[int] = []
-        candidates = iter(_candidates() if among is None else among)
-        while len(ports) < count:
-            port = next(candidates, None)
-            if port is None:
-                raise LaunchError(
-                    f"{count} ports must be free, got {len(ports)}; end what uses them, or ask for"
-                    " fewer tasks"
-                )
+        for port in _candidates() if among is None else among:
+            if len(ports) == count:
+                break
             try:
                 lock = locks.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             except OSError as error:  # more open files than a process may have
@@ -67,20 +62,22 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
                 ports.append(port)
             else:
                 lock.close()
+        if len(ports) < count:
+            raise LaunchError(
+                f"{count} ports must be free, got {len(ports)}; end what uses them, or ask for"
+                " fewer tasks"
+            )
         yield tuple(ports)
 
 
 def _candidates() -> list[int]:
     low, high = _ephemeral_range()
-    outside = [port for port in range(_LOWEST, 65_536) if not low <= port <= high]
-    inside = [port for port in range(_LOWEST, 65_536) if low <= port <= high]
+    ports = list(range(_LOWEST, 65_536))
     # Random, so that a port that was in use a moment ago is rarely the next; SystemRandom, so
     # that the caller's seed neither decides nor is disturbed.
-    shuffle = random.SystemRandom().shuffle
-    shuffle(outside)
-    shuffle(inside)
+    random.SystemRandom().shuffle(ports)
     # Inside only where a machine's range is so wide that nothing else is left.
-    return outside + inside
+    return sorted(ports, key=lambda port: low <= port <= high)
 
 
 def _ephemeral_range() -> tuple[int, int]:
@@ -88,8 +85,8 @@ def _ephemeral_range() -> tuple[int, int]:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
     except OSError:
         return _USUAL_RANGE
-    numbers = [int(number) for number in re.findall(r"\d+", text)]
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else _USUAL_RANGE
+    match = re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", text)
+    return (int(match[1]), int(match[2])) if match else _USUAL_RANGE
 
 
 def _is_free(port: int) -> bool:

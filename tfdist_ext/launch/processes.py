@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 
 from tfdist_ext.errors import LaunchError
@@ -22,12 +21,17 @@ _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will 
 
 
 class TaskProcess:
-    """A task that was started. `returncode` is None until its first process has ended."""
+    """A task that was started. `returncode` is None until its first process has ended.
+
+    Attributes:
+        ended_after: how long the run had lasted then, in seconds.
+    """
 
     def __init__(self, plan: TaskPlan, popen: subprocess.Popen[bytes]) -> None:
         self.plan = plan
         self.name = plan.name
         self.returncode: int | None = None
+        self.ended_after = 0.0
         self._popen = popen
 
     @property
@@ -62,8 +66,7 @@ class TaskProcess:
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the task and all it has started, as far as they are still there."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+        watchdog.signal_group(self.pid, number)
 
     def close(self) -> None:
         """Reap the process, which has ended or was killed, and close its output."""
@@ -78,12 +81,7 @@ class ProcessSet:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.tasks: list[TaskProcess] = []
-        self._run_id = uuid.uuid4().hex
-        self._env = {
-            **env,
-            watchdog.MARK: watchdog.mark_for(self._run_id, env.get(watchdog.MARK, "")),
-        }
-        self._guard = Guard(self._run_id, env)
+        self._guard = Guard(env)
 
     def start(self, plan: TaskPlan) -> TaskProcess:
         """Start one task.
@@ -102,7 +100,7 @@ class ProcessSet:
                 # A session of its own: a terminal's Ctrl-C reaches the launcher only, and the
                 # task's own children are in its group.
                 start_new_session=True,
-                env={"PYTHONUNBUFFERED": "1", **self._env, **plan.env},
+                env={"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env},
             )
         except (OSError, ValueError) as error:
             raise LaunchError(
@@ -120,7 +118,7 @@ class ProcessSet:
 
     def leftovers(self) -> list[int]:
         """Processes of this run that are still there, tasks included."""
-        return watchdog.marked(self._run_id)
+        return self._guard.marked()
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every task and to everything the tasks have started."""

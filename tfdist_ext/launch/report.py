@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from tfdist_ext.launch.processes import TaskProcess
 
 __all__ = [
     "Blame",
     "blame_in",
     "failure_report",
     "log_report",
-    "outcome",
     "peer_failure_report",
     "shell_status",
     "timeout_report",
@@ -61,70 +62,63 @@ def outcome(returncode: int | None) -> str:
 
 
 def failure_report(
-    name: str,
-    returncode: int,
-    seconds: float,
-    last_lines: Sequence[str],
-    log_file: Path | None,
-    others: Mapping[str, int | None],
-    *,
-    verb: str = "failed first",
+    task: TaskProcess, verb: str, last_lines: Sequence[str], others: Sequence[TaskProcess]
 ) -> str:
     """The root cause, with its last words and where to read more, then what became of the others.
 
     Args:
-        name, returncode: the task that failed first.
-        seconds: how long the run had lasted when it did.
-        others: the return codes of the tasks that were still running then.
+        task: the root cause.
         verb: what it did: "failed first", or "left", where it ended with 0 and was needed.
+        others: the tasks that were still running then.
     """
-    lines = [f"{name} {verb}, after {seconds:.1f} s: {outcome(returncode)}"]
-    if returncode == -signal.SIGKILL:
+    lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {outcome(task.returncode)}"]
+    if task.returncode == -signal.SIGKILL:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
-        lines.append(f"the last lines of {name}:")
+        lines.append(f"the last lines of {task.name}:")
         lines += [f"    {line}" for line in last_lines]
     else:
-        lines.append(f"{name} wrote nothing")
-    if log_file is not None:
-        lines.append(f"its log: {log_file}")
+        lines.append(f"{task.name} wrote nothing")
+    if task.plan.log_file is not None:
+        lines.append(f"its log: {task.plan.log_file}")
     if others:
-        ended = ", ".join(f"{other} {outcome(code)}" for other, code in others.items())
+        ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
         lines.append(f"then the others ended: {ended}")
     return _text(lines)
 
 
 def peer_failure_report(
-    name: str, returncode: int, seconds: float, blame: Blame, then: float | None, at: str
+    task: TaskProcess, blame: Blame, left: TaskProcess | None, at: time.struct_time
 ) -> str:
     """What failed because of another task.
 
     Args:
-        name, returncode, seconds: the task that failed, and how long the run had lasted.
+        task: the task that failed.
         blame: its words about the other task.
-        then: how long the run had lasted when the other one ended with 0; None where it did not.
+        left: the other one, where it ended with 0.
         at: the time of day then.
     """
-    lines = []
-    if then is not None:
-        lines.append(
-            f"{blame.task} left with exit code 0 at {at}, after {then:.1f} s, and the others still"
-            " needed it"
-        )
-        lines.append(f"{name} failed because of it, {seconds - then:.1f} s later:")
-    else:
-        lines.append(
-            f"{name} failed because of {blame.task}, after {seconds:.1f} s: {outcome(returncode)}:"
-        )
+    after = f"after {task.ended_after:.1f} s"
+    lines = [f"{task.name} failed because of {blame.task}, {after}: {outcome(task.returncode)}:"]
+    if left is not None:
+        later = task.ended_after - left.ended_after
+        lines = [
+            f"{left.name} left with exit code 0 at {time.strftime('%H:%M:%S', at)}, after"
+            f" {left.ended_after:.1f} s, and the others still needed it",
+            f"{task.name} failed because of it, {later:.1f} s later:",
+        ]
     return _text([*lines, f"    {blame.words}"])
 
 
 def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> str:
     """Who had not ended in time, and the last thing each of them said."""
-    lines = [f"not finished after {seconds:g} s (--timeout); these tasks were still running:"]
-    for name, said in last_lines.items():
-        lines.append(f"    {name}: {said[-1] if said else '(wrote nothing)'}")
-    return _text(lines)
+    last = {name: said[-1] if said else "(wrote nothing)" for name, said in last_lines.items()}
+    return _text(
+        [
+            f"not finished after {seconds:g} s (--timeout); these tasks were still running:",
+            *(f"    {name}: {line}" for name, line in last.items()),
+        ]
+    )
 
 
 def log_report(errors: Mapping[str, OSError]) -> str:

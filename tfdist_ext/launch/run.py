@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import queue
@@ -10,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from tfdist_ext.errors import LaunchError
@@ -93,20 +93,12 @@ def run_plan(
     _check_open_files(len(plan.tasks))
     env = os.environ if env is None else env
     stream = sys.stdout if stream is None else stream
-    printer = Printer(stream)
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
-    pump = OutputPump(printer, names, color=wants_color(stream, env), report=reporter)
-    run = _Run(
-        plan,
-        pump,
-        reporter,
-        grace=grace,
-        linger=linger,
-        timeout=timeout,
-    )
+    pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
+    run = _Run(plan, env, pump, reporter, grace, linger, timeout)
     with run.signals():
-        return run.run(env)
+        return run.run()
 
 
 def _check_open_files(tasks: int) -> None:
@@ -127,41 +119,32 @@ class _Phase(enum.Enum):
     KILLING = "SIGKILL was sent"
 
 
+@dataclass
 class _Run:
     """The state of a run. Events arrive in a queue; one thread decides."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        pump: OutputPump,
-        report: Printer,
-        *,
-        grace: float,
-        linger: float,
-        timeout: float | None,
-    ) -> None:
-        self._plan = plan
-        self._pump = pump
-        self._report = report
-        self._grace = grace
-        self._linger = linger
-        self._timeout = timeout
-        # SimpleQueue, because its put may be called in a signal handler.
-        self._events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = (
-            queue.SimpleQueue()
-        )
-        self._phase = _Phase.RUNNING
-        self._start = time.monotonic()
-        self._deadline = None if timeout is None else self._start + timeout
-        self._status = 0
-        self._hurried = False  # ended by a signal or the hard limit: readers must not hold it
-        self._failed: TaskProcess | None = None
-        self._failed_after = 0.0
-        self._victim: tuple[TaskProcess, Blame, float] | None = None  # failed because of another
-        self._ended_after: dict[str, float] = {}
-        self._others: list[TaskProcess] = []  # that were running when the ending began
+    plan: LaunchPlan
+    env: Mapping[str, str]
+    pump: OutputPump
+    report: Printer
+    grace: float
+    linger: float
+    timeout: float | None
+    processes: ProcessSet = field(init=False)
+    # SimpleQueue, because its put may be called in a signal handler.
+    events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
+        default_factory=queue.SimpleQueue
+    )
+    phase: _Phase = _Phase.RUNNING
+    start: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+    status: int = 0
+    hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
+    failed: TaskProcess | None = None
+    victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
+    others: Sequence[TaskProcess] = ()  # that were running when the ending began
 
-    @contextmanager
+    @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Take SIGINT, SIGTERM and SIGHUP as events, where that is possible."""
         if threading.current_thread() is not threading.main_thread():
@@ -171,7 +154,7 @@ class _Run:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
             wanted.append(signal.SIGHUP)
         before = {
-            number: signal.signal(number, lambda got, _: self._events.put(signal.Signals(got)))
+            number: signal.signal(number, lambda got, _: self.events.put(signal.Signals(got)))
             for number in wanted
         }
         try:
@@ -181,38 +164,39 @@ class _Run:
                 # None: a handler that was not set from Python cannot be given back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def run(self, env: Mapping[str, str]) -> RunResult:
+    def run(self) -> RunResult:
         """Start, supervise, end."""
-        self._processes = processes = ProcessSet(env)
+        self.deadline = None if self.timeout is None else self.start + self.timeout
+        self.processes = processes = ProcessSet(self.env)
         try:
-            for plan in self._plan.tasks:
+            for plan in self.plan.tasks:
                 task = processes.start(plan)
-                self._pump.add(task.name, task.output, plan.log_file)
-            self._pump.start()
+                self.pump.add(task.name, task.output, plan.log_file)
+            self.pump.start()
             for task in processes.tasks:
-                task.watch(lambda task, code: self._events.put((task, code)))
+                task.watch(lambda task, code: self.events.put((task, code)))
             while processes.running() and self._handle_next():
                 pass
             self._end_leftovers()
         finally:
             # Killing first: it closes the pipes that the pump may still be reading.
             processes.end()
-            self._pump.close(give_up=self._output_given_up)
+            self.pump.close(give_up=self._output_given_up)
             processes.close()
         self._say_why()
-        self._report.write(log_report(self._pump.log_errors()))
+        self.report.write(log_report(self.pump.log_errors()))
         return RunResult(
-            exit_status=self._status,
-            failed_task=None if self._failed is None else self._failed.name,
+            exit_status=self.status,
+            failed_task=None if self.failed is None else self.failed.name,
             returncodes={task.name: task.returncode for task in processes.tasks},
-            last_lines={task.name: self._pump.last_lines(task.name) for task in processes.tasks},
+            last_lines={task.name: self.pump.last_lines(task.name) for task in processes.tasks},
         )
 
     def _handle_next(self) -> bool:
         """Handle one event or the passing of a deadline; False when nothing more can be done."""
-        wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        wait = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         try:
-            event = self._events.get(timeout=wait)
+            event = self.events.get(timeout=wait)
         except queue.Empty:
             return self._deadline_passed()
         if isinstance(event, signal.Signals):
@@ -222,15 +206,16 @@ class _Run:
         return True
 
     def _deadline_passed(self) -> bool:
-        match self._phase:
+        match self.phase:
             case _Phase.RUNNING:
-                self._status = _TIMED_OUT
-                self._hurried = True
+                self.status = _TIMED_OUT
+                self.hurried = True
                 self._begin_ending()
             case _Phase.LINGERING:
                 self._begin_ending()
             case _Phase.SETTLING:
-                self._blame_victim()
+                assert self.victim is not None
+                self._root_cause(self.victim[0])
             case _Phase.ENDING:
                 self._kill()
             case _Phase.KILLING:
@@ -238,14 +223,14 @@ class _Run:
         return True
 
     def _signalled(self, number: signal.Signals) -> None:
-        if self._phase in (_Phase.ENDING, _Phase.KILLING):
+        if self.phase in (_Phase.ENDING, _Phase.KILLING):
             self._kill()
             return
-        self._status = 128 + number
-        self._hurried = True
-        self._report.write(
-            f"tfdist: {number.name}: ending {len(self._processes.running())} tasks, for at most "
-            f"{self._grace:g} s; once more kills them at once\n"
+        self.status = 128 + number
+        self.hurried = True
+        self.report.write(
+            f"tfdist: {number.name}: ending {len(self.processes.running())} tasks, for at most "
+            f"{self.grace:g} s; once more kills them at once\n"
         )
         self._begin_ending()
 
@@ -253,142 +238,104 @@ class _Run:
         task.returncode = returncode
         # A task is over when its first process is; what that leaves behind has no master.
         task.signal_group(signal.SIGTERM)
-        self._pump.task_ended(task.name)
-        self._ended_after[task.name] = time.monotonic() - self._start
-        if self._phase is _Phase.SETTLING:
-            assert self._victim is not None
-            if task.name == self._victim[1].task:
+        self.pump.task_ended(task.name)
+        task.ended_after = time.monotonic() - self.start
+        if self.phase is _Phase.SETTLING:
+            assert self.victim is not None
+            if task.name == self.victim[1].task:
                 self._root_cause(task)
-            elif not self._processes.running():
-                self._blame_victim()
-        if self._phase is _Phase.RUNNING:
+            elif not self.processes.running():
+                self._root_cause(self.victim[0])
+        if self.phase is _Phase.RUNNING:
             if returncode or self._serves(task):
                 self._failure(task)
-            elif task.name == self._plan.coordinator:
-                self._phase = _Phase.LINGERING
-                self._deadline = time.monotonic() + self._linger
-        if self._phase in (_Phase.RUNNING, _Phase.LINGERING):
-            running = self._processes.running()
+            elif task.name == self.plan.coordinator:
+                self.phase = _Phase.LINGERING
+                self.deadline = time.monotonic() + self.linger
+        if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
+            running = self.processes.running()
             if running and all(map(self._serves, running)):  # for nobody: they never end
                 self._begin_ending()
 
     def _failure(self, task: TaskProcess) -> None:
         """The first failure; the cause may be another task, which this one names."""
-        blame = self._pump.blame(task.name) if len(self._processes.tasks) > 1 else None
+        blame = self.pump.blame(task.name) if len(self.processes.tasks) > 1 else None
         if blame is None or blame.task == task.name:
             self._root_cause(task)
             return
-        self._victim = task, blame, self._ended_after[task.name]
-        of_run = {other.name: other for other in self._processes.tasks}
-        cause = of_run.get(blame.task)
+        self.victim = task, blame
+        cause = next((each for each in self.processes.tasks if each.name == blame.task), None)
         if cause is not None and cause.returncode is None:
-            self._phase = _Phase.SETTLING
+            self.phase = _Phase.SETTLING
             settled = time.monotonic() + _SETTLE
-            self._deadline = settled if self._deadline is None else min(settled, self._deadline)
+            self.deadline = settled if self.deadline is None else min(settled, self.deadline)
         elif cause is not None and cause.returncode == 0:
             self._root_cause(cause)
-        else:
-            self._blame_victim()
-
-    def _blame_victim(self) -> None:
-        """Its cause runs on, or is a task of another machine."""
-        assert self._victim is not None
-        self._root_cause(self._victim[0])
+        else:  # a task of another machine
+            self._root_cause(task)
 
     def _root_cause(self, task: TaskProcess) -> None:
-        self._failed = task
-        self._failed_after = self._ended_after[task.name]
-        code = task.returncode
-        if not code and self._victim is not None:
-            code = self._victim[0].returncode
-        self._status = shell_status(code or 0) or 1
+        self.failed = task
+        code = task.returncode or (self.victim[0].returncode if self.victim else 0)
+        self.status = shell_status(code or 0) or 1
         self._begin_ending()
 
     def _serves(self, task: TaskProcess) -> bool:
-        return task.name in self._plan.services
+        return task.name in self.plan.services
 
     def _begin_ending(self) -> None:
-        self._phase = _Phase.ENDING
-        self._deadline = time.monotonic() + self._grace
-        self._others = self._processes.running()
-        if self._failed is not None and self._others:
+        self.phase = _Phase.ENDING
+        self.deadline = time.monotonic() + self.grace
+        self.others = self.processes.running()
+        if self.failed is not None and self.others:
             how = "left" if self._left_early else "failed"
-            self._report.write(f"tfdist: {self._failed.name} {how}; ending the others\n")
-        self._processes.signal_all(signal.SIGTERM)
+            self.report.write(f"tfdist: {self.failed.name} {how}; ending the others\n")
+        self.processes.signal_all(signal.SIGTERM)
 
     def _kill(self) -> None:
-        self._phase = _Phase.KILLING
-        self._deadline = time.monotonic() + 5.0  # then it is the kernel's fault, and is reported
-        self._processes.signal_all(signal.SIGKILL)
+        self.phase = _Phase.KILLING
+        self.deadline = time.monotonic() + 5.0  # then it is the kernel's fault, and is reported
+        self.processes.signal_all(signal.SIGKILL)
 
     def _end_leftovers(self) -> None:
         """Give what the tasks left behind (children of theirs) what remains of the grace."""
-        if not self._processes.leftovers():
+        if not self.processes.leftovers():
             return
-        if self._phase in (_Phase.RUNNING, _Phase.LINGERING):
+        if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
             self._begin_ending()
         # Asked again and again: the end of what is not this process's own child is no event.
-        while self._phase is _Phase.ENDING and self._processes.leftovers():
-            try:
-                self._events.get(timeout=0.05)
-            except queue.Empty:
-                if self._deadline is None or time.monotonic() >= self._deadline:
-                    return
-            else:  # all tasks have ended, so this is a second signal
-                return
+        while self.phase is _Phase.ENDING and self.processes.leftovers() and not self._late():
+            with contextlib.suppress(queue.Empty):
+                self.events.get(timeout=0.05)
+                return  # all tasks have ended, so this is a second signal
 
     def _output_given_up(self) -> bool:
         """Whether a reader that does not read has had its time; asked after the last task."""
-        while not self._events.empty():
-            self._hurried |= isinstance(self._events.get(), signal.Signals)
-        return self._hurried and time.monotonic() >= (self._deadline or 0.0)
+        while not self.events.empty():
+            self.hurried |= isinstance(self.events.get(), signal.Signals)
+        return self.hurried and self._late()
+
+    def _late(self) -> bool:
+        return time.monotonic() >= (self.deadline or 0.0)
 
     @property
     def _left_early(self) -> bool:
         """Whether the cause is a task that ended with 0 while others needed it."""
-        if self._failed is None or self._victim is None:
+        if self.failed is None or self.victim is None:
             return False
-        return self._failed.returncode == 0 and self._failed is not self._victim[0]
-
-    def _say_who_was_needed(self) -> None:
-        if self._victim is None:
-            return
-        task, blame, after = self._victim
-        assert task.returncode is not None
-        at = time.localtime(time.time() - (time.monotonic() - self._start - self._failed_after))
-        self._report.write(
-            peer_failure_report(
-                task.name,
-                task.returncode,
-                after,
-                blame,
-                self._failed_after if self._left_early else None,
-                time.strftime("%H:%M:%S", at),
-            )
-        )
+        return self.failed.returncode == 0 and self.failed is not self.victim[0]
 
     def _say_why(self) -> None:
-        if self._failed is not None and self._failed.returncode is not None:
-            self._say_who_was_needed()
-            self._report.write(
-                failure_report(
-                    self._failed.name,
-                    self._failed.returncode,
-                    self._failed_after,
-                    self._pump.last_lines(self._failed.name),
-                    self._failed.plan.log_file,
-                    {task.name: task.returncode for task in self._others},
-                    verb="left" if self._left_early else "failed first",
-                )
-            )
-        elif self._status == _TIMED_OUT and self._timeout is not None:
-            self._report.write(
-                timeout_report(
-                    self._timeout,
-                    {
-                        task.name: self._pump.last_lines(task.name)
-                        for task in self._others
-                        if not self._serves(task)
-                    },
-                )
-            )
+        if self.failed is not None:
+            if self.victim is not None:
+                now = time.monotonic() - self.start
+                at = time.localtime(time.time() - now + self.failed.ended_after)
+                left = self.failed if self._left_early else None
+                self.report.write(peer_failure_report(*self.victim, left, at))
+            verb = "left" if self._left_early else "failed first"
+            last_lines = self.pump.last_lines(self.failed.name)
+            self.report.write(failure_report(self.failed, verb, last_lines, self.others))
+        elif self.status == _TIMED_OUT and self.timeout is not None:
+            names = [task.name for task in self.others if not self._serves(task)]
+            last = {name: self.pump.last_lines(name) for name in names}
+            self.report.write(timeout_report(self.timeout, last))

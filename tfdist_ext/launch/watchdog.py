@@ -21,11 +21,6 @@ import time
 MARK = "TFDIST_RUN"
 
 
-def mark_for(run_id: str, env_mark: str = "") -> str:
-    """The mark's value for a run, inside the run (if any) whose mark is `env_mark`."""
-    return f"{env_mark} {run_id}".strip()
-
-
 def marked(run_id: str) -> list[int]:
     """The living processes of a run, wherever they went; none where there is no /proc."""
     try:
@@ -40,6 +35,12 @@ def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def signal_group(group: int, number: int) -> None:
+    """Send a signal to a group of processes, as far as they are still there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
 def _has_mark(pid: int, run_id: bytes) -> bool:
@@ -60,8 +61,7 @@ def _end(groups: list[int], run_id: str, *, at_least: float = 0.5, at_most: floa
     start = time.monotonic()
     while time.monotonic() - start < at_most:
         for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+            signal_group(group, signal.SIGKILL)
         left = marked(run_id)
         signal_all(left, signal.SIGKILL)
         if not left and time.monotonic() - start >= at_least:

@@ -6,6 +6,7 @@ files and its rewritten assertions.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError, StrategyError, TfDistError
-from tfdist_ext.testing.matrix import Case, case_of, logical_cpus
+from tfdist_ext.testing.matrix import case_of, logical_cpus
 from tfdist_ext.testing.tasks import check_timeout, supervise, task_counts
 from tfdist_ext.testing.tasks.in_task import Supervisor, TaskFailure, supervisor
 
@@ -64,7 +65,6 @@ class Cluster:
     @property
     def task(self) -> Task:
         """Type and index of this task."""
-        assert self.config.task is not None
         return self.config.task
 
     def kill(self, type: str, index: int) -> None:
@@ -112,7 +112,8 @@ def needed_by(item: pytest.Item, strategy: str | None) -> IsolatedRun | None:
         TfDistError: its marks or its strategy are wrong, or contradict each other.
     """
     case = None if strategy is None else case_of(strategy)
-    cpus = _needed_cpus(_logical_cpus_of(item), case)
+    of_case = case.logical_cpus if case is not None and case.logical_cpus > 1 else 0
+    cpus = max(_logical_cpus_of(item) or 0, of_case)  # 0: any number will do
     if cluster := _cluster_of(item):
         counts, timeout = cluster
         if case is not None and case.workers not in (0, counts.get("worker")):
@@ -157,11 +158,6 @@ def _logical_cpus_of(item: pytest.Item) -> int | None:
             " @pytest.mark.tfdist_logical_cpus(4)."
         )
     return mark.args[0]
-
-
-def _needed_cpus(marked: int | None, case: Case | None) -> int | None:
-    of_strategy = case.logical_cpus if case is not None and case.logical_cpus > 1 else None
-    return of_strategy if marked is None else max(marked, of_strategy or 1)
 
 
 def _can_have_cpus(count: int) -> bool:
@@ -289,18 +285,13 @@ _OF_CHOICE: dict[str, Any] = {
 def _options(config: pytest.Config) -> dict[str, Any]:
     """The session's options as they are now, those of conftest files included, for a task."""
 
-    def can_be_sent(value: Any) -> bool:
-        try:
-            pickle.dumps(value)
-        except Exception:
-            return False
-        return True
-
-    return {
-        name: value
-        for name, value in vars(config.option).items()
-        if name not in _OF_THE_SESSION and can_be_sent(value)
-    } | _OF_CHOICE
+    options = {}
+    for name, value in vars(config.option).items():
+        if name not in _OF_THE_SESSION:
+            with contextlib.suppress(Exception):  # it cannot be sent to another process
+                pickle.dumps(value)
+                options[name] = value
+    return options | _OF_CHOICE
 
 
 def _run(arguments: list[str], options: dict[str, Any], folder: str) -> None:

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import (
-    ALONE,
-    DEFAULT_PORT_BASE,
-    Environment,
-    number,
-    required,
-    size,
-    worker_cluster,
-)
+from tfdist_ext.cluster.environments.reading import ALONE, number, required, size, worker_cluster
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse
 
@@ -47,7 +39,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     service = required(env, "TFDIST_JOB_SERVICE", where, _SET_SERVICE)
     job = _job_name(env, index, where)
     hosts = [f"{job}-{n}.{service}" for n in range(total)]
-    return worker_cluster(env, hosts, index, where, DEFAULT_PORT_BASE)
+    return worker_cluster(env, hosts, index, where)
 
 
 def _job_name(env: Mapping[str, str], index: int, where: str) -> str:
@@ -60,17 +52,3 @@ def _job_name(env: Mapping[str, str], index: int, where: str) -> str:
         # With hostNetwork, HOSTNAME is the name of the machine.
         raise refuse(where, f"HOSTNAME is not <job>-{index}", env.get("HOSTNAME"), _SET_JOB)
     return job
-
-
-KUBERNETES = Environment(
-    "Kubernetes",
-    (
-        _INDEX,
-        "TFDIST_JOB_SIZE",
-        "TFDIST_JOB_SERVICE",
-        "TFDIST_JOB_NAME",
-        "HOSTNAME",
-        "TFDIST_PORT_BASE",
-    ),
-    parse,
-)

@@ -10,14 +10,7 @@ import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.environments.reading import (
-    ALONE,
-    DEFAULT_PORT_BASE,
-    Environment,
-    number,
-    size,
-    worker_cluster,
-)
+from tfdist_ext.cluster.environments.reading import ALONE, number, size, worker_cluster
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
@@ -27,6 +20,7 @@ _LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _BY_MPIRUN = f"mpirun sets it: start the processes with mpirun, or unset {_RANK} to train alone."
 _SET_HOSTS = 'Pass the hosts on: mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2".'
+_IN_ORDER = "List the host of each rank, in rank order, or start with mpirun --map-by slot."
 _ENTRY = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:\s]+)(?::([0-9]{1,7}))?")
 
 
@@ -44,8 +38,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     hosts = _hosts(env, total, where)
     _check_place(env, hosts, rank, where)
-    source = f"Open MPI ({_RANK}={rank})"
-    return worker_cluster(env, hosts, rank, source, DEFAULT_PORT_BASE)
+    return worker_cluster(env, hosts, rank, f"Open MPI ({_RANK}={rank})")
 
 
 def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
@@ -75,16 +68,5 @@ def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str
     expected = {_LOCAL_RANK: layout.local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
     for name, value in expected.items():
         if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
-            raise refuse(
-                where,
-                f"{name} is not {value}, as TFDIST_HOSTS would have it for rank {rank}",
-                env[name],
-                "List the host of each rank, in rank order, or start with mpirun --map-by slot.",
-            )
-
-
-OPEN_MPI = Environment(
-    "Open MPI",
-    (_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, "TFDIST_HOSTS", "TFDIST_PORT_BASE"),
-    parse,
-)
+            what = f"{name} is not {value}, as TFDIST_HOSTS would have it for rank {rank}"
+            raise refuse(where, what, env[name], _IN_ORDER)

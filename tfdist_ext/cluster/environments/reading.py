@@ -1,9 +1,8 @@
-"""What the environments share: their common shape, and how they read a variable."""
+"""What the environments share: how they read a variable, and make a cluster of workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from tfdist_ext.cluster import layout
 from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Jobs, Task
@@ -12,31 +11,6 @@ from tfdist_ext.messages import refuse
 # Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
 DEFAULT_PORT_BASE = 22222
 ALONE = "1 task: no cluster needed"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """One place that may describe a cluster.
-
-    Attributes:
-        name: as a person calls it.
-        variables: every variable it reads.
-        parse: the cluster it describes, or in a few words why it is passed over. A pure function of
-            the mapping; raises ClusterConfigError where it is present but cannot be right.
-    """
-
-    name: str
-    variables: tuple[str, ...]
-    parse: Callable[[Mapping[str, str]], ClusterDescription | str]
-
-    def detect(self, env: Mapping[str, str]) -> ClusterDescription | None:
-        """The cluster this environment describes, or None where there is none.
-
-        Raises:
-            ClusterConfigError: the environment is present, but what it says cannot be right.
-        """
-        found = self.parse(env)
-        return found if isinstance(found, ClusterDescription) else None
 
 
 def number(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
@@ -64,7 +38,11 @@ def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
 
 
 def worker_cluster(
-    env: Mapping[str, str], hosts: Sequence[str], rank: int, source: str, port_base: int
+    env: Mapping[str, str],
+    hosts: Sequence[str],
+    rank: int,
+    source: str,
+    port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
     """Rank r is worker r, on hosts[r]; ports count up from TFDIST_PORT_BASE, or `port_base`."""
     last = max(layout.local_ids(hosts))

@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.environments.reading import (
-    ALONE,
-    Environment,
-    number,
-    required,
-    size,
-    worker_cluster,
-)
+from tfdist_ext.cluster.environments.reading import ALONE, number, required, size, worker_cluster
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
@@ -39,9 +32,8 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return "SLURM_STEP_NODELIST is not set: not inside an srun step"
     where = _source(env)
     rank = number(env, "SLURM_PROCID", where, _BY_SRUN)
-    hosts = expand_hosts(
-        required(env, "SLURM_STEP_NODELIST", where, _BY_SRUN), "SLURM_STEP_NODELIST", where
-    )
+    listed = required(env, "SLURM_STEP_NODELIST", where, _BY_SRUN)
+    hosts = expand_hosts(listed, "SLURM_STEP_NODELIST", where)
     per_node = required(env, "SLURM_STEP_TASKS_PER_NODE", where, _BY_SRUN)
     counts = expand_counts(per_node, "SLURM_STEP_TASKS_PER_NODE", where)
     _check_totals(env, hosts, counts, rank, where)
@@ -60,25 +52,20 @@ def _source(env: Mapping[str, str]) -> str:
 def _check_totals(
     env: Mapping[str, str], hosts: list[str], counts: list[int], rank: int, where: str
 ) -> None:
+    as_set = "Leave both as srun set them."
     if len(hosts) != len(counts):
-        raise refuse(
-            where,
-            f"SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE {len(counts)}",
-            (env["SLURM_STEP_NODELIST"], env["SLURM_STEP_TASKS_PER_NODE"]),
-            "Leave both as srun set them.",
-        )
+        names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+        what = f"{names[0]} has {len(hosts)} hosts, {names[1]} {len(counts)}"
+        raise refuse(where, what, tuple(env[name] for name in names), as_set)
     total = sum(counts)
     name = "SLURM_STEP_NUM_TASKS"
     if env.get(name) and size(env, name, where, _BY_SRUN) != total:
         what = f"SLURM_STEP_TASKS_PER_NODE adds up to {total}, not to {name}"
-        raise refuse(where, what, env[name], "Leave both as srun set them.")
+        raise refuse(where, what, env[name], as_set)
     if rank >= total:
-        raise refuse(
-            where,
-            f"SLURM_PROCID is out of range: the step has {total} tasks",
-            rank,
-            "Start all tasks in one srun step, not a heterogeneous one.",
-        )
+        what = f"SLURM_PROCID is out of range: the step has {total} tasks"
+        advice = "Start all tasks in one srun step, not a heterogeneous one."
+        raise refuse(where, what, rank, advice)
 
 
 def _chunk(env: Mapping[str, str], where: str) -> int | None:
@@ -118,24 +105,3 @@ def _port_base(env: Mapping[str, str], where: str) -> int:
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
     )
     return _FIRST_PORT + (job * 7 + step) % _SLOTS * _SLOT_SIZE
-
-
-SLURM = Environment(
-    "Slurm",
-    (
-        "SLURM_PROCID",
-        "SLURM_STEP_NODELIST",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_DISTRIBUTION",
-        "SLURM_DIST_PLANESIZE",
-        "SLURM_NODEID",
-        "SLURM_LOCALID",
-        "SLURM_GTIDS",
-        "SLURMD_NODENAME",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "TFDIST_PORT_BASE",
-    ),
-    parse,
-)

@@ -9,6 +9,12 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
+from tfdist_ext.testing.conformance.strategy_probes import (
+    RUN_MODES,
+    expect_equal,
+    local_values,
+    run,
+)
 
 __all__ = ["StrategyCase"]
 
@@ -44,6 +50,21 @@ class StrategyCase:
         with self.under_test().scope():
             return tf.Variable(value, aggregation=tf.VariableAggregation[aggregation], **options)
 
+    def numbers(self) -> list[float]:
+        """What `replica_number` is on each replica: 1.0 to N."""
+        return [float(number) for number in range(1, self.replicas() + 1)]
+
+    def expect_values(self, what: str, value: Any, wanted: list[Any]) -> None:
+        """Raise AssertionError unless the replicas, or the copies, have these values."""
+        expect_equal(what, local_values(self.under_test(), value), wanted)
+
+    def expect_run(
+        self, what: str, step: Callable[..., Any], wanted: list[Any], *args: Any
+    ) -> None:
+        """Raise AssertionError unless `step` gives the replicas these values, in each mode."""
+        for mode in RUN_MODES:
+            self.expect_values(f"{what}, {mode}", run(self.under_test(), step, mode, *args), wanted)
+
     def _checked_strategy(self) -> tf.distribute.Strategy:
         name = f"{type(self).__name__}.strategy"
         if not callable(self.strategy):
@@ -55,9 +76,8 @@ class StrategyCase:
         if not isinstance(made, tf.distribute.Strategy):
             raise StrategyError(f"{name} must return a tf.distribute.Strategy, got {made!r}.")
         # TensorFlow's own strategies silently use the first CPU for devices that do not exist.
-        devices = [device.rpartition("device:")[2] for device in made.extended.worker_devices]
-        seen = seen_devices()
-        missing = [device for device in devices if device not in seen]
+        seen, devices = seen_devices(), made.extended.worker_devices
+        missing = [name for each in devices if (name := each.rpartition("device:")[2]) not in seen]
         if missing:
             cpus = [int(device[4:]) + 1 for device in missing if device.startswith("CPU:")]
             raise StrategyError(

@@ -109,26 +109,14 @@ class Training:
         result = self.continue_training(rows)
         if not self._evaluated:
             return result
-        inputs, *rest = self._first(rows)
-        tested = self.model.evaluate(
-            inputs, rest[0], sample_weight=rest[1], batch_size=BATCH, verbose=0, return_dict=True
-        )
+        tested = self.model.evaluate(**self._data(rows), return_dict=True)
         result |= {f"{name} of evaluate": value for name, value in tested.items()}
         result["predictions"] = self.predictions(rows)
         return result
 
     def continue_training(self, rows: int) -> dict[str, Any]:
         """Train from the present weights: losses and metrics of all epochs, weights, optimizer."""
-        inputs, labels, weights = self._first(rows)
-        fitted = self.model.fit(
-            inputs,
-            labels,
-            sample_weight=weights,
-            batch_size=BATCH,
-            epochs=EPOCHS,
-            shuffle=False,
-            verbose=0,
-        )
+        fitted = self.model.fit(**self._data(rows), epochs=EPOCHS, shuffle=False)
         result: dict[str, Any] = {f"{name} of fit": log for name, log in fitted.history.items()}
         for number, value in enumerate(self.values()):
             result[f"variable {number} of shape {value.shape}"] = value
@@ -136,12 +124,19 @@ class Training:
 
     def predictions(self, rows: int, model: Any = None) -> np.ndarray:
         """Of this model, or of another one with its inputs."""
-        inputs, *_ = self._first(rows)
+        inputs = self._data(rows)["x"]
         return (model or self.model).predict(inputs, batch_size=BATCH, verbose=0)
 
-    def _first(self, rows: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    def _data(self, rows: int) -> dict[str, Any]:
+        """The arguments of fit and evaluate for the first rows."""
         inputs = [part[:rows] for part in self._inputs]
-        return inputs if len(inputs) > 1 else inputs[0], LABELS[:rows], WEIGHTS[:rows]
+        return {
+            "x": inputs if len(inputs) > 1 else inputs[0],
+            "y": LABELS[:rows],
+            "sample_weight": WEIGHTS[:rows],
+            "batch_size": BATCH,
+            "verbose": 0,
+        }
 
 
 @functools.cache
@@ -187,10 +182,8 @@ class TrainingChecks(StrategyCase):
             training.assign([np.zeros_like(value) for value in saved])
             training.model.restore_checkpoint(f"{folder}/checkpoint")
             loaded = keras.models.load_model(f"{folder}/model.keras")
-        for variable, value, right in zip(
-            training.variables, training.values(), saved, strict=True
-        ):
-            expect_close(f"{variable.path}, restored", value, right, 0)
+        for variable, right in zip(training.variables, saved, strict=True):
+            expect_close(f"{variable.path}, restored", variable.numpy(), right, 0)
         again = training.continue_training(rows)
         for name, right in further.items():
             expect_close(f"{name}, resumed from the checkpoint", again[name], right, self.tolerance)
@@ -221,9 +214,8 @@ class TrainingChecks(StrategyCase):
         expect_equal("the mean after reset_state", float(mean.result()), 0.0)
 
     def _training(self, model: str, optimizer: str) -> Training:
-        def make() -> Training:
-            return Training(model, optimizer, lambda build: distribute(build, self.under_test()))
-
+        on_strategy = functools.partial(distribute, strategy=self.under_test())
+        make = functools.partial(Training, model, optimizer, on_strategy)
         return self._cached(f"{model} {optimizer}", make)
 
     def _expect_single_device_results(self, model: str, optimizer: str) -> None:

@@ -24,6 +24,7 @@ __all__ = ["SavingChecks", "VariableChecks"]
 
 # 1 MiB of float32, for strategies that decide by size.
 LARGE = [512, 512]
+MATRIX = [[1.0, 2.0], [3.0, 4.0]]  # what steps write, and checkpoints hold
 
 
 class VariableChecks(StrategyCase):
@@ -59,6 +60,11 @@ class VariableChecks(StrategyCase):
         five = tf.constant(5, tf.int64)
         return self.variable(five, "ONLY_FIRST_REPLICA", trainable=False)
 
+    def _metric(self) -> tf.Variable:
+        """As the totals of metrics: each replica adds to its own, and reading sums them."""
+        on_read = tf.VariableSynchronization.ON_READ
+        return self.variable(0.0, "SUM", synchronization=on_read, trainable=False)
+
     def test_variables_are_made_in_scope(self) -> None:
         """A variable made in the scope belongs to the strategy, and no other."""
         strategy = self.under_test()
@@ -77,7 +83,6 @@ class VariableChecks(StrategyCase):
 
     def test_variables_made_in_a_function(self) -> None:
         """As Keras and tf.Module make them: at the first trace of a tf.function."""
-        strategy = self.under_test()
         made: list[Any] = []
 
         @tf.function
@@ -86,28 +91,27 @@ class VariableChecks(StrategyCase):
                 made.append(tf.Variable(lambda: tf.fill([2], 3.0)))
             return made[0] + 1
 
-        with strategy.scope():
+        with self.under_test().scope():
             expect_equal("the function's result", first_call().numpy().tolist(), [4.0, 4.0])
         self.expect_everywhere("a variable made in a tf.function", made[0], [3.0, 3.0])
 
     def test_variables_made_in_replicas(self) -> None:
         """Made in a step: one variable for all replicas."""
-        strategy = self.under_test()
         made: list[Any] = []
 
         def step() -> Any:
             made.append(tf.Variable(5.0))
             return made[0] * replica_number()
 
-        right = [5.0 * r for r in range(1, self.replicas() + 1)]
-        expect_equal("run with it", local_values(strategy, strategy.run(step)), right)
+        right = [5 * r for r in self.numbers()]
+        self.expect_values("run with it", self.under_test().run(step), right)
         expect_equal("different variables", len({id(variable) for variable in made}), 1)
         self.expect_everywhere("a variable made in replicas", made[0], 5.0)
 
     def test_assignments_in_replicas(self) -> None:
         """Each replica assigns its own r: all see the sum, the mean or the first."""
-        count = self.replicas()
-        sums = {"SUM": count * (count + 1) / 2, "MEAN": (count + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}
+        count, total = self.replicas(), sum(self.numbers())
+        sums = {"SUM": total, "MEAN": total / count, "ONLY_FIRST_REPLICA": 1.0}
         for aggregation, value in sums.items():
             for mode in RUN_MODES[:2]:
                 mine = self.variable(10.0, aggregation)
@@ -118,9 +122,9 @@ class VariableChecks(StrategyCase):
                     mine.assign_sub(replica_number())
                     return mine.read_value()
 
-                read = local_values(self.under_test(), run(self.under_test(), step, mode))
                 what = f"assignments in replicas, aggregation {aggregation}, {mode}"
-                expect_equal(f"{what}, read in the step", read, [2 * value] * count)
+                read = run(self.under_test(), step, mode)
+                self.expect_values(f"{what}, read in the step", read, [2 * value] * count)
                 self.expect_everywhere(what, mine, 2 * value)
         for mode in RUN_MODES[:2]:
             steps = self.counter()
@@ -145,11 +149,7 @@ class VariableChecks(StrategyCase):
 
     def test_metric_variables(self) -> None:
         """Synchronized on read, as in metrics: what replicas added is summed when it is read."""
-        strategy, count = self.under_test(), self.replicas()
-        counter = self.variable(
-            0.0, "SUM", synchronization=tf.VariableSynchronization.ON_READ, trainable=False
-        )
-        total = count * (count + 1) / 2
+        strategy, total, counter = self.under_test(), sum(self.numbers()), self._metric()
         run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
         expect_equal("the sum of what replicas added", float(counter.numpy()), total)
         run(strategy, lambda: counter.assign_add(replica_number()), "eager")
@@ -159,9 +159,8 @@ class VariableChecks(StrategyCase):
 
     def test_update(self) -> None:
         """`extended.update` applies a function to every copy, on which all replicas agree."""
-        strategy, count = self.under_test(), self.replicas()
+        strategy, total = self.under_test(), sum(self.numbers())
         mine, other = self.variable(1.0), self.variable(10.0)
-        total = count * (count + 1) / 2
 
         def add(variable: Any, value: Any, *, times: float) -> Any:
             return variable.assign_add(times * value + other)
@@ -188,8 +187,7 @@ class VariableChecks(StrategyCase):
 
     def test_update_in_replicas(self) -> None:
         """In a step: with what is the same on all replicas, as optimizers do."""
-        strategy, count = self.under_test(), self.replicas()
-        total = count * (count + 1) / 2
+        strategy, total = self.under_test(), sum(self.numbers())
         for mode in RUN_MODES[:2]:
             mine = self.variable(1.0)
 
@@ -202,7 +200,7 @@ class VariableChecks(StrategyCase):
 
     def test_reduce_to(self) -> None:
         """`extended.reduce_to` a device, and to where a variable is."""
-        strategy, count = self.under_test(), self.replicas()
+        strategy, count, total = self.under_test(), self.replicas(), sum(self.numbers())
         mine, device = self.variable(0.0), strategy.extended.worker_devices[-1]
         with strategy.scope():
             values = strategy.run(replica_number)
@@ -212,9 +210,8 @@ class VariableChecks(StrategyCase):
                 strategy.extended.reduce_to("SUM", each, destinations=device)
                 for each in strategy.run(reduction_probe)
             ]
-        expect_equal("the mean", float(here), (count + 1) / 2)
+        expect_equal("the mean", float(here), total / count)
         expect_equal("the device that it is on", here.device, device)
-        total = count * (count + 1) / 2
         expect_equal("the sum where the variable is", set(local_values(strategy, there)), {total})
         right = probe_sums(count)
         for kind, each, wanted in zip(right._fields, sums, right, strict=True):
@@ -222,17 +219,14 @@ class VariableChecks(StrategyCase):
 
     def test_batch_reduce_to(self) -> None:
         """`extended.batch_reduce_to`: several at once, each to its own place, in their order."""
-        strategy, count = self.under_test(), self.replicas()
+        strategy, total = self.under_test(), sum(self.numbers())
         mine, device = self.variable(0.0), strategy.extended.worker_devices[0]
         with strategy.scope():
-            values, doubled = (
-                strategy.run(replica_number),
-                strategy.run(lambda: 2 * replica_number()),
-            )
+            values = strategy.run(replica_number)
+            doubled = strategy.run(lambda: 2 * replica_number())
             first, second = strategy.extended.batch_reduce_to(
                 tf.distribute.ReduceOp.SUM, [(values, device), (doubled, mine)]
             )
-        total = count * (count + 1) / 2
         expect_equal("the first sum", float(first), total)
         expect_equal("the second sum", set(local_values(strategy, second)), {2 * total})
 
@@ -262,10 +256,7 @@ class SavingChecks(VariableChecks):
 
     def test_checkpoint(self) -> None:
         """`tf.train.Checkpoint`: saved, changed, restored in every copy."""
-        count = self.replicas()
-        total, matrix = count * (count + 1) / 2, [[1.0, 2.0], [3.0, 4.0]]
-        module = self._module()
-        self._write(module)
+        total, module = sum(self.numbers()), self._written_module()
         with tempfile.TemporaryDirectory() as folder:
             path = tf.train.Checkpoint(module).save(f"{folder}/checkpoint")
             reader = tf.train.load_checkpoint(path)
@@ -274,37 +265,33 @@ class SavingChecks(VariableChecks):
                 for name in ("matrix", "total", "counter")
                 if reader.has_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE")
             }
-            right = {"matrix": matrix, "total": total, "counter": total}
+            right = {"matrix": MATRIX, "total": total, "counter": total}
             expect_equal("what the checkpoint holds", saved, right)
             for variable in (module.matrix, module.total, module.counter):
                 variable.assign(tf.zeros_like(variable))
             tf.train.Checkpoint(module).restore(path).assert_existing_objects_matched()
-        self.expect_everywhere("a matrix restored", module.matrix, matrix)
+        self.expect_everywhere("a matrix restored", module.matrix, MATRIX)
         self.expect_everywhere("a sum restored", module.total, total)
         expect_equal("a metric's sum restored", float(module.counter.numpy()), total)
 
     def test_checkpoint_before_the_variables(self) -> None:
         """Restored first, as Keras and tf.Module may do: variables are made with its values."""
-        module = self._module()
-        self._write(module)
         with tempfile.TemporaryDirectory() as folder:
-            path = tf.train.Checkpoint(module).save(f"{folder}/checkpoint")
+            path = tf.train.Checkpoint(self._written_module()).save(f"{folder}/checkpoint")
             later = tf.Module()
             with self.under_test().scope():
                 tf.train.Checkpoint(later).restore(path)
                 later.matrix = tf.Variable(tf.zeros([2, 2]))
-        self.expect_everywhere("a matrix made later", later.matrix, [[1.0, 2.0], [3.0, 4.0]])
+        self.expect_everywhere("a matrix made later", later.matrix, MATRIX)
 
     def test_checkpoint_elsewhere(self) -> None:
         """A checkpoint goes to a program without a strategy, and comes from one."""
-        module, plain = self._module(), tf.Module()
-        self._write(module)
+        module, plain = self._written_module(), tf.Module()
         plain.matrix, plain.total = tf.Variable(tf.zeros([2, 2])), tf.Variable(0.0)
         with tempfile.TemporaryDirectory() as folder:
             path = tf.train.Checkpoint(module).save(f"{folder}/of_the_strategy")
             tf.train.Checkpoint(plain).restore(path).assert_existing_objects_matched()
-            right = [[1.0, 2.0], [3.0, 4.0]]
-            expect_equal("the matrix without a strategy", plain.matrix.numpy().tolist(), right)
+            expect_equal("the matrix without a strategy", plain.matrix.numpy().tolist(), MATRIX)
             plain.matrix.assign([[5.0, 6.0], [7.0, 8.0]])
             path = tf.train.Checkpoint(plain).save(f"{folder}/of_none")
             tf.train.Checkpoint(module).restore(path)
@@ -312,25 +299,21 @@ class SavingChecks(VariableChecks):
 
     def test_saved_model(self) -> None:
         """`tf.saved_model.save` writes the values once; what is loaded knows no strategy."""
-        module = self._module()
-        self._write(module)
         with tempfile.TemporaryDirectory() as folder, ignore_known_warnings():
-            tf.saved_model.save(module, folder)
+            tf.saved_model.save(self._written_module(), folder)
             loaded = tf.saved_model.load(folder)
-        expect_equal("the matrix loaded", loaded.matrix.numpy().tolist(), [[1.0, 2.0], [3.0, 4.0]])
+        expect_equal("the matrix loaded", loaded.matrix.numpy().tolist(), MATRIX)
 
-    def _module(self) -> Any:
-        on_read = tf.VariableSynchronization.ON_READ
+    def _written_module(self) -> Any:
         module: Any = tf.Module()
         module.matrix = self.variable(tf.zeros([2, 2]), "MEAN")
         module.total = self.variable(0.0, "SUM")
-        module.counter = self.variable(0.0, "SUM", synchronization=on_read, trainable=False)
-        return module
+        module.counter = self._metric()
 
-    def _write(self, module: Any) -> None:
         def step() -> None:
-            module.matrix.assign([[1.0, 2.0], [3.0, 4.0]])
+            module.matrix.assign(MATRIX)
             module.total.assign(replica_number())
             module.counter.assign_add(replica_number())
 
         self.under_test().run(step)
+        return module

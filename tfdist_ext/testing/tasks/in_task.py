@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ class TaskFailure(Exception):  # noqa: N818
     """A task failed; the message is complete, and is shown without a traceback."""
 
 
+@dataclass(frozen=True)
 class Supervisor:
     """The connection of a task to the process that supervises it.
 
@@ -38,22 +40,22 @@ class Supervisor:
         name: name of this task.
         attempt: how often it was restarted.
         folder: folder for files, deleted when all tasks have ended.
+        connection: messages go through it.
     """
 
-    def __init__(self, name: str, attempt: int, folder: str, connection: Connection):
-        self.name = name
-        self.attempt = attempt
-        self.folder = folder
-        self._connection = connection
+    name: str
+    attempt: int
+    folder: str
+    connection: Connection
 
     def send(self, kind: str, value: Any) -> None:
         """Send a value that pickle can handle."""
-        self._connection.send((kind, value))
+        self.connection.send((kind, value))
 
     def request(self, kind: str, value: Any) -> Any:
         """Send a value and wait for the answer; an exception that comes back is raised."""
         self.send(kind, value)
-        answer = self._connection.recv()
+        answer = self.connection.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing.tasks.supervision import Results, Supervision
 
 __all__ = ["check_timeout", "run_tasks", "supervise", "task_counts"]
-
-_TYPES = ("chief", "worker", "ps", "evaluator")
 
 
 def run_tasks(
@@ -96,9 +95,9 @@ def task_counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
         LaunchError: no cluster can be of these tasks.
     """
     given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
-    if unknown := [name for name in given if name not in _TYPES]:
+    if unknown := [name for name in given if name not in JOB_NAMES]:
         raise LaunchError(
-            f"a cluster has tasks of the types {', '.join(_TYPES)}, got {unknown[0]!r}."
+            f"a cluster has tasks of the types {', '.join(JOB_NAMES)}, got {unknown[0]!r}."
         )
     for name, count in given.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:

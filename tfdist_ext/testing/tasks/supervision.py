@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -15,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan, watchdog
+from tfdist_ext.launch import LaunchPlan, TaskPlan, watchdog
 from tfdist_ext.launch.guard import Guard
+from tfdist_ext.launch.report import outcome
 from tfdist_ext.testing.tasks import in_task, warm
-from tfdist_ext.testing.tasks.task_error import describe_exit, task_error
+from tfdist_ext.testing.tasks.task_error import task_error
 
 __all__ = ["Results", "Supervision"]
 
@@ -38,7 +37,7 @@ class Results(dict[str, Any]):
 
 @dataclass
 class _Task:
-    name: str
+    plan: TaskPlan
     attempt: int
     process: warm.WarmProcess
     connection: Connection
@@ -49,37 +48,33 @@ class _Task:
     ended: bool = False
     killed: bool = False  # at the request of another task
 
+    @property
+    def name(self) -> str:
+        return self.plan.name
 
+
+@dataclass
 class Supervision:
     """One run of a plan, from the start of its tasks to the end of the last."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        env: dict[str, str],
-        folder: Path,
-        timeout: float,
-        on_message: Callable[[str, str, Any], None],
-    ):
-        self._plan = {task.name: task for task in plan.tasks}
-        self._coordinator = plan.coordinator
-        self._call, self._args, self._folder = call, args, folder
-        self._timeout, self._on_message = timeout, on_message
+    plan: LaunchPlan
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    env: dict[str, str]
+    folder: Path
+    timeout: float
+    on_message: Callable[[str, str, Any], None]
+
+    def __post_init__(self) -> None:
         self._tasks: dict[str, _Task] = {}
         self._began = time.monotonic()
         self._failed: list[str] = []
-        # What tasks start has the mark, wherever it goes.
-        self._run_id = uuid.uuid4().hex
-        mark = watchdog.mark_for(self._run_id, env.get(watchdog.MARK, ""))
-        self._env = {**env, watchdog.MARK: mark}
-        self._guard = Guard(self._run_id, os.environ)
+        self._guard = Guard(self.env)
 
     def run(self) -> Results:
         try:
-            for name in self._plan:
-                self._start(name)
+            for plan in self.plan.tasks:
+                self._start(plan)
             self._wait()
             self._raise_failures()
             results = Results({t.name: t.result for t in self._tasks.values() if t.reported})
@@ -88,51 +83,39 @@ class Supervision:
         finally:
             for task in self._tasks.values():
                 _kill(task)
-            watchdog.signal_all(watchdog.marked(self._run_id), signal.SIGKILL)
+            watchdog.signal_all(self._guard.marked(), signal.SIGKILL)
             self._guard.dismiss()
 
-    def _start(self, name: str, attempt: int = 0) -> None:
+    def _start(self, plan: TaskPlan, attempt: int = 0) -> None:
         here, there = Pipe()
-        output = self._folder / f"{name.replace(':', '-')}.log"
-        env = {**self._env, **self._plan[name].env}
-        wait_for_release = self._coordinator is None
-        process = warm.start(
-            in_task.run_and_report,
-            name,
-            attempt,
-            there,
-            str(output),
-            env,
-            wait_for_release,
-            self._call,
-            self._args,
-            env=env,
-        )
+        output = self.folder / f"{plan.name.replace(':', '-')}.log"
+        env = {**self._guard.env, **plan.env}
+        wait_for_release = self.plan.coordinator is None
+        task = (plan.name, attempt, there, str(output), env, wait_for_release, self.call, self.args)
+        process = warm.start(in_task.run_and_report, *task, env=env)
         self._guard.add(process.pid)
         there.close()
-        self._tasks[name] = _Task(name, attempt, process, here, output)
+        self._tasks[plan.name] = _Task(plan, attempt, process, here, output)
 
     def _wait(self) -> None:
         """Listen to the tasks until all have ended, one has failed, or the time is up."""
-        deadline = self._began + self._timeout
+        deadline, coordinator = self._began + self.timeout, self.plan.coordinator
         released = False
         while not self._failed:
             running = [task for task in self._tasks.values() if not task.ended]
             if not running:
                 return
-            if self._coordinator and self._tasks[self._coordinator].ended and not released:
+            if coordinator and self._tasks[coordinator].ended and not released:
                 released, deadline = True, min(deadline, time.monotonic() + _LINGER)
-            if not self._coordinator and not released and all(t.reported for t in running):
+            if not coordinator and not released and all(t.reported for t in running):
                 released = True
                 for task in running:
                     with contextlib.suppress(OSError):
                         task.connection.send("end")
-            ready = wait(
-                [each for task in running for each in _waitables(task)],
-                max(0.0, deadline - time.monotonic()),
-            )
+            ends = [end for task in running for end in (task.connection, task.process.sentinel)]
+            ready = wait(ends, max(0.0, deadline - time.monotonic()))
             if not ready:
-                if not (self._coordinator and released):
+                if not (coordinator and released):
                     self._on_timeout([task for task in running if not task.reported] or running)
                 return
             for task in running:
@@ -157,7 +140,7 @@ class Supervision:
             with contextlib.suppress(OSError):  # killed meanwhile by a third one
                 task.connection.send(answer)
         else:
-            self._on_message(task.name, kind, value)
+            self.on_message(task.name, kind, value)
         return True
 
     def _receive_all(self, task: _Task) -> None:
@@ -175,7 +158,7 @@ class Supervision:
         task.killed = True
         _kill(task)
         if kind == "restart":
-            self._start(name, task.attempt + 1)
+            self._start(task.plan, task.attempt + 1)
         return None
 
     def _on_exit(self, task: _Task) -> None:
@@ -184,7 +167,7 @@ class Supervision:
         task.ended = True
         if not task.reported and not task.killed:
             self._failed.append(task.name)
-            task.error = f"its process ended with {describe_exit(task.process.exitcode)}."
+            task.error = f"its process ended: {outcome(task.process.exitcode)}."
 
     def _on_timeout(self, hung: list[_Task]) -> None:
         for task in hung:
@@ -192,17 +175,12 @@ class Supervision:
         time.sleep(_STACKS)
         for task in hung:
             self._failed.append(task.name)
-            task.error = f"had not ended after {self._timeout:g} s; its stacks are in its output."
+            task.error = f"had not ended after {self.timeout:g} s; its stacks are in its output."
 
     def _raise_failures(self) -> None:
         if self._failed:
             errors = {name: self._tasks[name].error or "" for name in self._failed}
             raise task_error(errors, {task.name: _output(task) for task in self._tasks.values()})
-
-
-def _waitables(task: _Task) -> Iterator[Any]:
-    yield task.connection
-    yield task.process.sentinel
 
 
 def _output(task: _Task) -> str:
@@ -211,8 +189,7 @@ def _output(task: _Task) -> str:
 
 def _kill(task: _Task) -> None:
     """End the process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(task.process.pid, signal.SIGKILL)
+    watchdog.signal_group(task.process.pid, signal.SIGKILL)
     task.process.send_signal(signal.SIGKILL)
     task.process.join(5.0)
     task.connection.close()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 
 from tfdist_ext.errors import LaunchError
 
-__all__ = ["TaskError", "describe_exit", "task_error"]
+__all__ = ["TaskError", "task_error"]
 
 _MAX_OUTPUT = 8000  # characters of each task
 # Frames between the start of the process and the function that the task runs.
@@ -43,10 +42,3 @@ def task_error(errors: Mapping[str, str], outputs: Mapping[str, str]) -> TaskErr
     error = TaskError("\n".join(lines))
     error.failed = tuple(errors)
     return error
-
-
-def describe_exit(status: int | None) -> str:
-    """How a process ended."""
-    if status is None or status >= 0:
-        return f"status {status}"
-    return signal.Signals(-status).name
