@@ -43,7 +43,8 @@ class ByBytes:
     def whole(self, size: int, load: float) -> int | None:
         """The task that takes a variable as a whole; None if none has room."""
         if self._waiting or self._heap[0][1] + size > self._caps[self._heap[0][2]]:
-            return self._pop_and_put(size)
+            placed = self.pieces([size], [load], False)
+            return placed[0] if placed else None
         _, held, task = self._heap[0]
         held += size
         heapreplace(self._heap, (held - self._zero[task], held, task))
@@ -67,10 +68,6 @@ class ByBytes:
         for entry in aside:
             heappush(self._heap, entry)
         return placed
-
-    def _pop_and_put(self, size: int) -> int | None:
-        placed = self.pieces([size], [0.0], False)
-        return placed[0] if placed else None
 
     def _pop(self, size: int) -> tuple[float, float, int] | None:
         while self._waiting and -self._waiting[0][0] >= size:

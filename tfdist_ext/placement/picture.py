@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import colorsys
-import importlib.util
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import Held, VariableSpec
+from tfdist_ext.placement.specs import VariableSpec
 
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -75,14 +73,12 @@ def require_matplotlib() -> None:
         PlacementError: matplotlib is not installed: only the extra `plot` brings it.
     """
     try:
-        found = importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # sys.modules has something else under that name
-        found = False
-    if not found:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
         raise PlacementError(
             "matplotlib must be installed to draw a placement plan, got no module of that name; run"
             ' pip install "tfdist_ext[plot]" or pip install matplotlib.'
-        )
+        ) from error
 
 
 def _figure(plan: PlacementPlan) -> Any:
@@ -183,16 +179,11 @@ def _bars(plan: PlacementPlan) -> list[int]:
 
 def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple[str, int]]:
     """Path and bytes of what is on a task; what has no name of its own as one block at the end."""
-    found: dict[str, int] = defaultdict(int)
+    found = {}
     for path in named:
-        spec, place = plan.specs[plan.index_of(path)], plan.places[plan.index_of(path)]
-        if place.held is Held.PIECES:
-            for where, size in zip(place.tasks, spec.piece_bytes(len(place.tasks)), strict=True):
-                found[path] += size * (where == task)
-        elif place.held is Held.COPIES or place.tasks[0] == task:
-            found[path] = spec.bytes
-        else:
-            found[path] = spec.weight_bytes
+        index = plan.index_of(path)
+        sizes = plan.places[index].bytes_of(plan.specs[index], plan.tasks)
+        found[path] = sum(size for where, size in sizes if where == task)
     rest = plan.bytes_by_task[task] - sum(found.values())
     return [(path, size) for path, size in found.items() if size] + [("", rest)] * (rest > 0)
 

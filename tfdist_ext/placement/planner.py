@@ -8,6 +8,7 @@ step, so of the first division that balances only as many variables are cut fine
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]
         placed = search.best() or search.fitting()
         if placed is not None:
             return placed
-    return _Search(specs, _unlimited(tasks)).flattest()[0]
+    return _Search(specs, replace(tasks, budgets=None)).flattest()[0]
 
 
 def min_max_bytes(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) -> int:
@@ -51,7 +52,7 @@ def min_max_bytes(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) 
     Args:
         enough: any plan with no more than these bytes will do.
     """
-    return _Search(specs, _unlimited(tasks)).flattest(enough)[1]
+    return _Search(specs, replace(tasks, budgets=None)).flattest(enough)[1]
 
 
 class _Search:
@@ -263,7 +264,3 @@ def _shares(
     if level == float("inf"):  # it does not fit; the division matters for what the error says
         level = water_level(filled, total)
     return np.array(sizes, float) / level
-
-
-def _unlimited(tasks: Tasks) -> Tasks:
-    return Tasks(tasks.count, tasks.filled, tasks.loaded, None, tasks.pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from tfdist_ext.placement.sizes import size_text
@@ -12,7 +13,7 @@ from tfdist_ext.placement.specs import Held, VariableSpec
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
 
-__all__ = ["places_text", "table"]
+__all__ = ["columns", "places_text", "table"]
 
 _MOST_TASKS = 64  # more are shown by the fullest and the emptiest
 _ENDS = 8
@@ -28,13 +29,13 @@ def table(plan: PlacementPlan) -> str:
     parts = [
         f"{len(plan.specs)} variables, {size_text(held)}{' with optimizer slots' * slots}, on"
         f" {plan.tasks} {where}, placed by policy {plan.policy}",
-        _columns(_by_task(plan), left=1),
+        indent(columns(_by_task(plan), left=1), "  "),
         _balance(plan),
     ]
     if largest := _largest(plan):
-        parts.append("largest variables\n" + _columns(largest, left=2))
+        parts.append("largest variables\n" + indent(columns(largest, left=2), "  "))
     if fixed := _fixed(plan):
-        parts.append("decided by rules\n" + _columns(fixed, left=3))
+        parts.append("decided by rules\n" + indent(columns(fixed, left=3), "  "))
     return "\n\n".join(parts)
 
 
@@ -124,7 +125,7 @@ def _some(words: Sequence[str]) -> str:
     return f"{', '.join(words[: _LISTED - 1])} ... {words[-1]}"
 
 
-def _columns(lines: Sequence[Sequence[str]], left: int) -> str:
+def columns(lines: Sequence[Sequence[str]], left: int) -> str:
     """Lines of cells in columns: the first `left` and the last cells of text to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     numbers = [
@@ -132,8 +133,7 @@ def _columns(lines: Sequence[Sequence[str]], left: int) -> str:
         for place in range(len(widths))
     ]
     return "\n".join(
-        "  "
-        + "  ".join(
+        "  ".join(
             cell.rjust(width) if place >= left and numbers[place] else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()

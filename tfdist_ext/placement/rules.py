@@ -16,6 +16,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
@@ -28,6 +29,7 @@ __all__ = [
     "Owned",
     "Placement",
     "Rule",
+    "Rules",
     "Sharded",
     "checked_rules",
     "nearest_paths",
@@ -146,6 +148,10 @@ class Rule:
         return f"{self.pattern}: {self.placement}"
 
 
+# Rules, or a table of pattern -> placement or its text.
+Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
+
+
 def placement_from(text: str) -> Placement:
     """The placement of a text: "mirrored", "owned", "balanced", "sharded", "sharded(4)", "task 0",
     "device GPU:0".
@@ -190,7 +196,7 @@ def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def rules_of(paths: Sequence[str], rules: Iterable[Rule]) -> dict[str, Rule]:
+def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
     """Path -> its rule, for the paths that have one.
 
     Raises:
@@ -233,7 +239,7 @@ def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
     return rules_of([path], mine).get(path)
 
 
-def checked_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def checked_rules(rules: Rules) -> tuple[Rule, ...]:
     """The rules, where the paths they are for are not known yet.
 
     Raises:
@@ -255,9 +261,9 @@ def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
     return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
 
 
-def _different(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def _different(rules: Rules) -> tuple[Rule, ...]:
     seen: dict[str, Rule] = {}
-    for rule in rules:
+    for rule in rules_from(rules) if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, Rule):
             raise PlacementError(
                 f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'
