@@ -60,11 +60,9 @@ class ByBytes:
                 return None
             _, held, task = found
             placed.append(task)
-            entry = (held + size - self._zero[task], held + size, task)
-            if apart:
-                aside.append(entry)
-            else:
-                heappush(self._heap, entry)
+            aside.append((held + size - self._zero[task], held + size, task))
+            if not apart:
+                heappush(self._heap, aside.pop())
         for entry in aside:
             heappush(self._heap, entry)
         return placed

@@ -26,21 +26,14 @@ _USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True}
 
 def dump(plan: PlacementPlan) -> str:
     """The plan as JSON."""
-    head = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "tasks": plan.tasks,
-        "devices": plan.devices,
-        "budgets": plan.budgets,
-        "policy": plan.policy,
-        "lower_bound": plan.lower_bound,
-        "fingerprint": plan.fingerprint,
-    }
+    fields = ("tasks", "devices", "budgets", "policy", "lower_bound", "fingerprint")
+    head = {"format": _FORMAT, "version": _VERSION}
+    head |= {name: getattr(plan, name) for name in fields}
     variables = []
     for spec, place in zip(plan.specs, plan.places, strict=True):
         line: dict[str, Any] = {"path": spec.path, "shape": spec.shape, "dtype": spec.dtype}
-        fields = {name: getattr(spec, name) for name in _USUAL}
-        line |= {name: value for name, value in fields.items() if value != _USUAL[name]}
+        unusual = (name for name, usual in _USUAL.items() if getattr(spec, name) != usual)
+        line |= {name: getattr(spec, name) for name in unusual}
         if place.held is not Held.PIECES:
             line["held"] = place.held.value
         line["tasks"] = place.tasks

@@ -164,10 +164,8 @@ class _Search:
         need = _shares(self._bytes, tasks.filled, tasks.budgets)
         if with_loads and self._total_load > 0:
             need = np.maximum(need, _shares(self._loads, tasks.loaded, None))
-        rows = np.array([spec.shape[0] or 1 if spec.shape else 1 for spec in self._specs], float)
-        asked = np.zeros(len(rows), np.int64)
-        if tasks.pieces:
-            asked[:] = [tasks.pieces.get(spec.path, 0) for spec in self._specs]
+        rows = np.array([max(spec.rows, 1) for spec in self._specs], float)
+        asked = np.array([tasks.pieces.get(spec.path, 0) for spec in self._specs], np.int64)
         placed = 0
         for apart in (True, False):
             last: Counts | None = None

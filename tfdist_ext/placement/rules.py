@@ -144,9 +144,6 @@ class Rule:
                 f" got {shown(self.placement)}."
             )
 
-    def __str__(self) -> str:
-        return f"{self.pattern}: {self.placement}"
-
 
 # Rules, or a table of pattern -> placement or its text.
 Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
