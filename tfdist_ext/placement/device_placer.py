@@ -111,8 +111,7 @@ class DevicePlacer:
 
     def rule_of(self, spec: VariableSpec) -> str:
         """The rule of a variable as messages name it, as "the rule 'users/.*' (sharded(4))"."""
-        rule = rule_for(spec.path, self._rules)
-        return "no rule" if rule is None else f"the rule {rule.pattern!r} ({rule.placement})"
+        return str(rule_for(spec.path, self._rules) or "no rule")
 
     def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
         """The devices of the even pieces of a variable that is now created, in the order of rows.
@@ -142,21 +141,20 @@ class DevicePlacer:
         if named not in (*self.devices, self._host):
             host = "" if self._host in self.devices else f" or {self._host}, the host"
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) names a device outside of the strategy,"
-                f" which has {', '.join(self.devices)}. Name one of these{host}; or give {named} to"
-                " the strategy, too."
+                f"{rule} names a device outside of the strategy, which has"
+                f" {', '.join(self.devices)}. Name one of these{host}; or give {named} to the"
+                " strategy, too."
             )
         if isinstance(placement, OnTask):
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) is for parameter servers. On the devices"
-                " of one machine write mirrored, owned, balanced, sharded(n), or device"
-                f" {self.devices[0]}."
+                f"{rule} is for parameter servers. On the devices of one machine write mirrored,"
+                f" owned, balanced, sharded(n), or device {self.devices[0]}."
             )
         if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) asks for a device for each piece, and the"
-                f" strategy has {len(self.devices)}: {', '.join(self.devices)}. Write sharded for"
-                f" a piece on each, or a number up to {len(self.devices)}."
+                f"{rule} asks for a device for each piece, and the strategy has"
+                f" {len(self.devices)}: {', '.join(self.devices)}. Write sharded for a piece on"
+                f" each, or a number up to {len(self.devices)}."
             )
 
 
@@ -164,7 +162,6 @@ def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
     if not spec.shape or pieces > spec.rows:
         has = counted(spec.rows, "row") if spec.shape else "no rows, it is a scalar"
         raise PlacementError(
-            f"the rule {rule.pattern!r} ({rule.placement}) cannot cut {spec.path!r} of shape"
-            f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"
-            " its own."
+            f"{rule} cannot cut {spec.path!r} of shape {spec.shape}, which has {has}. Narrow the"
+            f" pattern, or give {spec.path!r} a rule of its own."
         )

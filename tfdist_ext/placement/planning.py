@@ -239,15 +239,13 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
     if policy == "planner":
         warn_renamed('policy "planner"', 'policy "balanced"', stacklevel=4)
         policy = "balanced"
-    if isinstance(policy, str):
-        if policy not in _POLICIES:
-            raise PlacementError(
-                f"policy must be a known name or a function, got {shown(policy)}."
-                f" {nearest(policy, _POLICIES)}"
-            )
+    if isinstance(policy, str) and policy in _POLICIES:
         return _POLICIES[policy], policy
-    if not callable(policy):
-        raise PlacementError(f"policy must be a known name or a function, got {shown(policy)}.")
+    if isinstance(policy, str) or not callable(policy):
+        raise PlacementError(
+            f"policy must be a known name or a function, got {shown(policy)}."
+            f" {nearest(policy, _POLICIES)}"
+        )
     return policy, getattr(policy, "__name__", type(policy).__name__)
 
 

@@ -144,6 +144,9 @@ class Rule:
                 f" got {shown(self.placement)}."
             )
 
+    def __str__(self) -> str:
+        return f"the rule {self.pattern!r} ({self.placement})"
+
 
 # Rules, or a table of pattern -> placement or its text.
 Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
@@ -210,8 +213,7 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
         mine = [path for path in paths if matches(path)]
         if not mine:
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({rule.placement}) matches no variable."
-                f" {nearest_paths(rule.pattern, paths)}"
+                f"{rule} matches no variable. {nearest_paths(rule.pattern, paths)}"
             )
         for path in mine:
             if path in exact:
