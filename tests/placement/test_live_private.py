@@ -20,6 +20,7 @@ from tfdist_ext.placement.live._keras_private import (
     variable_behind,
 )
 from tfdist_ext.placement.live._tf_private import (
+    as_piece,
     partitioned,
     partitioned_variable_class,
     server_variable_class,
@@ -148,7 +149,7 @@ def test_an_update_of_a_piece_changes_that_piece() -> None:
     )
     whole.scatter_add(tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([5, 3, 0])))
     assert np.asarray(whole)[:, 0].tolist() == [3, 0, 0, 2, 0, 1]
-    with whole.as_piece(2):
+    with as_piece(2):
         whole.assign_add([[10.0], [20.0]])
         whole.scatter_sub(tf.IndexedSlices(tf.constant([[5.0]]), tf.constant([1])))
         assert tf.convert_to_tensor(whole).numpy()[:, 0].tolist() == [10, 16]

@@ -33,8 +33,7 @@ def water_level(
     """
     events = [(level, 1) for level in filled]
     if caps is not None:
-        closed = [(cap, level) for cap, level in zip(caps, filled, strict=True)]
-        events += [(max(cap, level), -1) for cap, level in closed]
+        events += [(max(cap, level), -1) for cap, level in zip(caps, filled, strict=True)]
     events.sort()
     at, width = events[0][0], 0
     for level, change in events:
@@ -66,12 +65,9 @@ def _array(values: Iterable[float]) -> Floats:
 
 def _divisions(specs: Sequence[VariableSpec], tasks: Tasks) -> tuple[Floats, Floats]:
     """Rows of each variable, and the most pieces that it can be cut into."""
-    rows = _array(spec.shape[0] if spec.shape else 1 for spec in specs)
-    pieces = rows
-    if tasks.pieces:
-        asked = _array(tasks.pieces.get(spec.path, 0) for spec in specs)
-        pieces = np.where(asked > 0, asked, rows)
-    return np.maximum(rows, 1), np.maximum(pieces, 1)
+    rows = _array(max(spec.rows, 1) for spec in specs)
+    asked = _array(tasks.pieces.get(spec.path, 0) for spec in specs)
+    return rows, np.where(asked > 0, asked, rows)
 
 
 def _bound(

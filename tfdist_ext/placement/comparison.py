@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import check_int
 from tfdist_ext.placement.planning import plan
+from tfdist_ext.placement.report import columns
 from tfdist_ext.placement.rules import Owned
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import VariableSpec
@@ -48,14 +50,7 @@ class Comparison:
         for row in self.rows:
             sizes = (row.weights, row.gradients, row.slots, row.total)
             lines.append([row.strategy, row.device, *map(size_text, sizes)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if place < 2 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return columns(lines, left=2)
 
 
 def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
@@ -69,9 +64,8 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
     Raises:
         PlacementError: no whole numbers, or no devices.
     """
-    for name, number, least in (("devices", devices, 1), ("ps", ps, 0)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise PlacementError(f"{name} must be an integer of at least {least}, got {number!r}.")
+    check_int(devices, "devices", 1, error=PlacementError)
+    check_int(ps, "ps", error=PlacementError)
     variables = tuple(specs)
     weights = sum(spec.weight_bytes for spec in variables)
     slots = sum(spec.bytes for spec in variables) - weights
@@ -87,12 +81,13 @@ def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
     if ps:
         made = plan(variables, ps)
         fullest = max(made.bytes_by_task)
-        of_weights = [0] * ps
-        for spec in made.specs:
-            row = spec.weight_bytes // spec.rows if spec.rows else 0
-            for shard in made.shards_of(spec.path):
-                of_weights[shard.task] += row * (shard.stop - shard.start)
-        weights_there = of_weights[made.bytes_by_task.index(fullest)]
+        task = made.bytes_by_task.index(fullest)
+        weights_there = sum(
+            spec.weight_bytes // spec.rows * (shard.stop - shard.start)
+            for spec in made.specs
+            for shard in made.shards_of(spec.path)
+            if shard.task == task and spec.rows
+        )
         rows += [
             Footprint("parameter_server", "fullest ps", weights_there, 0, fullest - weights_there),
             Footprint("parameter_server", "each worker", 0, gradients, 0),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import counted, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
@@ -16,10 +16,10 @@ from tfdist_ext.placement.rules import (
     Owned,
     Placement,
     Rule,
+    Rules,
     Sharded,
     checked_rules,
     rule_for,
-    rules_from,
     rules_of,
 )
 from tfdist_ext.placement.sizes import parse_size
@@ -40,7 +40,7 @@ class DevicePlacer:
     def __init__(
         self,
         devices: Sequence[str],
-        rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
+        rules: Rules = (),
         *,
         owned_from: int | str = 0,
         host: str = "CPU:0",
@@ -66,7 +66,7 @@ class DevicePlacer:
                 "rules must be a list of Rule(pattern, placement), or a table of pattern ->"
                 f' placement, as {{"embedding/.*": "device CPU:0"}}, got {shown(rules)}.'
             )
-        self._rules = checked_rules(rules_from(rules) if isinstance(rules, Mapping) else rules)
+        self._rules = checked_rules(rules)
         for rule in self._rules:
             self._check(rule)
 
@@ -111,8 +111,7 @@ class DevicePlacer:
 
     def rule_of(self, spec: VariableSpec) -> str:
         """The rule of a variable as messages name it, as "the rule 'users/.*' (sharded(4))"."""
-        rule = rule_for(spec.path, self._rules)
-        return "no rule" if rule is None else f"the rule {rule.pattern!r} ({rule.placement})"
+        return str(rule_for(spec.path, self._rules) or "no rule")
 
     def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
         """The devices of the even pieces of a variable that is now created, in the order of rows.
@@ -125,13 +124,13 @@ class DevicePlacer:
 
     def choose_owner(self, spec: VariableSpec) -> int:
         """The number of the device that owns an `Owned` variable that is now created."""
-        planned = None
+        owner = None
         if self.plan is not None and self.plan.holds(spec):
-            planned = self.plan.owner_of(spec.path)
-        if planned is None:
-            planned = min(range(len(self.devices)), key=self.owned_bytes.__getitem__)
-        self.owned_bytes[planned] += spec.weight_bytes
-        return planned
+            owner = self.plan.owner_of(spec.path)
+        if owner is None:
+            owner = self.owned_bytes.index(min(self.owned_bytes))
+        self.owned_bytes[owner] += spec.weight_bytes
+        return owner
 
     def _is_here(self, placement: Placement) -> bool:
         return not isinstance(placement, OnDevice) or placement.name in self.devices
@@ -142,31 +141,27 @@ class DevicePlacer:
         if named not in (*self.devices, self._host):
             host = "" if self._host in self.devices else f" or {self._host}, the host"
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) names a device outside of the strategy,"
-                f" which has {', '.join(self.devices)}. Name one of these{host}; or give {named} to"
-                " the strategy, too."
+                f"{rule} names a device outside of the strategy, which has"
+                f" {', '.join(self.devices)}. Name one of these{host}; or give {named} to the"
+                " strategy, too."
             )
         if isinstance(placement, OnTask):
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) is for parameter servers. On the devices"
-                " of one machine write mirrored, owned, balanced, sharded(n), or device"
-                f" {self.devices[0]}."
+                f"{rule} is for parameter servers. On the devices of one machine write mirrored,"
+                f" owned, balanced, sharded(n), or device {self.devices[0]}."
             )
         if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({placement}) asks for a device for each piece, and the"
-                f" strategy has {len(self.devices)}: {', '.join(self.devices)}. Write sharded for"
-                f" a piece on each, or a number up to {len(self.devices)}."
+                f"{rule} asks for a device for each piece, and the strategy has"
+                f" {len(self.devices)}: {', '.join(self.devices)}. Write sharded for a piece on"
+                f" each, or a number up to {len(self.devices)}."
             )
 
 
 def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
     if not spec.shape or pieces > spec.rows:
-        has = (
-            f"{spec.rows} row{'s' * (spec.rows != 1)}" if spec.shape else "no rows, it is a scalar"
-        )
+        has = counted(spec.rows, "row") if spec.shape else "no rows, it is a scalar"
         raise PlacementError(
-            f"the rule {rule.pattern!r} ({rule.placement}) cannot cut {spec.path!r} of shape"
-            f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"
-            " its own."
+            f"{rule} cannot cut {spec.path!r} of shape {spec.shape}, which has {has}. Narrow the"
+            f" pattern, or give {spec.path!r} a rule of its own."
         )

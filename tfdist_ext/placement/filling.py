@@ -30,58 +30,49 @@ class ByBytes:
 
     def __init__(self, tasks: Tasks, *, by_room: bool = False) -> None:
         self._caps: Sequence[float] = tasks.budgets or [math.inf] * tasks.count
+        self._held = list(tasks.filled)
         # What counts as empty: 0 bytes, or the whole of the budget.
         self._zero: Sequence[float] = self._caps if by_room else [0] * tasks.count
-        self._heap: list[tuple[float, float, int]] = [
-            (held - zero, held, task)
-            for task, (held, zero) in enumerate(zip(tasks.filled, self._zero, strict=True))
-        ]
+        self._heap = [(self._held[task] - self._zero[task], task) for task in range(tasks.count)]
         heapify(self._heap)
         # Tasks that had no room for a piece, the most room first. Later pieces are smaller.
-        self._waiting: list[tuple[float, float, int]] = []
+        self._waiting: list[tuple[float, int]] = []
 
     def whole(self, size: int, load: float) -> int | None:
         """The task that takes a variable as a whole; None if none has room."""
-        if self._waiting or self._heap[0][1] + size > self._caps[self._heap[0][2]]:
-            return self._pop_and_put(size)
-        _, held, task = self._heap[0]
-        held += size
-        heapreplace(self._heap, (held - self._zero[task], held, task))
-        return task
+        if not self._waiting and self._held[task := self._heap[0][1]] + size <= self._caps[task]:
+            self._held[task] += size
+            heapreplace(self._heap, (self._held[task] - self._zero[task], task))
+            return task
+        placed = self.pieces([size], [load], False)
+        return placed[0] if placed else None
 
     def pieces(self, sizes: Sequence[int], loads: Sequence[float], apart: bool) -> list[int] | None:
         """The tasks that take a variable's pieces, all different ones if they are to keep apart."""
         placed: list[int] = []
-        aside: list[tuple[float, float, int]] = []
         for size in sizes:
-            found = self._pop(size)
-            if found is None:
+            task = self._pop(size)
+            if task is None:
                 return None
-            _, held, task = found
             placed.append(task)
-            entry = (held + size - self._zero[task], held + size, task)
-            if apart:
-                aside.append(entry)
-            else:
-                heappush(self._heap, entry)
-        for entry in aside:
-            heappush(self._heap, entry)
+            self._held[task] += size
+            if not apart:
+                self._push(task)
+        for task in placed if apart else ():
+            self._push(task)
         return placed
 
-    def _pop_and_put(self, size: int) -> int | None:
-        placed = self.pieces([size], [0.0], False)
-        return placed[0] if placed else None
+    def _push(self, task: int) -> None:
+        heappush(self._heap, (self._held[task] - self._zero[task], task))
 
-    def _pop(self, size: int) -> tuple[float, float, int] | None:
+    def _pop(self, size: int) -> int | None:
         while self._waiting and -self._waiting[0][0] >= size:
-            _, held, task = heappop(self._waiting)
-            heappush(self._heap, (held - self._zero[task], held, task))
+            self._push(heappop(self._waiting)[1])
         while self._heap:
-            found = heappop(self._heap)
-            _, held, task = found
-            if held + size <= self._caps[task]:
-                return found
-            heappush(self._waiting, (held - self._caps[task], held, task))
+            _, task = heappop(self._heap)
+            if self._held[task] + size <= self._caps[task]:
+                return task
+            heappush(self._waiting, (self._held[task] - self._caps[task], task))
         return None
 
 

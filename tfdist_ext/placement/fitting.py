@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from tfdist_ext.errors import PlacementError
@@ -32,12 +33,10 @@ def infeasible_error(
         for name, held, most in zip(plan.names(), plan.bytes_by_task, budgets, strict=True)
         if held > most
     ]
+    needed = fullest(targets, 0)
     message = (
         f"the variables and their slots ({size_text(sum(plan.bytes_by_task))}) do not fit:"
         f" {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}."
-    )
-    needed = fullest(targets, 0)
-    message += (
         f" For {plan.tasks} {targets.what} the smallest budget is {needed} bytes"
         f" ({size_text(needed)}) each."
     )
@@ -46,38 +45,30 @@ def infeasible_error(
         message += " Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
         budget = max(budgets)
-        message += f" With {size_text(budget)} each, "
-        enough = _fewest_that_do(
-            lambda count: fullest(Targets(count), budget) <= budget, plan, budget, fewest
+        why = _why(plan, budget)
+        if not why:
+            # Fewer than these cannot do: rules name them, or the bytes alone are too many.
+            fewest = max(fewest, -(-sum(plan.bytes_by_task) // budget))
+            enough = _fewest_that_do(lambda n: fullest(Targets(n), budget) <= budget, fewest)
+        number = (
+            f"no number of ps tasks would do{why}"
+            if enough is None
+            else f"{enough} ps tasks would do"
         )
-        if enough is not None:
-            message += f"{enough} ps tasks would do."
-        else:
-            message += f"no number of ps tasks would do{_why(plan, budget)}."
+        message += f" With {size_text(budget)} each, {number}."
     error = PlacementError(message)
     error.smallest_budget, error.smallest_tasks = needed, enough
     return error
 
 
-def _fewest_that_do(
-    does: Callable[[int], bool], plan: PlacementPlan, budget: int, fewest: int
-) -> int | None:
+def _fewest_that_do(does: Callable[[int], bool], fewest: int) -> int | None:
     """The smallest number of tasks that does while one less does not; None if none does."""
-    if _why(plan, budget):
-        return None
-    # Fewer than these cannot do: rules name them, or the bytes alone are too many.
-    low = max(fewest, -(-sum(plan.bytes_by_task) // budget)) - 1
-    high, step = low + 1, 1
+    low = high = fewest
     while not does(high):
-        low = high
-        if low >= _MOST_TASKS:
+        if high >= _MOST_TASKS:
             return None
-        high = min(low + step, _MOST_TASKS)
-        step *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if does(middle) else (middle, high)
-    return high
+        low, high = high + 1, min(2 * high - fewest + 1, _MOST_TASKS)
+    return low + bisect_left(range(low, high), True, key=does)
 
 
 def _why(plan: PlacementPlan, budget: int) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import colorsys
-import importlib.util
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.placement.report import fullest_and_emptiest, largest_of
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import Held, VariableSpec
+from tfdist_ext.placement.specs import VariableSpec
 
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -22,8 +21,7 @@ _NAMED = 20  # variables with a colour and a name of their own
 _MOST_BARS = 96  # of more tasks, the fullest and the emptiest are drawn
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40), ("PiB", 2**50))
 _REST, _BUDGET = "#d9d9d9", "#c00000"
-# Inches: beside the bars, their length, the least height of one, the names.
-_LEFT, _WIDTH, _BAR, _LEGEND = 0.9, 8.1, 0.30, 3.6
+_WIDTH, _BAR = 8.1, 0.30  # inches: the length of bars, the least height of one
 _DOTS = 110  # an inch, of a .png
 _CHARACTER = 0.075  # inches, of the text in blocks
 _FONT = 8
@@ -45,10 +43,7 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
     # Imported here: it takes half a second, and few who plan draw. No pyplot: that would choose a
     # backend for the whole process.
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    canvas = FigureCanvasSVG if file.suffix.lower() == ".svg" else FigureCanvasAgg
     # Text stays text, so that names can be searched for; "$" in a path is no formula; the same plan
     # is the same file.
     drawn_with: Any = {
@@ -59,10 +54,9 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
     }
     with matplotlib.rc_context(drawn_with):
         figure = _figure(plan)
-        canvas(figure)
         metadata = {"Date": None} if file.suffix.lower() == ".svg" else {}
         try:
-            figure.savefig(file, dpi=_DOTS, metadata=metadata)
+            figure.savefig(file, dpi=_DOTS, metadata=metadata, bbox_inches="tight")
         except OSError as error:
             raise PlacementError(
                 f"the picture {os.fspath(path)!r} cannot be written: {error}"
@@ -75,40 +69,34 @@ def require_matplotlib() -> None:
         PlacementError: matplotlib is not installed: only the extra `plot` brings it.
     """
     try:
-        found = importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # sys.modules has something else under that name
-        found = False
-    if not found:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
         raise PlacementError(
             "matplotlib must be installed to draw a placement plan, got no module of that name; run"
             ' pip install "tfdist_ext[plot]" or pip install matplotlib.'
-        )
+        ) from error
 
 
 def _figure(plan: PlacementPlan) -> Any:
     from matplotlib.figure import Figure
 
-    bars = _bars(plan)
-    named = sorted(plan.specs, key=lambda spec: (-spec.bytes, spec.path))[:_NAMED]
-    named = [spec for spec in named if spec.bytes]
+    few = plan.tasks <= _MOST_BARS
+    bars = list(range(plan.tasks)) if few else fullest_and_emptiest(plan, _MOST_BARS // 2)
+    named = [spec for spec in largest_of(plan, _NAMED) if spec.bytes]
     colours = {spec.path: _colour(rank) for rank, spec in enumerate(named)}
     inside = max(len(bars) * _BAR, 0.21 * (len(named) + 3))
-    width, height = _LEFT + _WIDTH + _LEGEND, inside + 1.3
-    figure = Figure(figsize=(width, height))
-    axes = figure.add_axes((_LEFT / width, 0.6 / height, _WIDTH / width, inside / height))
+    # The figure is the bars alone; it is saved with what stands around it.
+    figure = Figure(figsize=(_WIDTH, inside))
+    axes = figure.add_axes((0, 0, 1, 1))
     axes.set_title(_title(plan, len(bars)), fontsize=10, loc="left")
     axes.set_yticks(range(len(bars)), [plan.names()[task] for task in bars], fontsize=_FONT)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     _draw_bars(axes, plan, bars, colours, inside / len(bars))
-    figure.legend(
-        handles=_entries(plan, named, colours),
-        loc="upper left",
-        bbox_to_anchor=((_LEFT + _WIDTH + 0.1) / width, 1 - 0.5 / height),
-        frameon=False,
-        fontsize=_FONT,
-    )
+    legend = axes.legend(handles=_entries(plan, named, colours), frameon=False, fontsize=_FONT)
+    legend.set_loc("upper left")
+    legend.set_bbox_to_anchor((1, 1))
     return figure
 
 
@@ -128,22 +116,14 @@ def _draw_bars(
         for path, size in _blocks(plan, task, colours):
             width = size / scale
             colour = colours.get(path, _REST)
-            axes.barh(row, width, 0.84, left, color=colour, edgecolor="white", linewidth=0.5)
+            block = axes.barh(row, width, 0.84, left, color=colour, edgecolor="w", linewidth=0.5)
             inches = width / limit * _WIDTH
             wide = int(inches / _CHARACTER) - 1
             # A narrow block of a high bar has its name written upwards.
             upwards = wide < len(path) and wide < high and inches > 2 * _CHARACTER
-            if path and (text := _shortened(path, high if upwards else wide)):
-                axes.text(
-                    left + width / 2,
-                    row,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=_FONT,
-                    rotation=90 if upwards else 0,
-                    clip_on=True,
-                )
+            text = _shortened(path, high if upwards else wide)
+            rotation = 90 if upwards else 0
+            axes.bar_label(block, [text], label_type="center", fontsize=_FONT, rotation=rotation)
             left += width
         if budgets is not None:
             at = budgets[task] / scale
@@ -172,27 +152,13 @@ def _budget_in_sight(plan: PlacementPlan) -> bool:
     return plan.budgets is not None and max(plan.budgets) <= 4 * max(plan.bytes_by_task)
 
 
-def _bars(plan: PlacementPlan) -> list[int]:
-    """The tasks that are drawn, by index."""
-    if plan.tasks <= _MOST_BARS:
-        return list(range(plan.tasks))
-    by_bytes = sorted(range(plan.tasks), key=lambda task: (-plan.bytes_by_task[task], task))
-    half = _MOST_BARS // 2
-    return by_bytes[:half] + by_bytes[-half:]
-
-
 def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple[str, int]]:
     """Path and bytes of what is on a task; what has no name of its own as one block at the end."""
-    found: dict[str, int] = defaultdict(int)
+    found = {}
     for path in named:
-        spec, place = plan.specs[plan.index_of(path)], plan.places[plan.index_of(path)]
-        if place.held is Held.PIECES:
-            for where, size in zip(place.tasks, spec.piece_bytes(len(place.tasks)), strict=True):
-                found[path] += size * (where == task)
-        elif place.held is Held.COPIES or place.tasks[0] == task:
-            found[path] = spec.bytes
-        else:
-            found[path] = spec.weight_bytes
+        index = plan.index_of(path)
+        sizes = plan.places[index].bytes_of(plan.specs[index], plan.tasks)
+        found[path] = sum(size for where, size in sizes if where == task)
     rest = plan.bytes_by_task[task] - sum(found.values())
     return [(path, size) for path, size in found.items() if size] + [("", rest)] * (rest > 0)
 

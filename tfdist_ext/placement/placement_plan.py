@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tfdist_ext.placement import picture, plan_json, report
 from tfdist_ext.placement.rules import Rule, nearest_paths
 from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
-__all__ = ["PlacementPlan", "fingerprint_of"]
+__all__ = ["PlacementPlan"]
 
 _NAMED = 5  # differences of each kind that an error names
 
@@ -77,20 +76,10 @@ class PlacementPlan:
     def bytes_by_task(self) -> tuple[int, ...]:
         """Bytes of variables and slots on each task (or device)."""
         held = [0] * self.tasks
-        on_all = 0
         for spec, place in zip(self.specs, self.places, strict=True):
-            tasks = place.tasks
-            if place.held is Held.COPIES:
-                on_all += spec.bytes
-            elif place.held is Held.OWNED:
-                on_all += spec.weight_bytes
-                held[tasks[0]] += spec.bytes - spec.weight_bytes
-            elif len(tasks) == 1:
-                held[tasks[0]] += spec.bytes
-            else:
-                for task, size in zip(tasks, spec.piece_bytes(len(tasks)), strict=True):
-                    held[task] += size
-        return tuple(size + on_all for size in held)
+            for task, size in place.bytes_of(spec, self.tasks):
+                held[task] += size
+        return tuple(held)
 
     @cached_property
     def load_by_task(self) -> tuple[float, ...]:
@@ -120,7 +109,7 @@ class PlacementPlan:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over path, shape and dtype of every variable, in any order."""
-        return fingerprint_of(self.specs)
+        return plan_json.fingerprint(self.specs)
 
     def names(self) -> tuple[str, ...]:
         """What the tasks are called: "ps 0", or the names of the devices."""
@@ -199,10 +188,7 @@ class PlacementPlan:
         Raises:
             PlacementError: no JSON, not a plan, of another version, or changed since.
         """
-        content, fields = plan_json.load(text)
-        plan = PlacementPlan(**fields)
-        plan_json.check_unchanged(content, plan.fingerprint)
-        return plan
+        return PlacementPlan(**plan_json.load(text))
 
     def index_of(self, path: str) -> int:
         """The variable's index in `specs` and `places`.
@@ -224,12 +210,6 @@ class PlacementPlan:
     def _of(self, path: str) -> tuple[VariableSpec, Place]:
         index = self.index_of(path)
         return self.specs[index], self.places[index]
-
-
-def fingerprint_of(specs: Sequence[VariableSpec]) -> str:
-    """sha256 over path, shape and dtype of every variable, in any order."""
-    lines = sorted(f"{spec.path}\0{spec.shape}\0{spec.dtype}\n" for spec in specs)
-    return hashlib.sha256("".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _kind(spec: VariableSpec) -> str:

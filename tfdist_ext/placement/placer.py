@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,7 @@ from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.planning import accepted, plan, policy_named
 from tfdist_ext.placement.policies import Policy, Tasks, greedy
-from tfdist_ext.placement.rules import (
-    Balanced,
-    Rule,
-    Sharded,
-    checked_rules,
-    rule_for,
-    rules_from,
-)
+from tfdist_ext.placement.rules import Balanced, Rule, Sharded, checked_rules, rule_for
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
 from tfdist_ext.placement.targets import Targets
 
@@ -65,17 +58,16 @@ class Placer:
         elif isinstance(placement, str) or callable(placement):
             self._policy, self._policy_name = policy_named(placement)
             self._policy_of_models = self._policy
-        elif isinstance(placement, Mapping):
-            self._set_rules(rules_from(placement))
-        elif isinstance(placement, Rule):
-            self._set_rules((placement,))
-        elif isinstance(placement, Iterable):
-            self._set_rules(placement)
+        elif isinstance(placement, Rule | Iterable):
+            self._rules = checked_rules([placement] if isinstance(placement, Rule) else placement)
         elif placement is not None:
             raise PlacementError(
                 "placement must be a PlacementPlan, rules, a table of pattern -> placement, or a"
                 f" policy, got {shown(placement)}."
             )
+        for rule in self._rules:
+            # As of a variable with rows enough: the shapes are not known yet.
+            self._targets.of_rule(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
 
     def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
         """Plan a model that is about to be created; its variables then go where the plan says.
@@ -114,13 +106,7 @@ class Placer:
     @property
     def fewest_bytes(self) -> int:
         """The task that holds the fewest bytes."""
-        return min(range(len(self.bytes_by_task)), key=self.bytes_by_task.__getitem__)
-
-    def _set_rules(self, rules: Iterable[Any]) -> None:
-        self._rules = checked_rules(rules)
-        for rule in self._rules:
-            # As of a variable with rows enough: the shapes are not known yet.
-            self._targets.of_rule(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+        return self.bytes_by_task.index(min(self.bytes_by_task))
 
     def _planned(self, spec: VariableSpec) -> tuple[VariableShard, ...] | None:
         if self.plan is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
@@ -15,40 +15,27 @@ from tfdist_ext.placement.specs import Held, Place, VariableSpec
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
 
-__all__ = ["check_unchanged", "dump", "load"]
+__all__ = ["dump", "fingerprint", "load"]
 
 _FORMAT = "tfdist_ext placement plan"
 _VERSION = 1
 _WHERE = "the placement plan"
+# Fields of a variable that are left out where they have the usual value: large plans stay readable.
+_USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True}
 
 
 def dump(plan: PlacementPlan) -> str:
     """The plan as JSON."""
-    head = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "tasks": plan.tasks,
-        "devices": plan.devices,
-        "budgets": plan.budgets,
-        "policy": plan.policy,
-        "lower_bound": plan.lower_bound,
-        "fingerprint": plan.fingerprint,
-    }
+    fields = ("tasks", "devices", "budgets", "policy", "lower_bound", "fingerprint")
+    head = {"format": _FORMAT, "version": _VERSION}
+    head |= {name: getattr(plan, name) for name in fields}
     variables = []
     for spec, place in zip(plan.specs, plan.places, strict=True):
         line: dict[str, Any] = {"path": spec.path, "shape": spec.shape, "dtype": spec.dtype}
-        # What is as it mostly is goes without saying: large plans stay readable.
-        line |= {
-            name: value
-            for name, value, usual in (
-                ("slots", spec.slots, 0),
-                ("load", spec.load, None),
-                ("slot_bytes", spec.slot_bytes, 0),
-                ("trainable", spec.trainable, True),
-                ("held", place.held.value, Held.PIECES.value),
-            )
-            if value != usual
-        }
+        unusual = (name for name, usual in _USUAL.items() if getattr(spec, name) != usual)
+        line |= {name: getattr(spec, name) for name in unusual}
+        if place.held is not Held.PIECES:
+            line["held"] = place.held.value
         line["tasks"] = place.tasks
         if rule := plan.fixed.get(spec.path):
             line["rule"] = [rule.pattern, str(rule.placement)]
@@ -58,14 +45,12 @@ def dump(plan: PlacementPlan) -> str:
     return f'{body},\n "sha256": "{_digest(json.loads(body + "}"))}"\n}}\n'
 
 
-def load(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of a text that `dump` wrote, and a PlacementPlan's fields made of it.
-
-    `check_unchanged` is to be called with the plan that these fields make.
+def load(text: str) -> dict[str, Any]:
+    """The fields of a PlacementPlan in a text that `dump` wrote.
 
     Raises:
-        PlacementError: no JSON, not a plan, of another version, or with a field that cannot be
-            right, which is named.
+        PlacementError: no JSON, not a plan, of another version, with a field that cannot be right,
+            which is named, or changed after it was written.
     """
     if not isinstance(text, str):
         raise PlacementError(f"{_WHERE} must be a text, got {shown(text)}.")
@@ -88,23 +73,22 @@ def load(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{_WHERE} must be of version {_VERSION}, got version {shown(content.get('version'))}."
             " Plan again with this package."
         )
-    return content, _fields(content)
-
-
-def check_unchanged(content: dict[str, Any], fingerprint: str) -> None:
-    """Compare a content with its checksums; `fingerprint` is that of the plan made of it.
-
-    Raises:
-        PlacementError: it was changed after it was written.
-    """
-    if fingerprint != content.get("fingerprint"):
+    fields = _fields(content)
+    if content.get("fingerprint") != fingerprint(fields["specs"]):
         raise _changed("paths, shapes or dtypes are not those of its fingerprint")
     if content.get("sha256") != _digest({k: v for k, v in content.items() if k != "sha256"}):
         raise _changed("its content is not what its sha256 says")
+    return fields
+
+
+def fingerprint(specs: Iterable[VariableSpec]) -> str:
+    """sha256 over path, shape and dtype of every variable, in any order."""
+    lines = sorted(f"{spec.path}\0{spec.shape}\0{spec.dtype}\n" for spec in specs)
+    return hashlib.sha256("".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _fields(content: dict[str, Any]) -> dict[str, Any]:
-    tasks = _number(content, "tasks", least=1)
+    tasks = _field(content, "tasks", _from_one(int), "an integer of at least 1")
     devices = _field(content, "devices", _list_or_none(str), "a list of names or null")
     budgets = _field(content, "budgets", _list_or_none(int), "a list of bytes or null")
     for name, values in (("devices", devices), ("budgets", budgets)):
@@ -130,7 +114,7 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
         budgets=None if budgets is None else tuple(budgets),
         fixed=fixed,
         policy=_field(content, "policy", lambda value: isinstance(value, str), "a name"),
-        lower_bound=_field(content, "lower_bound", _is_number, "a number from 1"),
+        lower_bound=_field(content, "lower_bound", _from_one(int, float), "a number from 1"),
     )
 
 
@@ -139,22 +123,15 @@ def _variable(
 ) -> tuple[VariableSpec, Place, Rule | None]:
     name = f"variables[{number}] ({shown(line.get('path'))})"
     try:
-        spec = VariableSpec(
-            line["path"],
-            tuple(line["shape"]),
-            line["dtype"],
-            slots=line.get("slots", 0),
-            load=line.get("load"),
-            slot_bytes=line.get("slot_bytes", 0),
-            trainable=line.get("trainable", True),
-        )
+        fields = {name: line[name] for name in _USUAL if name in line}
+        spec = VariableSpec(line["path"], line["shape"], line["dtype"], **fields)
         place = Place(tuple(line["tasks"]), Held(line.get("held", Held.PIECES.value)))
         rule = line.get("rule")
         made = None if rule is None else Rule(rule[0], placement_from(rule[1]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise _changed(f"{name}: {what}") from None
-    if any(not _is_index(task) or task >= tasks for task in place.tasks):
+    if not all(type(task) is int and 0 <= task < tasks for task in place.tasks):
         raise _changed(f"{name} must be on tasks below {tasks}, got {shown(place.tasks)}")
     most = {Held.PIECES: max(spec.rows, 1), Held.COPIES: tasks, Held.OWNED: 1}[place.held]
     if not 1 <= len(place.tasks) <= most:
@@ -174,17 +151,10 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _field(content: dict[str, Any], name: str, right: Callable[[object], bool], what: str) -> Any:
+def _field(content: dict[str, Any], name: str, right: Callable[[Any], bool], what: str) -> Any:
     if name not in content or not right(content[name]):
         raise _changed(f"{name!r} must be {what}, got {shown(content.get(name))}")
     return content[name]
-
-
-def _number(content: dict[str, Any], name: str, least: int) -> int:
-    def right(value: Any) -> bool:
-        return _is_index(value) and value >= least
-
-    return _field(content, name, right, f"an integer of at least {least}")
 
 
 def _list_or_none(kind: type) -> Callable[[object], bool]:
@@ -193,9 +163,5 @@ def _list_or_none(kind: type) -> Callable[[object], bool]:
     )
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+def _from_one(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds and value >= 1

@@ -8,6 +8,7 @@ step, so of the first division that balances only as many variables are cut fine
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]
         placed = search.best() or search.fitting()
         if placed is not None:
             return placed
-    return _Search(specs, _unlimited(tasks)).flattest()[0]
+    return _Search(specs, replace(tasks, budgets=None)).flattest()[0]
 
 
 def min_max_bytes(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) -> int:
@@ -51,7 +52,7 @@ def min_max_bytes(specs: Sequence[VariableSpec], tasks: Tasks, enough: int = 0) 
     Args:
         enough: any plan with no more than these bytes will do.
     """
-    return _Search(specs, _unlimited(tasks)).flattest(enough)[1]
+    return _Search(specs, replace(tasks, budgets=None)).flattest(enough)[1]
 
 
 class _Search:
@@ -163,10 +164,8 @@ class _Search:
         need = _shares(self._bytes, tasks.filled, tasks.budgets)
         if with_loads and self._total_load > 0:
             need = np.maximum(need, _shares(self._loads, tasks.loaded, None))
-        rows = np.array([spec.shape[0] or 1 if spec.shape else 1 for spec in self._specs], float)
-        asked = np.zeros(len(rows), np.int64)
-        if tasks.pieces:
-            asked[:] = [tasks.pieces.get(spec.path, 0) for spec in self._specs]
+        rows = np.array([max(spec.rows, 1) for spec in self._specs], float)
+        asked = np.array([tasks.pieces.get(spec.path, 0) for spec in self._specs], np.int64)
         placed = 0
         for apart in (True, False):
             last: Counts | None = None
@@ -263,7 +262,3 @@ def _shares(
     if level == float("inf"):  # it does not fit; the division matters for what the error says
         level = water_level(filled, total)
     return np.array(sizes, float) / level
-
-
-def _unlimited(tasks: Tasks) -> Tasks:
-    return Tasks(tasks.count, tasks.filled, tasks.loaded, None, tasks.pieces)

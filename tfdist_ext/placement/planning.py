@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
@@ -22,8 +22,8 @@ from tfdist_ext.placement.rules import (
     Owned,
     Placement,
     Rule,
+    Rules,
     Sharded,
-    rules_from,
     rules_of,
 )
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
@@ -45,7 +45,7 @@ def plan(
     tasks: int | None = None,
     *,
     devices: Sequence[str] | None = None,
-    rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
+    rules: Rules = (),
     budget: int | str | Sequence[int | str] | None = None,
     policy: Policy | str | None = None,
     default: Placement | Callable[[VariableSpec], Placement] = _FREE,
@@ -70,8 +70,7 @@ def plan(
     variables = _checked(specs)
     targets = Targets.of(tasks, devices)
     budgets = targets.budgets(budget)
-    given = rules_from(rules) if isinstance(rules, Mapping) else rules
-    chosen = rules_of([spec.path for spec in variables], given)
+    chosen = rules_of([spec.path for spec in variables], rules)
     placements = [
         chosen[spec.path].placement if spec.path in chosen else _default(default, spec)
         for spec in variables
@@ -106,8 +105,7 @@ class _Order:
 
     def carried_out(self, targets: Targets, budgets: tuple[int, ...] | None) -> PlacementPlan:
         """The plan, whether or not it keeps to the budgets."""
-        places, free, tasks = self._prepared(targets, budgets)
-        holding, bare = self._divided(free)
+        places, holding, bare, tasks = self._prepared(targets, budgets)
         parts = [(holding, tasks)]
         if bare:  # it is work that is balanced here, which no budget limits
             parts.append((bare, replace(tasks, budgets=None)))
@@ -136,8 +134,8 @@ class _Order:
         """
         if self.policy is not balanced:
             return max(self.carried_out(targets, None).bytes_by_task)
-        _, free, tasks = self._prepared(targets, None)
-        return min_max_bytes(self._to_place(self._divided(free)[0]), tasks, enough)
+        _, holding, _, tasks = self._prepared(targets, None)
+        return min_max_bytes(self._to_place(holding), tasks, enough)
 
     @property
     def fewest_tasks(self) -> int:
@@ -146,12 +144,16 @@ class _Order:
 
     def _prepared(
         self, targets: Targets, budgets: tuple[int, ...] | None
-    ) -> tuple[list[Place], list[int], Tasks]:
-        """What rules place, the indices of what is left, and the tasks as the policy finds them."""
+    ) -> tuple[list[Place], list[int], list[int], Tasks]:
+        """What rules place, the indices of what is left, and the tasks as the policy finds them.
+
+        Left are what adds bytes where it goes, and the owned without slots, which add none.
+        """
         filled, loaded = [0] * targets.count, [0.0] * targets.count
         on_all, load_of_copies = 0, 0.0
         places = [Place(())] * len(self.specs)
-        free: list[int] = []
+        holding: list[int] = []
+        bare: list[int] = []
         pieces: dict[str, int] = {}
         for index, (spec, placement) in enumerate(zip(self.specs, self.placements, strict=True)):
             task = None if placement is _FREE else targets.of_rule(spec, placement)
@@ -160,50 +162,37 @@ class _Order:
                 filled[task] += spec.bytes
                 loaded[task] += spec.load or 0.0
                 continue
-            if isinstance(placement, Mirrored | Owned):
-                load_of_copies += spec.load or 0.0
             if isinstance(placement, Mirrored):
                 places[index] = Place(tuple(range(targets.count)), Held.COPIES)
                 on_all += spec.bytes
+                load_of_copies += spec.load or 0.0
                 continue
             if isinstance(placement, Owned):
                 on_all += spec.weight_bytes
-            free.append(index)
+                load_of_copies += spec.load or 0.0
+            adds_none = isinstance(placement, Owned) and spec.bytes == spec.weight_bytes
+            (bare if adds_none else holding).append(index)
             if isinstance(placement, Sharded):
                 pieces[spec.path] = placement.pieces_on(targets.count, spec.rows)
             elif targets.devices is not None:
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
         filled = [held + on_all for held in filled]
         loaded = [load + load_of_copies / targets.count for load in loaded]
-        return places, free, Tasks(targets.count, tuple(filled), tuple(loaded), budgets, pieces)
-
-    def _divided(self, free: list[int]) -> tuple[list[int], list[int]]:
-        """What adds bytes where it goes; and the owned without slots, which add none."""
-        bare = [
-            index
-            for index in free
-            if isinstance(self.placements[index], Owned)
-            and self.specs[index].bytes == self.specs[index].weight_bytes
-        ]
-        apart = set(bare)
-        return [index for index in free if index not in apart] if bare else free, bare
+        tasks = Tasks(targets.count, tuple(filled), tuple(loaded), budgets, pieces)
+        return places, holding, bare, tasks
 
     def _lower_bound(self, holding: list[int], tasks: Tasks) -> float:
         specs = self._to_place(holding)
         mean = (sum(tasks.filled) + sum(spec.bytes for spec in specs)) / tasks.count
         return max(1.0, min_max_bytes_bound(specs, tasks) / mean) if mean else 1.0
 
-    def _to_place(self, free: list[int]) -> list[VariableSpec]:
+    def _to_place(self, indices: list[int]) -> list[VariableSpec]:
         """Of an owned variable every device holds a copy: what is left for the owner is the slots.
 
         One without slots counts as one slot: the gradient and the update are the owner's work.
         """
-        if not any(isinstance(placement, Owned) for placement in set(self.placements)):
-            return [self.specs[index] for index in free]
-        return [
-            _slots_alone(spec) if isinstance(self.placements[index], Owned) else spec
-            for index, spec in ((index, self.specs[index]) for index in free)
-        ]
+        found = ((self.specs[index], self.placements[index]) for index in indices)
+        return [_slots_alone(spec) if isinstance(at, Owned) else spec for spec, at in found]
 
 
 def _slots_alone(spec: VariableSpec) -> VariableSpec:
@@ -250,15 +239,13 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
     if policy == "planner":
         warn_renamed('policy "planner"', 'policy "balanced"', stacklevel=4)
         policy = "balanced"
-    if isinstance(policy, str):
-        if policy not in _POLICIES:
-            raise PlacementError(
-                f"policy must be a known name or a function, got {shown(policy)}."
-                f" {nearest(policy, _POLICIES)}"
-            )
+    if isinstance(policy, str) and policy in _POLICIES:
         return _POLICIES[policy], policy
-    if not callable(policy):
-        raise PlacementError(f"policy must be a known name or a function, got {shown(policy)}.")
+    if isinstance(policy, str) or not callable(policy):
+        raise PlacementError(
+            f"policy must be a known name or a function, got {shown(policy)}."
+            f" {nearest(policy, _POLICIES)}"
+        )
     return policy, getattr(policy, "__name__", type(policy).__name__)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from textwrap import indent
 from typing import TYPE_CHECKING
 
+from tfdist_ext.messages import counted
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import Held, VariableSpec
 
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
 
-__all__ = ["places_text", "table"]
+__all__ = ["columns", "fullest_and_emptiest", "largest_of", "table"]
 
 _MOST_TASKS = 64  # more are shown by the fullest and the emptiest
 _ENDS = 8
@@ -28,17 +30,17 @@ def table(plan: PlacementPlan) -> str:
     parts = [
         f"{len(plan.specs)} variables, {size_text(held)}{' with optimizer slots' * slots}, on"
         f" {plan.tasks} {where}, placed by policy {plan.policy}",
-        _columns(_by_task(plan), left=1),
+        indent(columns(_by_task(plan), left=1), "  "),
         _balance(plan),
     ]
     if largest := _largest(plan):
-        parts.append("largest variables\n" + _columns(largest, left=2))
+        parts.append("largest variables\n" + indent(columns(largest, left=2), "  "))
     if fixed := _fixed(plan):
-        parts.append("decided by rules\n" + _columns(fixed, left=3))
+        parts.append("decided by rules\n" + indent(columns(fixed, left=3), "  "))
     return "\n\n".join(parts)
 
 
-def places_text(plan: PlacementPlan, spec: VariableSpec) -> str:
+def _places_text(plan: PlacementPlan, spec: VariableSpec) -> str:
     """Where one variable is, in a few words: "ps 2", "4 pieces: ps 0, 1, 3, 5"."""
     place = plan.places[plan.index_of(spec.path)]
     if place.held is Held.COPIES:
@@ -69,14 +71,8 @@ def _by_task(plan: PlacementPlan) -> list[list[str]]:
     loads = any(plan.load_by_task)
     head = ["", "bytes", "of mean", "variables", "shards"]
     lines = [head + ["load"] * loads + ["budget"] * (plan.budgets is not None)]
-    order: list[int | None] = list(range(plan.tasks))
-    if plan.tasks > _MOST_TASKS:
-        by_bytes = sorted(range(plan.tasks), key=lambda task: (-plan.bytes_by_task[task], task))
-        order = [*by_bytes[:_ENDS], None, *by_bytes[-_ENDS:]]
-    for task in order:
-        if task is None:
-            lines.append(["..."] + [""] * (len(lines[0]) - 1))
-            continue
+    few = plan.tasks <= _MOST_TASKS
+    for task in range(plan.tasks) if few else fullest_and_emptiest(plan, _ENDS):
         held = plan.bytes_by_task[task]
         of_mean = f"{held / mean:.3f}" if mean else "-"
         counts = [str(variables[task]), str(shards[task])]
@@ -86,36 +82,43 @@ def _by_task(plan: PlacementPlan) -> list[list[str]]:
         if plan.budgets is not None:
             line.append(size_text(plan.budgets[task]))
         lines.append(line)
+    if not few:
+        lines.insert(1 + _ENDS, ["..."] + [""] * (len(lines[0]) - 1))
     return lines
 
 
+def fullest_and_emptiest(plan: PlacementPlan, each: int) -> list[int]:
+    """So many of the fullest tasks and as many of the emptiest, by index."""
+    by_bytes = sorted(range(plan.tasks), key=lambda task: (-plan.bytes_by_task[task], task))
+    return by_bytes[:each] + by_bytes[-each:]
+
+
 def _balance(plan: PlacementPlan) -> str:
-    text = f"imbalance {plan.imbalance:.3f} (fullest over mean bytes)"
-    if plan.imbalance <= 1.01 * plan.lower_bound and plan.lower_bound > 1.01:
-        text += f"; as good as it gets: no placement is below {plan.lower_bound:.3f}"
-    else:
-        text += f"; no placement is below {plan.lower_bound:.3f}"
+    at_bound = plan.imbalance <= 1.01 * plan.lower_bound and plan.lower_bound > 1.01
+    text = (
+        f"imbalance {plan.imbalance:.3f} (fullest over mean bytes);"
+        f"{' as good as it gets:' * at_bound} no placement is below {plan.lower_bound:.3f}"
+    )
     if any(plan.load_by_task):
         text += f"\nimbalance of load {plan.load_imbalance:.3f}"
     return text
 
 
 def _largest(plan: PlacementPlan) -> list[list[str]]:
-    largest = sorted(plan.specs, key=lambda spec: (-spec.bytes, spec.path))[:_LARGEST]
     return [
-        [spec.path, str(spec.shape), size_text(spec.bytes), places_text(plan, spec)]
-        for spec in largest
+        [spec.path, str(spec.shape), size_text(spec.bytes), _places_text(plan, spec)]
+        for spec in largest_of(plan, _LARGEST)
     ]
+
+
+def largest_of(plan: PlacementPlan, most: int) -> list[VariableSpec]:
+    """The largest variables with their slots, largest first."""
+    return sorted(plan.specs, key=lambda spec: (-spec.bytes, spec.path))[:most]
 
 
 def _fixed(plan: PlacementPlan) -> list[list[str]]:
-    by_rule: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, rule in plan.fixed.items():
-        by_rule[rule.pattern, str(rule.placement)].append(path)
-    return [
-        [pattern, placement, f"{len(paths)} variable{'s' * (len(paths) > 1)}"]
-        for (pattern, placement), paths in by_rule.items()
-    ]
+    by_rule = Counter((rule.pattern, str(rule.placement)) for rule in plan.fixed.values())
+    return [[*rule, counted(count, "variable")] for rule, count in by_rule.items()]
 
 
 def _some(words: Sequence[str]) -> str:
@@ -124,7 +127,7 @@ def _some(words: Sequence[str]) -> str:
     return f"{', '.join(words[: _LISTED - 1])} ... {words[-1]}"
 
 
-def _columns(lines: Sequence[Sequence[str]], left: int) -> str:
+def columns(lines: Sequence[Sequence[str]], left: int) -> str:
     """Lines of cells in columns: the first `left` and the last cells of text to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     numbers = [
@@ -132,8 +135,7 @@ def _columns(lines: Sequence[Sequence[str]], left: int) -> str:
         for place in range(len(widths))
     ]
     return "\n".join(
-        "  "
-        + "  ".join(
+        "  ".join(
             cell.rjust(width) if place >= left and numbers[place] else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()

@@ -16,6 +16,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
@@ -28,6 +29,7 @@ __all__ = [
     "Owned",
     "Placement",
     "Rule",
+    "Rules",
     "Sharded",
     "checked_rules",
     "nearest_paths",
@@ -143,7 +145,11 @@ class Rule:
             )
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {self.placement}"
+        return f"the rule {self.pattern!r} ({self.placement})"
+
+
+# Rules, or a table of pattern -> placement or its text.
+Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
 
 
 def placement_from(text: str) -> Placement:
@@ -190,7 +196,7 @@ def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def rules_of(paths: Sequence[str], rules: Iterable[Rule]) -> dict[str, Rule]:
+def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
     """Path -> its rule, for the paths that have one.
 
     Raises:
@@ -207,8 +213,7 @@ def rules_of(paths: Sequence[str], rules: Iterable[Rule]) -> dict[str, Rule]:
         mine = [path for path in paths if matches(path)]
         if not mine:
             raise PlacementError(
-                f"the rule {rule.pattern!r} ({rule.placement}) matches no variable."
-                f" {nearest_paths(rule.pattern, paths)}"
+                f"{rule} matches no variable. {nearest_paths(rule.pattern, paths)}"
             )
         for path in mine:
             if path in exact:
@@ -233,7 +238,7 @@ def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
     return rules_of([path], mine).get(path)
 
 
-def checked_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def checked_rules(rules: Rules) -> tuple[Rule, ...]:
     """The rules, where the paths they are for are not known yet.
 
     Raises:
@@ -255,9 +260,9 @@ def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
     return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
 
 
-def _different(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def _different(rules: Rules) -> tuple[Rule, ...]:
     seen: dict[str, Rule] = {}
-    for rule in rules:
+    for rule in rules_from(rules) if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, Rule):
             raise PlacementError(
                 f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from tfdist_ext.errors import PlacementError
@@ -53,11 +54,11 @@ class VariableSpec:
             )
         object.__setattr__(self, "shape", _whole_shape(self.path, self.shape))
         for name in ("slots", "slot_bytes"):
-            what = f"{name} of {self.path!r}"
-            object.__setattr__(
-                self, name, check_int(getattr(self, name), what, error=PlacementError)
-            )
-        if self.load is not None and not _is_load(self.load):
+            number = getattr(self, name)
+            number = check_int(number, f"{name} of {self.path!r}", error=PlacementError)
+            object.__setattr__(self, name, number)
+        is_number = isinstance(self.load, int | float) and not isinstance(self.load, bool)
+        if self.load is not None and not (is_number and 0 <= self.load < math.inf):
             raise PlacementError(
                 f"load of {self.path!r} must be a finite number of at least 0, or None, got"
                 f" {shown(self.load)}."
@@ -110,11 +111,8 @@ class VariableSpec:
 
     def shards(self, tasks: Sequence[int]) -> tuple[VariableShard, ...]:
         """The even pieces on these tasks, in the order of rows."""
-        shards, start = [], 0
-        for task, rows in zip(tasks, piece_rows(self.rows, len(tasks)), strict=True):
-            shards.append(VariableShard(task, start, start + rows))
-            start += rows
-        return tuple(shards)
+        ends = [0, *accumulate(piece_rows(self.rows, len(tasks)))]
+        return tuple(map(VariableShard, tasks, ends, ends[1:]))
 
 
 class VariableShard(NamedTuple):
@@ -150,6 +148,16 @@ class Place(NamedTuple):
     tasks: tuple[int, ...]
     held: Held = Held.PIECES
 
+    def bytes_of(self, spec: VariableSpec, count: int) -> list[tuple[int, int]]:
+        """(task, bytes of the variable there), for each piece, or for its copies on `count` tasks.
+
+        What is mirrored has its slots on all tasks, what is owned on one.
+        """
+        if self.held is Held.PIECES:
+            return list(zip(self.tasks, spec.piece_bytes(len(self.tasks)), strict=True))
+        sizes = (spec.weight_bytes, spec.bytes)
+        return [(task, sizes[task in self.tasks]) for task in range(count)]
+
 
 def piece_rows(rows: int, pieces: int) -> list[int]:
     """Rows of each piece: they differ by one at most, larger ones first.
@@ -172,12 +180,3 @@ def _whole_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
             " Build the model with the shapes of its input first."
         )
     return whole
-
-
-def _is_load(load: object) -> bool:
-    return (
-        isinstance(load, int | float)
-        and not isinstance(load, bool)
-        and math.isfinite(load)
-        and load >= 0
-    )

@@ -89,7 +89,12 @@ class Targets:
                     " balanced."
                 )
             if isinstance(placement, OnTask):
-                return self._task(spec, placement.task)
+                if placement.task >= self.count:
+                    raise PlacementError(
+                        f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
+                        f" {placement.task}: there are {self.count} ps tasks."
+                    )
+                return placement.task
         elif isinstance(placement, OnTask):
             raise PlacementError(
                 f"{spec.path!r} cannot be on {placement!s}: a plan for devices has no tasks. Write"
@@ -129,14 +134,6 @@ class Targets:
     @property
     def what(self) -> str:
         return "ps tasks" if self.devices is None else "devices"
-
-    def _task(self, spec: VariableSpec, task: int) -> int:
-        if task >= self.count:
-            raise PlacementError(
-                f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got {task}: there"
-                f" are {self.count} ps tasks."
-            )
-        return task
 
 
 def short_name(name: str) -> str:

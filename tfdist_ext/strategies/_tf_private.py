@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement.live._keras_private import optimizer_behind
-from tfdist_ext.placement.live._tf_private import server_variable_class
+from tfdist_ext.placement.live._tf_private import as_piece, server_variable_class
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
 
@@ -101,7 +101,7 @@ def servers_extended(base: Any) -> Any:
                     return fn(var, *args, **kwargs)
             results = []
             for number, piece, mine in with_each_piece(var, args):
-                with tf.device(piece.device), updating(piece.device), var.as_piece(number):
+                with tf.device(piece.device), updating(piece.device), as_piece(number):
                     results.append(fn(var, *mine, **kwargs))
             return results
 

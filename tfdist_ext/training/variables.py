@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.placement.live._tf_private import as_piece, piece_number
 from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
@@ -69,7 +70,6 @@ class LocalCopies(keras.StatelessScope):
     def __init__(self, copy_of: Callable[[keras.Variable], tf.Variable]):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
-        self._piece: int | None = None
         self._used: dict[int, keras.Variable] = {}
 
     @property
@@ -79,24 +79,13 @@ class LocalCopies(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> tf.Variable:
         self._used[id(variable)] = variable
-        copy = self._copy_of(variable)
-        if self._piece is None or not is_partitioned(copy):
-            return copy
-        return copy.variables[self._piece]
+        copy, piece = self._copy_of(variable), piece_number.get()
+        return copy if piece is None or not is_partitioned(copy) else copy.variables[piece]
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
         copy = self.get_current_value(variable)
         copy.assign(tf.cast(value, copy.dtype))
-
-    @contextlib.contextmanager
-    def as_piece(self, number: int) -> Iterator[None]:
-        """Scope in which variables in pieces are their pieces of this number."""
-        before, self._piece = self._piece, number
-        try:
-            yield
-        finally:
-            self._piece = before
 
 
 class UpdatesVariables(ABC):
@@ -129,14 +118,10 @@ class UpdatesInPlace(UpdatesVariables):
     """Each update is computed where the variable is.
 
     One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
-
-    Args:
-        copies: the scope in which the optimizer runs.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, copies: LocalCopies):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._by_row = updates_by_row(optimizer)
-        self._copies = copies
         self._wholes: dict[int, tf.Variable] = {}  # id of a piece -> what it is a piece of
 
     def key_of(
@@ -154,7 +139,7 @@ class UpdatesInPlace(UpdatesVariables):
         if is_partitioned(var) and self._by_row:
             for number, piece, mine in with_each_piece(var, args):
                 self._wholes[id(piece)] = var
-                with tf.device(piece.device), self._copies.as_piece(number):
+                with tf.device(piece.device), as_piece(number):
                     fn(piece, *mine)
             return
         with tf.device(device_of_update(var)):
@@ -163,8 +148,7 @@ class UpdatesInPlace(UpdatesVariables):
 
 def device_of_update(copy: tf.Variable) -> str:
     """Where an update of a plain variable as a whole is computed; of one in pieces at the first."""
-    device: str = pieces_of(copy)[0][0].device
-    return device
+    return str(pieces_of(copy)[0][0].device)
 
 
 def copies_per_worker(variable: keras.Variable, strategy: tf.distribute.Strategy) -> int:
@@ -240,17 +224,16 @@ def default_strategy_scope(
         yield
 
 
-_context: tf.distribute.ReplicaContext | None = None
-
-
+@functools.cache
 def _default_context() -> tf.distribute.ReplicaContext:
     """TensorFlow's replica context where no strategy is used."""
-    global _context
-    if _context is None:
-        # A new thread is outside of all scopes, whatever is open in this one.
-        with ThreadPoolExecutor(1) as thread:
-            _context = thread.submit(tf.distribute.get_replica_context).result()
-    return _context
+    return _outside_of_scopes(tf.distribute.get_replica_context)
+
+
+def _outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it in a new thread: outside of all scopes and graphs that are open in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 class LocalVariables:
@@ -264,9 +247,8 @@ class LocalVariables:
         self._strategy = strategy
         self._local_replicas = local_replicas
         self._beside: dict[tuple[int, int], tf.Variable] = {}
-        self.written: dict[
-            int, keras.Variable
-        ] = {}  # id -> variable that steps write in inner graphs
+        # By id, the variables that steps write in inner graphs.
+        self.written: dict[int, keras.Variable] = {}
 
     def is_apart(self, variable: keras.Variable) -> bool:
         """Whether the replica's copy is another variable than the one that steps start from."""
@@ -282,9 +264,7 @@ class LocalVariables:
             return local_copy(variable, self._strategy, number)
         key = id(variable), number
         if key not in self._beside:
-            # A new thread is outside of all scopes and graphs that are open in this one.
-            with ThreadPoolExecutor(1) as thread:
-                self._beside[key] = thread.submit(_like, variable).result()
+            self._beside[key] = _outside_of_scopes(_like, variable)
         return self._beside[key]
 
     def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
@@ -364,7 +344,20 @@ class ShardedRead:
         """All pieces in one tensor, which has the source as its `handle`, as variables have."""
         self.read_whole = True
         read_by_tapes(self)
-        whole = self._made_whole(self.handle)  # anew: another tape must see it, too
+
+        @tf.custom_gradient
+        def read(source: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            del source
+            values = []
+            for piece, _, _ in pieces_of(self._raw):
+                with tf.device(piece.device):
+                    values.append(
+                        tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
+                    )
+            whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
+            return whole, lambda upstream: upstream
+
+        whole = read(self.handle)  # anew: another tape must see it, too
         whole.handle = self.handle
         return whole
 
@@ -393,21 +386,6 @@ class ShardedRead:
 
         return take(self.handle)
 
-    def _made_whole(self, source: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def read(source: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            del source
-            values = []
-            for piece, _, _ in pieces_of(self._raw):
-                with tf.device(piece.device):
-                    values.append(
-                        tf.raw_ops.ReadVariableOp(resource=piece.handle, dtype=piece.dtype)
-                    )
-            whole = tf.ensure_shape(tf.concat(values, axis=0), self._raw.shape)
-            return whole, lambda upstream: upstream
-
-        return read(source)
-
 
 def readable_numbers() -> contextlib.AbstractContextManager[None]:
     """Scope in which `float` reads the variables that are made, as on one device."""
@@ -435,16 +413,10 @@ def slots_beside_shards() -> contextlib.AbstractContextManager[None]:
 
 def make_readable(model: keras.Model) -> None:
     """Let Keras turn a model's partitioned variables into arrays, as `save` does."""
-    variables = list(model.variables)
-    for optimizer in optimizers_of(model).values():
-        variables += optimizer.variables
-    for raw in map(kp.raw_value, variables):
-        if is_partitioned(raw) and not hasattr(raw, "__array__"):
-            raw.__array__ = _as_array(raw)
-
-
-def _as_array(raw: tf.Variable) -> Callable[..., np.ndarray]:
-    return lambda dtype=None: np.asarray(raw.numpy(), dtype)
+    for owner in (model, *optimizers_of(model).values()):
+        for raw in map(kp.raw_value, owner.variables):
+            if is_partitioned(raw) and not hasattr(raw, "__array__"):
+                raw.__array__ = lambda dtype=None, raw=raw: np.asarray(raw.numpy(), dtype)
 
 
 def optimizers_of(

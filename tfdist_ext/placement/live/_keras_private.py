@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 
@@ -42,18 +43,10 @@ def fresh_names() -> Iterator[None]:
         setattr(tracker, _COUNTERS, counters)
 
 
-@contextlib.contextmanager
-def leaving_no_names() -> Iterator[None]:
+def leaving_no_names() -> contextlib.AbstractContextManager[object]:
     """Scope with fresh names, after which Keras is as if nothing had been made in it."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
-    before = {name: getattr(tracker, name, None) for name in (_COUNTERS, _SEEDS)}
-    for name in before:
-        setattr(tracker, name, None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(tracker, name, value)
+    return mock.patch.multiple(tracker, create=True, **{_COUNTERS: None, _SEEDS: None})
 
 
 def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:

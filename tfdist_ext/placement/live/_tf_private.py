@@ -14,7 +14,14 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.private_names import PrivateNames
 
-__all__ = ["NAMES", "partitioned", "partitioned_variable_class", "server_variable_class"]
+__all__ = [
+    "NAMES",
+    "as_piece",
+    "partitioned",
+    "partitioned_variable_class",
+    "piece_number",
+    "server_variable_class",
+]
 
 NAMES = PrivateNames(
     "tensorflow.python",
@@ -33,8 +40,18 @@ def partitioned(pieces: Sequence[tf.Variable], name: str) -> Any:
     return server_variable_class()(list(pieces), name=name)
 
 
-# The number of the piece that is being updated.
-_piece: ContextVar[int | None] = ContextVar("piece", default=None)
+# The number of the piece that is being updated: variables in pieces are that one then.
+piece_number: ContextVar[int | None] = ContextVar("piece_number", default=None)
+
+
+@contextlib.contextmanager
+def as_piece(number: int) -> Iterator[None]:
+    """Scope in which variables in pieces are their pieces of this number."""
+    token = piece_number.set(number)
+    try:
+        yield
+    finally:
+        piece_number.reset(token)
 
 
 @functools.cache
@@ -68,7 +85,7 @@ def server_variable_class() -> Any:
                 # Not a record for the open tapes alone: a tf.function remembers this, and repeats
                 # it when it is called again, under another tape.
                 variable_accessed(self)
-            number = _piece.get()
+            number = piece_number.get()
             return pieces if number is None else [pieces[number]]
 
         @property
@@ -92,15 +109,6 @@ def server_variable_class() -> Any:
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             return np.asarray(self.numpy(), dtype)
-
-        @contextlib.contextmanager
-        def as_piece(self, number: int) -> Iterator[None]:
-            """Scope in which variables in pieces are their pieces of this number."""
-            token = _piece.set(number)
-            try:
-                yield
-            finally:
-                _piece.reset(token)
 
         def _joined_gradient(self, *gradients: Any) -> list[Any]:
             """The pieces' gradients as one: slices if one of them is, else of the whole shape."""
@@ -138,7 +146,7 @@ def _of_piece(sharded: type, name: str) -> Any:
     of_whole = getattr(sharded, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number = _piece.get()
+        number = piece_number.get()
         if number is None:
             return of_whole(self, *args, **kwargs)
         return getattr(self._variables[number], name)(*args, **kwargs)

@@ -8,6 +8,7 @@ choice of a device, and so has the last word.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -123,13 +124,14 @@ def _placed(
 ) -> tf.Variable:
     initial = InitialValue(kwargs, where=_of_task(placer.fewest_bytes))
     spec = initial.spec
-    if (asked := _task_asked_for()) is not None:
+    # A `tf.device` scope of the user's that names a parameter server goes before everything.
+    if (asked := _task_of(tf.zeros([]).device)) is not None:
         placer.add(asked, spec.bytes)
-        with _on(_of_task(asked)):
-            return next_creator(**{**kwargs, "initial_value": initial.given})
-    if initial.of_keras and initial.trainable and not placer.knows(spec):
-        _warn_of_unplanned(placer, spec)
-    shards = placer.place(spec)
+        shards = spec.shards([asked])
+    else:
+        if initial.of_keras and spec.trainable and not placer.knows(spec):
+            _warn_of_unplanned(placer, spec)
+        shards = placer.place(spec)
     if len(shards) == 1:
         with _on(_of_task(shards[0].task)):
             return next_creator(**{**kwargs, "initial_value": initial.given})
@@ -147,7 +149,7 @@ def made_in_pieces(
     pieces = []
     for number, (device, start, stop, more) in enumerate(where):
         own = {
-            "initial_value": initial.rows(start, stop),
+            "initial_value": functools.partial(initial.rows, start, stop),
             "name": f"{_name(kwargs)}/part_{number}",
             "shape": (stop - start, *initial.spec.shape[1:]),
         }
@@ -173,19 +175,16 @@ def _of_task(task: int) -> str:
     return f"/job:ps/task:{task}/device:CPU:0"
 
 
-def _task_asked_for() -> int | None:
-    """The parameter server of a `tf.device` scope that is open, if it names one."""
-    here = tf.zeros([]).device
-    match = _PS.search(here or "")
+def _task_of(device: str | None) -> int | None:
+    match = _PS.search(device or "")
     return None if match is None else int(match[1])
 
 
 def _count(placer: Placer, made: tf.Variable) -> None:
-    for piece in made.variables if is_partitioned(made) else [made]:
-        match = _PS.search(piece.device or "")
-        if match is not None and piece.shape.is_fully_defined():
-            size = piece.shape.num_elements() * itemsize(piece.dtype.name)
-            placer.add(int(match[1]), size)
+    for piece, _, _ in pieces_of(made):
+        task = _task_of(piece.device)
+        if task is not None and piece.shape.is_fully_defined():
+            placer.add(task, piece.shape.num_elements() * itemsize(piece.dtype.name))
 
 
 def _warn_of_unplanned(placer: Placer, spec: VariableSpec) -> None:

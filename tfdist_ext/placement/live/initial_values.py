@@ -22,9 +22,10 @@ class InitialValue:
     """The initial value that TensorFlow is given for a variable, and what it says of it.
 
     Attributes:
-        spec: path (of a variable that is none of Keras's: its name), shape and dtype.
+        spec: path (of a variable that is none of Keras's: its name), shape, dtype, and whether it
+            is to be trained.
         of_keras: whether Keras says what the variable is.
-        trainable: whether it is to be trained.
+        given: the initial value, made already where that was needed to know its shape.
     """
 
     def __init__(self, kwargs: dict[str, Any], *, where: str):
@@ -33,55 +34,43 @@ class InitialValue:
             kwargs: what a variable creator is given.
             where: the device on which a value is made whose shape nobody knows.
         """
-        self._value = kwargs["initial_value"]
-        self.trainable = kwargs.get("trainable") is not False
-        self._name = kwargs.get("name") or "Variable"
-        behind = variable_behind(self._value)
+        self.given = kwargs["initial_value"]
+        behind = variable_behind(self.given)
         self.of_keras = behind is not None
         self._initializer: Any = None
         if behind is not None:
             variable, self._initializer = behind
-            shape, dtype, path = tuple(variable.shape), variable.dtype, variable.path
+            path, shape, dtype = variable.path, tuple(variable.shape), variable.dtype
         else:
-            path = self._name
+            path = kwargs.get("name") or "Variable"
             shape, dtype = self._look(kwargs, where)
-        self._shape, self._dtype = shape, dtype
-        self.spec = VariableSpec(path, shape, dtype, trainable=self.trainable)
+        trainable = kwargs.get("trainable") is not False
+        self.spec = VariableSpec(path, shape, dtype, trainable=trainable)
         self._rows: Any = None
 
     def rows(self, start: int, stop: int) -> Any:
-        """Function that makes these rows; called on the device of their piece."""
-        return lambda: self._of_rows(start, stop)
-
-    def _of_rows(self, start: int, stop: int) -> Any:
-        if type(self._initializer) in _OF_ANY_SHAPE and np.ndim(self._constant) == 0:
-            return self._initializer((stop - start, *self._shape[1:]), dtype=self._dtype)
-        if self._rows is None and self._initializer is not None:
-            self._rows = rows_drawn_by(self._initializer, self._shape, self._dtype)
+        """These rows; to be called on the device of their piece."""
+        initializer, spec = self._initializer, self.spec
+        constant = getattr(initializer, "value", 0)
+        if type(initializer) in _OF_ANY_SHAPE and np.ndim(constant) == 0:
+            return initializer((stop - start, *spec.shape[1:]), dtype=spec.dtype)
+        if self._rows is None and initializer is not None:
+            self._rows = rows_drawn_by(initializer, spec.shape, spec.dtype)
         if self._rows is not None:
             return self._rows(start, stop)
-        if callable(self._value):  # whole on the first piece's device; the others get slices
-            self._value = self._value()
-        return self._value[start:stop]
-
-    @property
-    def _constant(self) -> Any:
-        return getattr(self._initializer, "value", 0)
+        if callable(self.given):  # whole on the first piece's device; the others get slices
+            self.given = self.given()
+        return self.given[start:stop]
 
     def _look(self, kwargs: dict[str, Any], where: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a variable that is none of Keras's."""
         dtype, shape = kwargs.get("dtype"), tf.TensorShape(kwargs.get("shape"))
-        if callable(self._value) and (dtype is None or not shape.is_fully_defined()):
+        if callable(self.given) and (dtype is None or not shape.is_fully_defined()):
             with tf.device(where):
-                self._value = self._value()
-        if not callable(self._value):
-            if not isinstance(self._value, np.ndarray | tf.Tensor):
-                self._value = tf.convert_to_tensor(self._value, dtype=dtype)
-            dtype = dtype or self._value.dtype
-            shape = tf.TensorShape(self._value.shape)
+                self.given = self.given()
+        if not callable(self.given):
+            if not isinstance(self.given, np.ndarray | tf.Tensor):
+                self.given = tf.convert_to_tensor(self.given, dtype=dtype)
+            dtype = dtype or self.given.dtype
+            shape = tf.TensorShape(self.given.shape)
         return tuple(shape.as_list()), tf.as_dtype(dtype).name
-
-    @property
-    def given(self) -> Any:
-        """The initial value, made already where that was needed to know its shape."""
-        return self._value

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import keras
@@ -21,7 +21,7 @@ from tfdist_ext.placement.live._keras_private import fresh_names, leaving_no_nam
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.policies import Policy
-from tfdist_ext.placement.rules import Placement, Rule, nearest_paths
+from tfdist_ext.placement.rules import Rules, nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
 
@@ -32,6 +32,7 @@ _learning: ContextVar[bool] = ContextVar("learning", default=False)
 _SMALL = 1024  # numbers of a variable that has values all the same
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
+Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> what is kept for it
 
 
 def plan_placement(
@@ -39,7 +40,7 @@ def plan_placement(
     *,
     ps: int | None = None,
     devices: Sequence[str] | None = None,
-    rules: Iterable[Rule] | Mapping[str, str | Placement] = (),
+    rules: Rules = (),
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | Sequence[int | str] | None = None,
     policy: Policy | str | None = None,
@@ -96,7 +97,7 @@ def learn_specs(
         chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if chosen is not None and (finished or optimizer is not None):
             chosen = _optimizer(chosen)
-        slots = _Slots() if chosen is None else _slots(chosen, model.trainable_variables)
+        slots = {} if chosen is None else _slots(chosen, model.trainable_variables)
         return _specs(model, chosen, slots)
 
 
@@ -164,31 +165,9 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer:
         ) from error
 
 
-@dataclass
-class _Slots:
-    """What an optimizer keeps for variables.
-
-    Attributes:
-        alike: id of a variable -> number of slots of its shape and dtype.
-        other_bytes: id of a variable -> bytes of all its other slots.
-        ids: of the slots themselves.
-    """
-
-    alike: Counter[int] = field(default_factory=Counter)
-    other_bytes: Counter[int] = field(default_factory=Counter)
-    ids: set[int] = field(default_factory=set)
-
-    def count(self, reference: keras.Variable, slot: keras.Variable) -> None:
-        self.ids.add(id(slot))
-        if (slot.shape, slot.dtype) == (reference.shape, reference.dtype):
-            self.alike[id(reference)] += 1
-        else:
-            self.other_bytes[id(reference)] += math.prod(slot.shape) * itemsize(slot.dtype)
-
-
-def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> _Slots:
-    """Build the optimizer, and see for which variable it makes which slot."""
-    found = _Slots()
+def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> Slots:
+    """Build the optimizer, and see for which variable it makes which slots."""
+    found: Slots = defaultdict(list)
     inner = optimizer
     while getattr(inner, "inner_optimizer", None) is not None:  # loss scaling
         inner = inner.inner_optimizer
@@ -196,7 +175,7 @@ def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Vari
 
     def watched(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = make(reference_variable, *args, **kwargs)
-        found.count(reference_variable, slot)
+        found[id(reference_variable)].append(slot)
         return slot
 
     inner.add_variable_from_reference = watched
@@ -205,38 +184,39 @@ def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Vari
 
 
 def _specs(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: _Slots
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: Slots
 ) -> list[VariableSpec]:
     trainable = {id(variable) for variable in model.trainable_variables}
     specs = [
-        VariableSpec(
-            variable.path,
-            tuple(variable.shape),
-            variable.dtype,
-            slots=slots.alike[id(variable)],
-            slot_bytes=slots.other_bytes[id(variable)],
-            trainable=id(variable) in trainable,
-        )
+        _spec(variable, slots.get(id(variable), ()), id(variable) in trainable)
         for variable in model.variables
     ]
     # Counters, and slots that the optimizer made without naming their variable.
-    specs += [
-        VariableSpec(variable.path, tuple(variable.shape), variable.dtype, trainable=False)
-        for variable in (() if optimizer is None else optimizer.variables)
-        if id(variable) not in slots.ids
-    ]
-    return _numbered(specs)
-
-
-def _numbered(specs: list[VariableSpec]) -> list[VariableSpec]:
-    """Paths that Keras gave twice, as to the states of two seed generators, told apart."""
+    named = {id(slot) for of_one in slots.values() for slot in of_one}
+    others = [] if optimizer is None else optimizer.variables
+    specs += [_spec(variable, (), False) for variable in others if id(variable) not in named]
+    # Paths that Keras gave twice, as to the states of two seed generators, are told apart.
     seen: Counter[str] = Counter()
-    numbered = []
-    for spec in specs:
+    for index, spec in enumerate(specs):
         seen[spec.path] += 1
-        number = seen[spec.path]
-        numbered.append(spec if number == 1 else replace(spec, path=f"{spec.path}#{number}"))
-    return numbered
+        if seen[spec.path] > 1:
+            specs[index] = replace(spec, path=f"{spec.path}#{seen[spec.path]}")
+    return specs
+
+
+def _spec(
+    variable: keras.Variable, slots: Sequence[keras.Variable], trainable: bool
+) -> VariableSpec:
+    shape, dtype = tuple(variable.shape), variable.dtype
+    others = [slot for slot in slots if (tuple(slot.shape), slot.dtype) != (shape, dtype)]
+    return VariableSpec(
+        variable.path,
+        shape,
+        dtype,
+        slots=len(slots) - len(others),
+        slot_bytes=sum(math.prod(slot.shape) * itemsize(slot.dtype) for slot in others),
+        trainable=trainable,
+    )
 
 
 def _with_loads(

@@ -183,12 +183,12 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     """
     if not source.compiled:
         return
-    stateful = [*kp.metrics_in_use(source), *optimizers_of(source).values()]
+    before = optimizers_of(source)
+    stateful = [*kp.metrics_in_use(source), *before.values()]
     variables = [v for thing in stateful for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
-    trained = {name: _trained(source, old) for name, old in optimizers_of(source).items()}
-    before = optimizers_of(source)
+    trained = {name: _trained(source, old) for name, old in before.items()}
     if type(source).compile_from_config is not keras.Model.compile_from_config:
         config = source.get_compile_config()
         with creation_scope(strategy), custom_objects_of([source]):
@@ -214,14 +214,10 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
 
 def _stateless(argument: Any) -> Any:
     """An argument of compile, anew where it has variables of its own, so not two models' one."""
-    if isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric):
+    stateful = isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric)
+    if stateful or (getattr(argument, "variables", None) and hasattr(argument, "get_config")):
         return clone_from_config(argument)
-    has_variables = bool(getattr(argument, "variables", None))
-    return (
-        clone_from_config(argument)
-        if has_variables and hasattr(argument, "get_config")
-        else argument
-    )
+    return argument
 
 
 def _compile_arguments(source: keras.Model) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
+from unittest import mock
 
 import keras
 
@@ -63,7 +64,9 @@ def clone_from_config(thing: Configured) -> Configured:
 
 def clone_model(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
-    with custom_objects_of(kp.flat_layers(model)), _not_compiled(model):
+    # Keras would also copy the compile settings, from a config; `recompile` takes them live.
+    uncompiled = mock.patch.object(model, "compiled", False)
+    with custom_objects_of(kp.flat_layers(model)), uncompiled:
         if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
@@ -93,10 +96,7 @@ def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[keras.La
     has not; such a layer has no weights, or the numbers of weights differ.
     """
     old, new = kp.flat_layers(model), kp.flat_layers(copy)
-    kinds: list[list[type]] = [[type(layer) for layer in layers] for layers in (old, new)]
-    matcher: difflib.SequenceMatcher[type] = difflib.SequenceMatcher(
-        None, kinds[0], kinds[1], False
-    )
+    matcher = difflib.SequenceMatcher(None, [*map(type, old)], [*map(type, new)], False)
     blocks = matcher.get_matching_blocks()
     return [(old[a + i], new[b + i]) for a, b, size in blocks for i in range(size)]
 
@@ -175,16 +175,6 @@ def custom_objects_of(things: Iterable[object]) -> Iterator[None]:
     with keras.saving.custom_object_scope(own), kp.trusted(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         yield
-
-
-@contextlib.contextmanager
-def _not_compiled(model: keras.Model) -> Iterator[None]:
-    """Keras would also copy the compile settings, from a config; `recompile` takes them live."""
-    compiled, model.compiled = model.compiled, False
-    try:
-        yield
-    finally:
-        model.compiled = compiled
 
 
 def _own_functions(thing: object) -> dict[str, types.FunctionType]:

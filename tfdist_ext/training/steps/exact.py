@@ -190,7 +190,7 @@ def _with_sums(
             owned = [variables[i] for i in apart]
             summed = _on_owners(parts, values, owned, strategy)
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
-            updates = UpdatesInPlace(optimizer, copies)
+            updates = UpdatesInPlace(optimizer)
             with (
                 running_step(None),
                 default_strategy_scope(optimizers, updates),
