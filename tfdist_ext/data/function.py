@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.rows import rows_between, rows_in
+from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -63,9 +63,8 @@ class FunctionDataset(ShardedDataset):
                 " epoch out."
             )
         # One for good: how often a task asks for its data must not tell them apart.
-        self.job_name = job_name
-        if self.service is not None and job_name is None:
-            self.job_name = next_job_name()
+        needs_name = self.service is not None and job_name is None
+        self.job_name = next_job_name() if needs_name else job_name
         self._epoch = 0
         self._steps = 0
         self._shards: int | None = None  # that the steps are counted in
@@ -82,7 +81,8 @@ class FunctionDataset(ShardedDataset):
     @property
     def steps(self) -> int | None:
         """Batches of an epoch where one task reads all of the data; None if only reading tells."""
-        return known_length(self.whole_epoch(Shard(0, 1), self._epoch))
+        length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
+        return None if length < 0 else length  # it does not know, or has no end
 
     @property
     def steps_done(self) -> int:
@@ -117,7 +117,11 @@ class FunctionDataset(ShardedDataset):
             DataError: the function returns no data set of batches; a position inside of an epoch
                 that was counted with another number of shards.
         """
-        _check_kept(remainder)
+        if remainder is not Remainder.KEEP:
+            raise DataError(
+                f"remainder must be Remainder.KEEP for data made by a function, got {remainder};"
+                " DROP and PAD are for ordered data (from_arrays, from_tfrecords)."
+            )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
         found = self.whole_epoch(shard, epoch)
@@ -160,8 +164,7 @@ class FunctionDataset(ShardedDataset):
                 f"function must return a tf.data.Dataset, got {shown(found)} for {asked}."
             )
         if self._batch is not None:
-            low, high = bounds(self._batch, shard.index, shard.count)
-            low, high = (0, self._batch) if alone else (low, high)
+            low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
             if high == low:
                 raise DataError(
                     f"global_batch_size must be at least {shard.count}, got {self._batch}, which"
@@ -178,8 +181,9 @@ class FunctionDataset(ShardedDataset):
             )
         if self.service is None:
             return sharded_already(found, shard)
-        address = None if self.service is True else self.service
-        return through_service(found, service=address, job_name=self.job_name)
+        return through_service(
+            found, service=None if self.service is True else self.service, job_name=self.job_name
+        )
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -191,21 +195,17 @@ class FunctionDataset(ShardedDataset):
                 " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
                 " ordered data: from_tfrecords, from_arrays."
             )
-        _check_kept(remainder)
-        batches = self.dataset()
+        batches = self.dataset(remainder=remainder)
 
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = context.num_replicas_in_sync
 
             def parts(*batch: Any) -> tf.data.Dataset:
-                whole_batch = batch if len(batch) > 1 else batch[0]
-                size = rows_in(tf.nest.flatten(whole_batch)[0])
+                whole = batch if len(batch) > 1 else batch[0]
+                size = batch_size_of(whole)
 
                 def part(replica: tf.Tensor) -> Any:
-                    low, high = bounds(size, replica, local)
-                    return tf.nest.map_structure(
-                        lambda rows: rows_between(rows, low, high), whole_batch
-                    )
+                    return rows_between(whole, *bounds(size, replica, local))
 
                 return tf.data.Dataset.range(local).map(part)
 
@@ -247,20 +247,6 @@ class FunctionDataset(ShardedDataset):
 
     def end_epoch(self) -> None:
         self._epoch, self._steps = self._epoch + 1, 0
-
-
-def _check_kept(remainder: Remainder) -> None:
-    if remainder is not Remainder.KEEP:
-        raise DataError(
-            f"remainder must be Remainder.KEEP for data made by a function, got {remainder}; DROP"
-            " and PAD are for ordered data (from_arrays, from_tfrecords)."
-        )
-
-
-def known_length(dataset: tf.data.Dataset) -> int | None:
-    """Batches of a data set; None where it does not know, or has no end."""
-    length = int(dataset.cardinality())
-    return None if length < 0 else length
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -132,7 +133,7 @@ class ShardedDataset(abc.ABC):
                 all parts have the same size, and added rows sample weight 0; only ordered data can.
             progress: show Keras's progress bar, on the task that is the chief.
         """
-        return Batches(self, strategy, remainder, progress=progress)
+        return Batches(self, strategy, remainder, progress)
 
     @abc.abstractmethod
     def distributed(
@@ -161,6 +162,7 @@ class ShardedDataset(abc.ABC):
         return self.steps
 
 
+@dataclass(frozen=True)
 class Batches:
     """The rest of an epoch, batch by batch.
 
@@ -168,51 +170,38 @@ class Batches:
     after the step, goes on behind it.
     """
 
-    def __init__(
-        self,
-        data: ShardedDataset,
-        strategy: tf.distribute.Strategy | None,
-        remainder: Remainder,
-        *,
-        progress: bool,
-    ):
-        self._data = data
-        self._strategy = strategy
-        self._remainder = remainder
-        is_chief = strategy is None or bool(strategy.extended.should_checkpoint)
-        self._shows = progress and is_chief
+    data: ShardedDataset
+    strategy: tf.distribute.Strategy | None
+    remainder: Remainder
+    progress: bool
 
     def __iter__(self) -> Iterator[Any]:
-        data = self._data
+        data = self.data
         epoch = data.position[0]
         batches: Any
-        if self._strategy is None:
-            batches = data.dataset(remainder=self._remainder)
+        if self.strategy is None:
+            batches = data.dataset(remainder=self.remainder)
         else:
-            batches = data.distributed(self._strategy, self._remainder)
+            batches = data.distributed(self.strategy, self.remainder)
         bar = self._bar()
-        iterator = iter(batches)
-        while True:
-            try:
-                with data_errors_as_raised():
-                    batch = next(iterator)
-            except StopIteration:
-                break
-            data.advance(1)
-            yield batch
-            bar(1)
+        with data_errors_as_raised():
+            for batch in batches:
+                data.advance(1)
+                yield batch
+                bar(1)
         bar(0)
         if data.position[0] == epoch:  # only reading could tell that this is its end
             data.end_epoch()
 
     def _bar(self) -> Callable[[int], None]:
         """What is told of steps, each when it is done; 0 when the epoch is."""
-        if not self._shows:
+        strategy = self.strategy
+        if not self.progress or not (strategy is None or strategy.extended.should_checkpoint):
             return lambda more: None
         import keras  # costly, and not everybody shows a bar
 
-        bar = keras.utils.Progbar(self._data.steps)
-        done = self._data.steps_done
+        bar = keras.utils.Progbar(self.data.steps)
+        done = self.data.steps_done
 
         def show(more: int) -> None:
             nonlocal done

@@ -48,6 +48,7 @@ __all__ = [
     "check_equal_versions",
     "difference_between_workers",
     "first_batch_comparison",
+    "from_each_worker",
 ]
 
 
@@ -104,7 +105,7 @@ def difference_between_workers(
         return None
     text = json.dumps(values, sort_keys=True).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
-    digests = _from_each(reduction, digest)
+    digests = from_each_worker(reduction, digest)
     different = np.flatnonzero((digests != digests[0]).any(axis=1))
     if not different.size:
         return None
@@ -119,8 +120,8 @@ def difference_between_workers(
     return None
 
 
-def _from_each(reduction: Reduction, value: np.ndarray) -> np.ndarray:
-    """Each worker's array of one shape, in worker order."""
+def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
+    """Each worker's number, or array of one shape, in worker order; every worker must call."""
     table = np.zeros([reduction.workers, *value.shape], value.dtype)
     table[reduction.worker] = value
     return reduction.sum_over_workers(table)
