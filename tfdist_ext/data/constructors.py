@@ -9,10 +9,9 @@ import tensorflow as tf
 
 from tfdist_ext.data.files import files_of
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.lookup import Lookup
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.record_files import RecordFiles
-from tfdist_ext.data.sources import Arrays
+from tfdist_ext.data.sources import Arrays, Lookup
 from tfdist_ext.deprecation import renamed_arguments
 
 __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
@@ -26,7 +25,7 @@ def from_source(source: Any, *, global_batch_size: int, seed: int | None = None)
 
     Args:
         source: `len(source)` and `source[numbers]`, which gives a batch of arrays for int64 numbers
-            of shape [n] (`tfdist_ext.data.lookup.Lookup`); or a `tfdist_ext.data.sources.Source`,
+            of shape [n] (`tfdist_ext.data.sources.Lookup`); or a `tfdist_ext.data.sources.Source`,
             whose `take` works in graphs.
         global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the numbers.

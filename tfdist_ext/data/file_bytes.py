@@ -83,10 +83,8 @@ def open_bytes(path: str) -> FileBytes:
 
 def unreadable(path: str | Path, error: Exception) -> DataError:
     """The error to raise when a file system has refused."""
-    if isinstance(error, tf.errors.OpError):
-        why = error.message
-    else:
-        why = getattr(error, "strerror", None) or str(error)
+    # What an OpError has, and what an OSError has.
+    why = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
     return DataError(f"{path} cannot be read: {why}.")
 
 

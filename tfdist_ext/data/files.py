@@ -11,12 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.balance import assign
 from tfdist_ext.data.file_bytes import is_local, open_bytes, stamp_of
-from tfdist_ext.data.index_files import is_index
 from tfdist_ext.data.record_format import HEADER, is_header
-from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of
-from tfdist_ext.data.shards import Shard
+from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of, is_index
+from tfdist_ext.data.shards import Shard, assign
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 

@@ -8,11 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.order import Order
-from tfdist_ext.data.padding import check_padded, one_at_least, padded
-from tfdist_ext.data.pipelines import without_autotune
+from tfdist_ext.data.pipelines import with_data_errors, without_autotune
 from tfdist_ext.data.position import Position
-from tfdist_ext.data.reading_errors import with_data_errors
-from tfdist_ext.data.rows import batch_size_of
+from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source

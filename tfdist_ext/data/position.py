@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tfdist_ext.data.fingerprint import Fingerprint, difference
+from tfdist_ext.data.shards import check_field
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 
@@ -35,14 +36,9 @@ class Position:
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            object.__setattr__(
-                self,
-                "seed",
-                check_int(self.seed, "the position's seed", 0, 2**63 - 1, error=DataError),
-            )
+            check_field(self, "seed", "the position's seed", high=2**63 - 1)
         for name in ("epoch", "examples"):
-            number = check_int(getattr(self, name), f"the position's {name}", error=DataError)
-            object.__setattr__(self, name, number)
+            check_field(self, name, f"the position's {name}")
         if not isinstance(self.fingerprint, Mapping):
             raise DataError(
                 "the position's fingerprint must be an object with a field for each property of the"
@@ -102,7 +98,6 @@ class Position:
             DataError: a number that is no whole one from 0, or no examples in an epoch.
         """
         more = check_int(examples, "the examples gone past", error=DataError)
-        epochs, rest = divmod(
-            self.examples + more, check_int(n, "the examples of an epoch", 1, error=DataError)
-        )
+        n = check_int(n, "the examples of an epoch", 1, error=DataError)
+        epochs, rest = divmod(self.examples + more, n)
         return Position(self.seed, self.epoch + epochs, rest, self.fingerprint)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.reading_errors import data_errors_as_raised
+from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError

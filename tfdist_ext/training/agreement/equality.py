@@ -32,7 +32,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import operations_of
+from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
@@ -172,9 +172,6 @@ def _short(value: Value) -> str:
 
 
 _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
-
-
-_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
@@ -324,7 +321,7 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
         operations = operations_of(dataset)
     except (tf.errors.OpError, ValueError):  # more than fits into a message
         return True
-    return any(_RANDOM.search(name) or name in _PYTHON for name in operations)
+    return any(_RANDOM.search(name) or name in PY_FUNCTIONS for name in operations)
 
 
 def _as_json(value: object) -> Value:
