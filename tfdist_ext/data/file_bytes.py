@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -31,19 +31,6 @@ class Stamp(NamedTuple):
 
     size: int
     modified_ns: int
-
-
-class FileBytes(Protocol):
-    """An open file. It is closed when nobody refers to it any more."""
-
-    path: str
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """The bytes from an offset on; fewer only where the file ends.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
 
 
 def is_local(path: str) -> bool:
@@ -94,6 +81,11 @@ class _Local:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """The bytes from an offset on; fewer only where the file ends.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
         try:
             data = os.pread(self._descriptor, count, offset)
             while len(data) < count:  # a call may give less than there is (at most 2 GiB on Linux)
@@ -119,9 +111,14 @@ class _Remote:
         self._lock = threading.Lock()
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """As `_Local`."""
         try:
             with self._lock:  # a place in the file, and then a read from there
                 self._file.seek(offset)
                 return self._file.read(count)
         except tf.errors.OpError as error:
             raise unreadable(self.path, error) from None
+
+
+# An open file. It is closed when nobody refers to it any more.
+FileBytes: TypeAlias = _Local | _Remote

@@ -18,13 +18,13 @@ from tfdist_ext.errors import DataError
 __all__ = [
     "PY_FUNCTIONS",
     "data_errors_as_raised",
-    "find_py_functions",
-    "find_py_functions_in_graph",
+    "operations_in",
     "operations_of",
     "with_data_errors",
     "without_autotune",
 ]
 
+# The operations that call Python: of from_generator, numpy_function, py_function.
 PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
@@ -40,16 +40,6 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def find_py_functions(dataset: tf.data.Dataset) -> list[str]:
-    """The operations that call Python: of from_generator, numpy_function, py_function."""
-    return sorted(operations_of(dataset) & PY_FUNCTIONS)
-
-
-def find_py_functions_in_graph(graph: tf.compat.v1.GraphDef) -> list[str]:
-    """The same of a graph in which a data set is made."""
-    return sorted(_operations_in(graph) & PY_FUNCTIONS)
-
-
 def operations_of(dataset: tf.data.Dataset) -> set[str]:
     """The kinds of operations in a data set's graph and in its functions. Nothing is read."""
     graph = tf.compat.v1.GraphDef.FromString(
@@ -58,10 +48,11 @@ def operations_of(dataset: tf.data.Dataset) -> set[str]:
             external_state_policy=1,  # ignore: random numbers are no reason to warn
         ).numpy()
     )
-    return _operations_in(graph)
+    return operations_in(graph)
 
 
-def _operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
+def operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
+    """The kinds of operations in a graph, and in its functions."""
     nodes = [*graph.node, *(n for function in graph.library.function for n in function.node_def)]
     return {node.op for node in nodes}
 

@@ -14,12 +14,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tfdist_ext.data.file_bytes import FileBytes, open_bytes
+from tfdist_ext.data.file_bytes import open_bytes
 from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
@@ -33,32 +32,6 @@ _MOST_OPEN = 2048  # files held open, when the system allows it
 
 
 ReadAt = Callable[[int, int], bytes]
-
-
-class _Open(NamedTuple):
-    """A file that is read.
-
-    Attributes:
-        data: its bytes.
-        offsets: where each of its records begins.
-    """
-
-    data: FileBytes
-    offsets: np.ndarray
-
-
-class _Places(NamedTuple):
-    """Where records are.
-
-    Attributes:
-        files: of each record, the number of its file.
-        starts: the offset in the file at which it begins.
-        stops: the offset after its end.
-    """
-
-    files: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
 
 
 class Records:
@@ -91,7 +64,7 @@ class Records:
         # The number of the first record of each file, and of all.
         counts = [index.records for index in self.indexes]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OrderedDict[int, tuple[ReadAt, np.ndarray]] = OrderedDict()
         self._most_open = _allowed_open()
         self._lock = threading.Lock()
 
@@ -144,12 +117,12 @@ class Records:
         What Python does for each record is most of the time of small ones, so all that can be
         done for many at once is.
         """
-        places, files = self._places(numbers)
-        sizes = places.stops - places.starts
-        looks, ends = _looks(places)
-        at, counts = places.starts[looks], places.stops[ends - 1] - places.starts[looks]
+        files, starts, stops, read_at_of = self._places(numbers)
+        sizes = stops - starts
+        looks, ends = _looks(files, starts, stops)
+        at, counts = starts[looks], stops[ends - 1] - starts[looks]
         # Lists beside one another, as a tuple for each record would wake the garbage collector.
-        read_at = [files[file] for file in places.files[looks].tolist()]
+        read_at = [read_at_of[file] for file in files[looks].tolist()]
         offset, count = at.tolist(), counts.tolist()
         payloads: list[bytes | None] = []
         for first, end in pairwise(_handfuls(counts)):
@@ -166,32 +139,38 @@ class Records:
                 self.bytes_read += sum(there)
             if there != count[first:end]:
                 missing = np.repeat(at[first:end] + there, (ends - looks)[first:end])
-                short = low + int(np.argmax(places.stops[low:high] > missing))
-                where = self._where(int(numbers[short]), places.starts[short])
+                short = low + int(np.argmax(stops[low:high] > missing))
+                where = self._where(int(numbers[short]), starts[short])
                 raise DataError(f"{where}: the file has become shorter while it was in use.")
             if alone:
                 found = [read[1] if is_record(*read) else None]
             else:
                 found = payloads_of(b"".join(read), sizes[low:high])
             for i in [low + i for i, payload in enumerate(found) if payload is None]:
-                self._damaged(int(numbers[i]), places.starts[i], sizes[i])
+                self._damaged(int(numbers[i]), starts[i], sizes[i])
             payloads += found
         return payloads
 
-    def _places(self, numbers: np.ndarray) -> tuple[_Places, dict[int, ReadAt]]:
-        """Where records are whose numbers do not fall, and what reads each of their files."""
+    def _places(
+        self, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, ReadAt]]:
+        """Where records are whose numbers do not fall.
+
+        Returns:
+            Of each record the number of its file, the offset there at which it begins, and that
+            after its end; and what reads each of the files.
+        """
         files = np.searchsorted(self._first, numbers, side="right") - 1
         starts, stops = np.empty_like(numbers), np.empty_like(numbers)
         read_at: dict[int, ReadAt] = {}
         cuts = np.flatnonzero(files[1:] != files[:-1]) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(numbers)]):
             file = int(files[low])
-            data, offsets = self._opened(file)
-            read_at[file] = data.read_at  # which keeps the file open
+            read_at[file], offsets = self._opened(file)  # what reads a file keeps it open
             records = numbers[low:high] - self._first[file]
             starts[low:high] = offsets[records]
             stops[low:high] = offsets[records + 1]
-        return _Places(files, starts, stops), read_at
+        return files, starts, stops, read_at
 
     def _where(self, number: int, start: int) -> str:
         """A record for an error: the file, its number there, and the offset."""
@@ -214,8 +193,8 @@ class Records:
                 f"{message} It is skipped; skipped so far: {len(self.skipped)}.", stacklevel=2
             )
 
-    def _opened(self, file: int) -> _Open:
-        """A file and its offsets; held open for the next time, unless too many are."""
+    def _opened(self, file: int) -> tuple[ReadAt, np.ndarray]:
+        """What reads a file, and its offsets; held open for the next time, unless too many are."""
         with self._lock:
             opened = self._open.get(file)
             if opened is not None:
@@ -223,7 +202,7 @@ class Records:
                 return opened
         # A mapped index is slower to pick from than the plain array that it is.
         offsets = np.asarray(self.indexes[file].offsets())
-        opened = _Open(open_bytes(self.files[file]), offsets)
+        opened = open_bytes(self.files[file]).read_at, offsets
         with self._lock:
             opened = self._open.setdefault(file, opened)
             # Closed when the last thread that reads it is done.
@@ -232,12 +211,13 @@ class Records:
         return opened
 
 
-def _looks(places: _Places) -> tuple[np.ndarray, np.ndarray]:
+def _looks(
+    files: np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The first record of each look at a file, and the one after its last.
 
     Neighbours are read together, up to a limit.
     """
-    files, starts, stops = places
     new = _cuts((starts[1:] != stops[:-1]) | (files[1:] != files[:-1]))
     if len(new) <= len(starts):  # there are neighbours
         looks = new[:-1]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.data.pipelines import find_py_functions
+from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.service_address import dispatcher_address, wait_for_dispatcher
 from tfdist_ext.errors import DataError
 from tfdist_ext.launch import DATA_SERVICE
@@ -108,7 +108,7 @@ def next_job_name(env: Mapping[str, str] | None = None) -> str:
 
 
 def _refuse_python(dataset: tf.data.Dataset) -> None:
-    if found := find_py_functions(dataset):
+    if found := sorted(operations_of(dataset) & PY_FUNCTIONS):
         raise DataError(
             f"the data set must run without Python functions, got {', '.join(found)}: the workers"
             " of a tf.data service do not have this process's Python. Write what from_generator,"

@@ -129,9 +129,7 @@ class _Found:
                     self.values[name] = value.get("name")
             if {"closure", "defaults"} <= value.keys() or value.keys() == {"value"}:
                 return  # the same in a Lambda layer, or for an activation
-            for key, part in value.items():
-                if key not in _LEFT_OUT and not str(key).endswith("_seed"):
-                    self.add(f"{key} of {name}", part)
+            self._add_settings(name, value)
         elif isinstance(value, list | tuple):
             plain = [self._plain(part) for part in value]
             if all(isinstance(part, bool | int | float | str | None) for part in value):
@@ -145,12 +143,20 @@ class _Found:
         else:
             self.values[name] = self._plain(value)
 
-    def add_config(self, name: str, thing: object) -> None:
+    def add_config(self, name: str, thing: Any) -> None:
         """The class of a Keras object, its config, and its code where it is the user's own."""
         self.values[f"class of {name}"] = type(thing).__name__
         self.add_code_of_class(name, type(thing))
-        config = _config_of(thing)
-        for key, value in config.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of lambdas in it
+                config = dict(thing.get_config())
+        except Exception:  # user's code: without a config only variables and code are compared
+            config = {}
+        self._add_settings(name, config)
+
+    def _add_settings(self, name: str, settings: dict[str, Any]) -> None:
+        for key, value in settings.items():
             if key not in _LEFT_OUT and not str(key).endswith("_seed"):
                 self.add(f"{key} of {name}", value)
 
@@ -251,15 +257,6 @@ def _describe_compiled(model: keras.Model, found: _Found) -> None:
                 found.add(name, leaf)
     found.values["steps_per_execution of compile()"] = model.steps_per_execution
     found.values["run_eagerly of compile()"] = bool(model.run_eagerly)
-
-
-def _config_of(thing: Any) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lambdas in it
-            return dict(thing.get_config())
-    except Exception:  # user's code: without a config only variables and code are compared
-        return {}
 
 
 def _python_function(function: Any) -> types.FunctionType | None:
