@@ -17,9 +17,6 @@ from tfdist_ext.messages import check_int, shown
 
 __all__ = ["FunctionDataset"]
 
-_FIELDS = ("kind", "epoch", "steps", "shards", "element")
-_KIND = "dataset function"
-
 
 class FunctionDataset(ShardedDataset):
     """What a function of the shard returns; a shard is the part of one task.
@@ -50,11 +47,11 @@ class FunctionDataset(ShardedDataset):
             )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
-        self._batch = (
-            None
-            if global_batch_size is None
-            else check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        )
+        if global_batch_size is not None:
+            global_batch_size = check_int(
+                global_batch_size, "global_batch_size", 1, error=DataError
+            )
+        self._batch = global_batch_size
         self.service = None if service is False else service
         if self.service is not None and self.takes_epoch:
             raise DataError(
@@ -216,29 +213,33 @@ class FunctionDataset(ShardedDataset):
     def state(self) -> dict[str, Any]:
         """The position, as JSON fields: kind, epoch, steps of it behind, shards they were cut in,
         and the structure of an element."""
-        values = (_KIND, self._epoch, self._steps, self._shards, str(self.element_spec))
-        return dict(zip(_FIELDS, values, strict=True))
+        return {
+            "kind": "dataset function",
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "shards": self._shards,
+            "element": str(self.element_spec),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, Mapping) or set(state) != set(_FIELDS) or state["kind"] != _KIND:
+        here = self.state()
+        known = isinstance(state, Mapping) and state.keys() == here.keys()
+        if not known or state["kind"] != here["kind"]:
             raise DataError(
-                f"state must have the fields {', '.join(_FIELDS)}, got {shown(state)}; give what"
+                f"state must have the fields {', '.join(here)}, got {shown(state)}; give what"
                 " state() of the same data returned."
             )
-        if state["element"] != str(self.element_spec):
+        if state["element"] != here["element"]:
             raise DataError(
                 "the data must be as it was when this position was saved, with elements of"
-                f" {state['element']}, got {self.element_spec}; restore the state with the data of"
+                f" {state['element']}, got {here['element']}; restore the state with the data of"
                 " then."
             )
-        shards = state["shards"]
         self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         self._steps = check_int(state["steps"], "the position's steps", error=DataError)
-        self._shards = (
-            None
-            if shards is None
-            else check_int(shards, "the position's shards", 1, error=DataError)
-        )
+        self._shards = state["shards"]
+        if self._shards is not None:
+            self._shards = check_int(self._shards, "the position's shards", 1, error=DataError)
 
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""

@@ -93,10 +93,10 @@ class RecordFiles:
         return tf.nest.map_structure(checked, self._parse(payloads))
 
     def _no_rows(self) -> Any:
-        def none(spec: tf.TensorSpec) -> tf.Tensor:
-            return tf.zeros([0, *(size or 0 for size in spec.shape.as_list())], spec.dtype)
-
-        return tf.nest.map_structure(none, self._spec)
+        return tf.nest.map_structure(
+            lambda spec: tf.zeros([0, *(size or 0 for size in spec.shape.as_list())], spec.dtype),
+            self._spec,
+        )
 
     @property
     def loses_examples(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tfdist_ext.data.file_bytes import open_bytes
-from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
+from tfdist_ext.data.record_format import HEADER, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
@@ -129,7 +129,10 @@ class Records:
             low, high = int(looks[first]), int(ends[end - 1])
             alone = high - low == 1 and count[first] >= _LARGE
             if alone:
-                read = _in_parts(read_at[first], offset[first], count[first])
+                # The payload apart: to cut it out would copy it.
+                begin, end_at = offset[first], offset[first] + count[first]
+                cuts = pairwise([begin, begin + HEADER, end_at - TAIL, end_at])
+                read = [read_at[first](start, stop - start) for start, stop in cuts]
                 there = [sum(map(len, read))]
             else:
                 calls = zip(read_at[first:end], offset[first:end], count[first:end], strict=True)
@@ -239,15 +242,6 @@ def _handfuls(counts: np.ndarray) -> list[int]:
 def _cuts(between: np.ndarray) -> np.ndarray:
     """Where pieces begin, and the end: of n + 1 things, with a cut or none in the n gaps."""
     return np.concatenate([[0], np.flatnonzero(between) + 1, [len(between) + 1]])
-
-
-def _in_parts(read_at: ReadAt, offset: int, count: int) -> list[bytes]:
-    """A record, its payload apart: to cut it out would copy it."""
-    return [
-        read_at(offset, HEADER),
-        read_at(offset + HEADER, count - OVERHEAD),
-        read_at(offset + count - TAIL, TAIL),
-    ]
 
 
 def _allowed_open() -> int:

@@ -89,14 +89,14 @@ def _free_port(address: str) -> int:
 def _tensorflow() -> Any:
     """TensorFlow, without the lines that it writes while it is imported, whatever one sets."""
     sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    before = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         import tensorflow
     finally:
         os.dup2(before, 2)
         os.close(before)
-        os.close(nowhere)
     return tensorflow
 
 

@@ -28,7 +28,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -404,20 +404,19 @@ class Peers:
         with contextlib.suppress(tf.errors.OpError):
             tp.insert_value(f"{_ROOM}left/{self._me}", "failed" if failed else "left")
             if not failed:
-                self._wait_for("left", LEAVE_LIMIT, until=self._others_have_failed)
+                self._wait_for("left", LEAVE_LIMIT)
             elif self._me == self._leader:
-                self._wait_for("noted", PATIENCE, until=lambda: False)
+                self._wait_for("noted", PATIENCE)
 
-    def _others_have_failed(self) -> bool:
-        return self._end is not None and self._end["kind"] != "left"
-
-    def _wait_for(self, key: str, limit: float, *, until: Callable[[], bool]) -> None:
+    def _wait_for(self, key: str, limit: float) -> None:
         started, said = time.monotonic(), False
         for task in self._addresses:
             while tp.get_value(f"{_ROOM}{key}/{task}", seconds=_TICK) is None:
                 waited = time.monotonic() - started
-                if waited > limit or until() or _status_of(task) == "gone":
+                if waited > limit or _status_of(task) == "gone":
                     break
+                if key == "left" and self._end is not None and self._end["kind"] != "left":
+                    break  # another one has failed
                 if key == "left" and waited > limit / 6 and not said:
                     said = True
                     where = _place_of(task).since_when()
