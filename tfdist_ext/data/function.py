@@ -62,9 +62,7 @@ class FunctionDataset(ShardedDataset):
         # One for good: how often a task asks for its data must not tell them apart.
         needs_name = self.service is not None and job_name is None
         self.job_name = next_job_name() if needs_name else job_name
-        self._epoch = 0
-        self._steps = 0
-        self._shards: int | None = None  # that the steps are counted in
+        self._shards: int | None = None  # that the batches are counted in
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
     @property
@@ -82,18 +80,9 @@ class FunctionDataset(ShardedDataset):
         return None if length < 0 else length  # it does not know, or has no end
 
     @property
-    def steps_done(self) -> int:
-        return self._steps
-
-    @property
     def resumes_inside_epochs(self) -> bool:
         # Else the same examples may not come again: a shuffle in the function may have no seed.
         return self.takes_epoch
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the batches of each task in it that are behind."""
-        return self._epoch, self._steps
 
     def dataset(
         self,
@@ -124,14 +113,14 @@ class FunctionDataset(ShardedDataset):
         found = self.whole_epoch(shard, epoch)
         if epoch != self._epoch:
             return found
-        if self._steps:
+        if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
-                    f"the position is after {self._steps} batches of each of {self._shards} shards,"
+                    f"the position is after {self._done} batches of each of {self._shards} shards,"
                     f" and {shard.count} shards were asked for: nobody can tell which examples are"
                     f" behind. Go on with {self._shards} tasks, or from the end of an epoch."
                 )
-            found = found.skip(self._steps)
+            found = found.skip(self._done)
         self._shards = shard.count
         return found
 
@@ -216,7 +205,7 @@ class FunctionDataset(ShardedDataset):
         return {
             "kind": "dataset function",
             "epoch": self._epoch,
-            "steps": self._steps,
+            "steps": self._done,
             "shards": self._shards,
             "element": str(self.element_spec),
         }
@@ -236,7 +225,7 @@ class FunctionDataset(ShardedDataset):
                 " then."
             )
         self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
-        self._steps = check_int(state["steps"], "the position's steps", error=DataError)
+        self._done = check_int(state["steps"], "the position's steps", error=DataError)
         self._shards = state["shards"]
         if self._shards is not None:
             self._shards = check_int(self._shards, "the position's shards", 1, error=DataError)
@@ -244,10 +233,7 @@ class FunctionDataset(ShardedDataset):
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
         steps = check_int(steps, "the steps gone past", error=DataError)
-        self._steps += steps if self.resumes_inside_epochs else 0
-
-    def end_epoch(self) -> None:
-        self._epoch, self._steps = self._epoch + 1, 0
+        self._done += steps if self.resumes_inside_epochs else 0
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:

@@ -45,8 +45,6 @@ class OrderedDataset(ShardedDataset):
         """
         self.source = source
         self.order = Order(len(source), global_batch_size, seed)
-        self._epoch = 0
-        self._examples = 0
 
     @property
     def steps(self) -> int:
@@ -54,7 +52,7 @@ class OrderedDataset(ShardedDataset):
 
     @property
     def steps_done(self) -> int:
-        return self._examples // self.global_batch_size
+        return self._done // self.global_batch_size
 
     @property
     def global_batch_size(self) -> int:
@@ -130,7 +128,7 @@ class OrderedDataset(ShardedDataset):
             The steps, and what reads in a graph the part that (step, shard) have.
         """
         check_padded(remainder, self.element_spec)
-        order = self.order.after(self._examples) if epoch == self._epoch else self.order
+        order = self.order.after(self._done) if epoch == self._epoch else self.order
         key = tf.constant(order.key(epoch))
 
         def part(step: Number, index: Number) -> Any:
@@ -171,7 +169,7 @@ class OrderedDataset(ShardedDataset):
                 f" {position.seed}: other examples would be done. Use the seed of the state."
             )
         self.order.after(position.examples)  # it must have as many
-        self._epoch, self._examples = position.epoch, position.examples
+        self._epoch, self._done = position.epoch, position.examples
 
     def advance(self, steps: int) -> None:
         """Say that so many more steps are done; the end of an epoch is the start of the next.
@@ -180,21 +178,13 @@ class OrderedDataset(ShardedDataset):
             DataError: a number that is no whole one from 0.
         """
         steps = check_int(steps, "the steps gone past", error=DataError)
-        left = self.order.after(self._examples).steps
+        left = self.order.after(self._done).steps
         if steps < left:
-            self._examples += steps * self.global_batch_size
+            self._done += steps * self.global_batch_size
             return
         epochs, rest = divmod(steps - left, self.steps)
         self._epoch += 1 + epochs
-        self._examples = rest * self.global_batch_size
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the examples of it that are behind."""
-        return self._epoch, self._examples
-
-    def end_epoch(self) -> None:
-        self._epoch, self._examples = self._epoch + 1, 0
+        self._done = rest * self.global_batch_size
 
     def parts(
         self, first: int, local: int, replicas: int, begin: int = 0, *, counted: bool = True
@@ -237,7 +227,7 @@ class OrderedDataset(ShardedDataset):
         return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
 
     def _position(self) -> Position:
-        return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
+        return Position(self.order.seed, self._epoch, self._done, self.source.fingerprint())
 
 
 def _in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:

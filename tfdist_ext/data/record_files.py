@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data import fingerprint
-from tfdist_ext.data.fingerprint import Fingerprint
+from tfdist_ext.data.position import Fingerprint, fingerprint_of_files
 from tfdist_ext.data.records import Records
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
@@ -105,7 +104,7 @@ class RecordFiles:
 
     def fingerprint(self) -> Fingerprint:
         indexes = self.records.indexes
-        return fingerprint.of_files(
+        return fingerprint_of_files(
             self.records.files,
             [index.stamp for index in indexes],
             [index.records for index in indexes],

@@ -25,6 +25,8 @@ class ShardedDataset(abc.ABC):
     number of tasks; `from_dataset_fn` leaves it to a function what each task reads.
     """
 
+    _epoch = _done = 0
+
     @property
     @abc.abstractmethod
     def element_spec(self) -> Any:
@@ -41,14 +43,17 @@ class ShardedDataset(abc.ABC):
         """Examples of a step, over all tasks; None where the batches come as they are."""
 
     @property
-    @abc.abstractmethod
     def position(self) -> tuple[int, int]:
-        """The epoch of the position, and how much of it is behind; see `state`."""
+        """The epoch of the position, and how much of it is behind.
+
+        That is counted in examples where there is one order of them, else in batches of each task.
+        """
+        return self._epoch, self._done
 
     @property
-    @abc.abstractmethod
     def steps_done(self) -> int:
         """Global batches of the position's epoch that are done."""
+        return self._done
 
     @property
     def global_batch(self) -> int | None:
@@ -145,9 +150,9 @@ class ShardedDataset(abc.ABC):
             DataError: a strategy whose workers read for themselves.
         """
 
-    @abc.abstractmethod
     def end_epoch(self) -> None:
         """Move the position to the beginning of the next epoch, whatever is left of this one."""
+        self._epoch, self._done = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches())

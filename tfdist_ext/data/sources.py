@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data import fingerprint
-from tfdist_ext.data.fingerprint import Fingerprint
+from tfdist_ext.data.position import Fingerprint, fingerprint_of_arrays
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 
@@ -99,7 +98,7 @@ class Arrays:
         return tf.nest.map_structure(rows, self._arrays, self._tensors)
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint.of_arrays(self._named)
+        return fingerprint_of_arrays(self._named)
 
 
 def _without_lists(value: Any) -> Any:
@@ -219,7 +218,7 @@ class Lookup:
 
     def fingerprint(self) -> Fingerprint:
         """Type, length, and the first example: not every change of the data can be told by it."""
-        first = fingerprint.of_arrays(
+        first = fingerprint_of_arrays(
             {
                 f"first {i}": np.asarray(list(map(str, part.flat))) if _is_text(part) else part
                 for i, part in enumerate(self._first)
