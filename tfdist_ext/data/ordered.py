@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.order import Order
-from tfdist_ext.data.pipelines import with_data_errors, without_autotune
+from tfdist_ext.data.pipelines import in_parallel, with_data_errors
 from tfdist_ext.data.position import Position
 from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
@@ -101,7 +101,7 @@ class OrderedDataset(ShardedDataset):
         """
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
-        parts = _in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
+        parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
         return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
 
     def distributed(
@@ -114,7 +114,7 @@ class OrderedDataset(ShardedDataset):
             local = context.num_replicas_in_sync // context.num_input_pipelines
             first = context.input_pipeline_id * local
             numbers = tf.data.Dataset.range(steps * local)
-            parts = _in_parallel(numbers, lambda n: part(n // local, first + n % local))
+            parts = in_parallel(numbers, lambda n: part(n // local, first + n % local))
             return parts.prefetch(tf.data.AUTOTUNE)
 
         return strategy.distribute_datasets_from_function(of_worker)
@@ -220,7 +220,7 @@ class OrderedDataset(ShardedDataset):
 
             return tuple(part(first + i) for i in range(local))
 
-        return _in_parallel(tf.data.Dataset.counter(begin), parts)
+        return in_parallel(tf.data.Dataset.counter(begin), parts)
 
     def in_order(self) -> OrderedDataset:
         """The same data in its own order, from its start."""
@@ -228,9 +228,3 @@ class OrderedDataset(ShardedDataset):
 
     def _position(self) -> Position:
         return Position(self.order.seed, self._epoch, self._done, self.source.fingerprint())
-
-
-def _in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:
-    return without_autotune(
-        numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +18,7 @@ from tfdist_ext.errors import DataError
 __all__ = [
     "PY_FUNCTIONS",
     "data_errors_as_raised",
+    "in_parallel",
     "operations_in",
     "operations_of",
     "with_data_errors",
@@ -38,6 +39,13 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:
+    """What is read for each of the numbers, in their order; there is nothing to tune."""
+    return without_autotune(
+        numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    )
 
 
 def operations_of(dataset: tf.data.Dataset) -> set[str]:

@@ -132,18 +132,17 @@ def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, D
     headers = bytearray()
     at, width = 0, _WIDE
 
-    def checked() -> int | None:
-        """Take over the headers gone past; the number among them of the first wrong one."""
+    def checked() -> bool:
+        """Take over the headers gone past, up to the first wrong one; whether there is none."""
         fields = np.frombuffer(bytes(headers), _HEADERS)
         wrong = np.flatnonzero(_checksums_of(fields["length"]) != fields["checksum"])
-        good = fields["length"][: wrong[0]] if wrong.size else fields["length"]
-        ends = offsets[-1][-1] + np.cumsum(good.astype(np.int64) + OVERHEAD)
-        offsets.append(ends)
+        good = fields["length"][: wrong[0] if wrong.size else None].astype(np.int64)
+        offsets.append(offsets[-1][-1] + np.cumsum(good + OVERHEAD))
         headers.clear()
-        return int(wrong[0]) if wrong.size else None
+        return not wrong.size
 
-    wrong = None
-    while wrong is None and at + HEADER <= size:
+    right = True
+    while right and at + HEADER <= size:
         look = read_at(at, min(width, size - at))
         position, last, before = 0, len(look) - HEADER, len(headers)
         while position <= last:
@@ -153,18 +152,15 @@ def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, D
         count = (len(headers) - before) // HEADER
         width = _WIDE if position < _FAR * count else _NARROW
         if len(headers) >= _CHECK_EVERY * HEADER:
-            wrong = checked()
-    if wrong is None and headers:
-        wrong = checked()
-
-    found = np.concatenate([offsets[0], *(part for part in offsets[1:] if part.size)])
-    return _ended(found, wrong is not None, at, size)
+            right = checked()
+    right = right and checked()
+    return _ended(np.concatenate(offsets), right, at, size)
 
 
-def _ended(found: np.ndarray, wrong: bool, at: int, size: int) -> tuple[np.ndarray, Damage | None]:
+def _ended(found: np.ndarray, right: bool, at: int, size: int) -> tuple[np.ndarray, Damage | None]:
     """How a walk ended that found these offsets and stood at byte `at`."""
     records, offset = len(found) - 1, int(found[-1])
-    if wrong:
+    if not right:
         return found, Damage(records, offset, "its length field is damaged (wrong checksum)")
     if at > size:  # the last record is not there as a whole
         start = int(found[-2])

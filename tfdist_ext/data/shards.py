@@ -183,9 +183,8 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
         size = n // shard.count
         return ShardRange(size * shard.index, size * (shard.index + 1))
     start, stop = bounds(n, shard.index, shard.count)
-    if remainder is Remainder.KEEP:
-        return ShardRange(start, stop)
-    return ShardRange(start, stop, -(-n // shard.count) - (stop - start))
+    size = -(-n // shard.count) if remainder is Remainder.PAD else stop - start
+    return ShardRange(start, stop, size - (stop - start))
 
 
 def _shard_of_task(task: Task, jobs: dict[str, list[int]]) -> Shard:

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import without_autotune
+from tfdist_ext.data.pipelines import in_parallel
 from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
@@ -171,11 +171,7 @@ def _parts_of_arrays(
                 for mine, low, high in spans
             )
 
-        return without_autotune(
-            tf.data.Dataset.range(start, 2**62).map(
-                parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-            )
-        )
+        return in_parallel(tf.data.Dataset.range(start, 2**62), parts)
 
     return lambda begin: functools.partial(parts_of, begin)
 
