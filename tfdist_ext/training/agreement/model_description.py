@@ -10,6 +10,7 @@ import re
 import types
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -81,14 +82,13 @@ class _Names:
 
     def __init__(self, layers: Iterable[keras.Layer]):
         self._names: dict[str, str] = {}
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         for layer in layers:
             for part in (layer, *getattr(layer, "operations", ())):
                 if part.name not in self._names:
                     base = _NUMBERED.sub("", part.name)
-                    number = seen.get(base, 0)
-                    seen[base] = number + 1
-                    self._names[part.name] = f"{base}_{number}" if number else base
+                    self._names[part.name] = f"{base}_{seen[base]}" if seen[base] else base
+                    seen[base] += 1
 
     def __getitem__(self, name: str) -> str:
         return self._names.get(name, name)

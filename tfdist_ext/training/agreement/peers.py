@@ -242,13 +242,10 @@ class Peers:
     def _listen(self) -> None:
         """Hear at once of an end that another worker has noticed or caused."""
         while self._end is None:
-            try:
-                text = tp.get_value(f"{_ROOM}end", seconds=60.0)
-            except tf.errors.OpError:  # the leader is gone, or busy
-                time.sleep(1.0)
-                continue
-            if text is not None:
-                self._end = self._end or json.loads(text)
+            found = _stored("end", seconds=60.0)
+            self._end = self._end or found
+            if found is None:
+                time.sleep(1.0)  # the leader is gone, or busy
         with contextlib.suppress(tf.errors.OpError):
             if self._store_answers():
                 tp.insert_value(f"{_ROOM}noted/{self._me}", "")
