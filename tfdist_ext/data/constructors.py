@@ -162,6 +162,7 @@ class RecordFiles:
             raise DataError(
                 f"the files must have at least 1 record, got none in {shown(list(files))}."
             )
+        self.loses_examples = self.records.skips  # `take` may give fewer than it was asked for
         self._parse = parse
         self._batched = batched
         _keep_freed_memory()
@@ -175,16 +176,13 @@ class RecordFiles:
         self._spec = tf.nest.map_structure(
             _row_spec if batched else _example_spec, traced.structured_outputs
         )
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    @property
-    def element_spec(self) -> Any:
-        return tf.nest.map_structure(
+        self.element_spec = tf.nest.map_structure(
             lambda spec: tf.TensorSpec(tf.TensorShape([None]).concatenate(spec.shape), spec.dtype),
             self._spec,
         )
+
+    def __len__(self) -> int:
+        return len(self.records)
 
     def take(self, indices: tf.Tensor) -> Any:
         payloads = tf.numpy_function(self._payloads, [indices], tf.string, stateful=False)
@@ -210,11 +208,6 @@ class RecordFiles:
             lambda spec: tf.zeros([0, *(size or 0 for size in spec.shape.as_list())], spec.dtype),
             self._spec,
         )
-
-    @property
-    def loses_examples(self) -> bool:
-        """Whether `take` may give fewer examples than it was asked for."""
-        return self.records.skips
 
     def fingerprint(self) -> Fingerprint:
         indexes = self.records.indexes

@@ -47,21 +47,16 @@ class Damage(NamedTuple):
     what: str
 
 
-def _tables() -> np.ndarray:
-    """For each of 8 bytes and each value of it: the bits it changes in the checksum of all zeros.
-
-    A CRC is linear over XOR, so the checksums of many lengths are sums of these.
-    """
-    zeros = google_crc32c.value(bytes(8))
-    changes = [
-        [google_crc32c.value(bytes(i) + bytes([b]) + bytes(7 - i)) ^ zeros for b in range(256)]
-        for i in range(8)
-    ]
-    return np.array(changes, np.uint32)
-
-
-_CHANGES = _tables()
 _ZEROS = np.uint32(google_crc32c.value(bytes(8)))
+# For each of 8 bytes and each value of it: the bits it changes in the checksum of all zeros. A CRC
+# is linear over XOR, so the checksums of many lengths are sums of these.
+_CHANGES = _ZEROS ^ np.array(
+    [
+        [google_crc32c.value(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)]
+        for i in range(8)
+    ],
+    np.uint32,
+)
 
 
 def _checksums_of(lengths: np.ndarray) -> np.ndarray:

@@ -165,15 +165,11 @@ def places_of(path: str) -> tuple[str, str]:
     folder, slash, name = path.rpartition("/")
     whole = os.path.realpath(path) if is_local(path) else path
     digest = hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()
-    cached = _cache_folder() / f".{name[:100]}.{digest}{_SUFFIX}"
-    return f"{folder}{slash}.{name}{_SUFFIX}", str(cached)
-
-
-def _cache_folder() -> Path:
-    """As the XDG base directory specification has it."""
+    # As the XDG base directory specification has it.
     root = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()
-    return base / "tfdist_ext"
+    caches = Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()
+    cached = caches / "tfdist_ext" / f".{name[:100]}.{digest}{_SUFFIX}"
+    return f"{folder}{slash}.{name}{_SUFFIX}", str(cached)
 
 
 def load(place: str, stamp: Stamp) -> np.ndarray | None:

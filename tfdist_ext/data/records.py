@@ -39,6 +39,7 @@ class Records:
 
     Attributes:
         files: the paths.
+        skips: whether damaged records are skipped.
         bytes_read: bytes of records read so far, by this process, lengths and checksums included.
         skipped: number of the record -> what is wrong with it; with `on_error="skip"`.
         left_out: for each file that could not be walked to its end, what is wrong with it.
@@ -56,7 +57,7 @@ class Records:
         self.files = [str(path) for path in files]
         self.bytes_read = 0
         self.skipped: dict[int, str] = {}
-        self._on_error = on_error
+        self.skips = on_error == "skip"
         self.indexes = indexes_of(self.files, on_error=on_error)
         self.left_out = [index.damaged() for index in self.indexes if index.damage]
         for damaged in self.left_out:
@@ -67,11 +68,6 @@ class Records:
         self._open: OrderedDict[int, tuple[ReadAt, np.ndarray]] = OrderedDict()
         self._most_open = _allowed_open()
         self._lock = threading.Lock()
-
-    @property
-    def skips(self) -> bool:
-        """Whether damaged records are skipped."""
-        return self._on_error == "skip"
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -184,7 +180,7 @@ class Records:
         """Raise, or count, that a record is not what was written."""
         where = self._where(number, start)
         message = f"{where} is damaged: its {size} bytes do not have the right checksum."
-        if self._on_error == "raise":
+        if not self.skips:
             raise DataError(
                 f'{message} Write the file again, or use on_error="skip" to go on without.'
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.shards import Remainder
+from tfdist_ext.data.shards import Remainder, check_remainder
 from tfdist_ext.errors import DataError
 
 __all__ = ["batch_size_of", "check_padded", "one_at_least", "padded", "rows_between"]
@@ -45,10 +45,7 @@ def check_padded(remainder: Remainder, spec: Any) -> None:
     Raises:
         DataError: no Remainder, or PAD where there is no place for sample weights.
     """
-    if not isinstance(remainder, Remainder):
-        raise DataError(
-            f"remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got {remainder!r}."
-        )
+    check_remainder(remainder)
     if remainder is Remainder.PAD and not (isinstance(spec, tuple) and len(spec) in (2, 3)):
         raise DataError(
             "examples must be (x, y) or (x, y, sample_weight) for Remainder.PAD, which marks rows"

@@ -222,11 +222,10 @@ def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
 
     All of the data may still be cut: by DATA, each worker then uses its rows of each batch.
     """
-    policy = tf.data.experimental.AutoShardPolicy
+    policies = tf.data.experimental.AutoShardPolicy
+    policy = policies.OFF if shard.count > 1 else policies.DATA
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        policy.OFF if shard.count > 1 else policy.DATA
-    )
+    options.experimental_distribute.auto_shard_policy = policy
     return dataset.with_options(options)
 
 

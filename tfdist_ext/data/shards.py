@@ -27,6 +27,7 @@ __all__ = [
     "assign",
     "bounds",
     "check_field",
+    "check_remainder",
     "imbalance",
     "shard_range",
 ]
@@ -137,6 +138,18 @@ class Remainder(enum.Enum):
     PAD = "pad"  # every row once; shards that are one row short are filled up with weight 0
 
 
+def check_remainder(remainder: object) -> None:
+    """
+    Raises:
+        DataError: it is no Remainder.
+    """
+    if not isinstance(remainder, Remainder):
+        raise DataError(
+            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got"
+            f" {shown(remainder)}."
+        )
+
+
 class ShardRange(NamedTuple):
     """The rows of a shard.
 
@@ -174,11 +187,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     n = check_int(n, "the number of rows to share out", error=DataError)
     if not isinstance(shard, Shard):
         raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")
-    if not isinstance(remainder, Remainder):
-        raise DataError(
-            "remainder must be Remainder.KEEP, Remainder.DROP or Remainder.PAD, got"
-            f" {shown(remainder)}."
-        )
+    check_remainder(remainder)
     if remainder is Remainder.DROP:
         size = n // shard.count
         return ShardRange(size * shard.index, size * (shard.index + 1))

@@ -66,16 +66,13 @@ class Arrays:
         self._rows = next(iter(lengths.values()))
         if self._rows == 0:
             raise DataError("the arrays must have at least 1 row, got 0.")
+        self.element_spec = tf.nest.map_structure(
+            lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._arrays
+        )
         self._tensors: Any = None
 
     def __len__(self) -> int:
         return self._rows
-
-    @property
-    def element_spec(self) -> Any:
-        return tf.nest.map_structure(
-            lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._arrays
-        )
 
     def take(self, indices: tf.Tensor) -> Any:
         if self._tensors is None:
@@ -196,18 +193,12 @@ class Lookup:
                     f" {part.shape} and dtype {part.dtype} for one number."
                 )
 
+        self.element_spec = tf.nest.pack_sequence_as(
+            self._structure, [_spec_of(part) for part in self._first]
+        )
+
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def element_spec(self) -> Any:
-        specs = [
-            tf.TensorSpec(
-                [None, *part.shape[1:]], tf.string if _is_text(part) else tf.as_dtype(part.dtype)
-            )
-            for part in self._first
-        ]
-        return tf.nest.pack_sequence_as(self._structure, specs)
 
     def take(self, indices: tf.Tensor) -> Any:
         specs = tf.nest.flatten(self.element_spec)
@@ -247,6 +238,11 @@ class Lookup:
                 )
             rows.append(_rows_like(array[back], first))
         return rows
+
+
+def _spec_of(rows: np.ndarray) -> tf.TensorSpec:
+    dtype = tf.string if _is_text(rows) else tf.as_dtype(rows.dtype)
+    return tf.TensorSpec([None, *rows.shape[1:]], dtype)
 
 
 def _is_text(array: np.ndarray) -> bool:

@@ -471,13 +471,11 @@ def batches_of_function(
     from_position = seed is not None
     shard = Shard(reduction.worker, reduction.workers)
 
-    def dataset() -> tf.data.Dataset:
-        return data.dataset(shard) if from_position else data.whole_epoch(shard)
-
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
+        dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
         if shard.count == 1:
-            return parts_of_dataset(dataset())(first, local, replicas)
-        return _then_nothing(dataset(), local)
+            return parts_of_dataset(dataset)(first, local, replicas)
+        return _then_nothing(dataset, local)
 
     epoch = data.position[0] if from_position else 0
     steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)

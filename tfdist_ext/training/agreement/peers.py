@@ -489,10 +489,8 @@ def clock(seconds: float) -> str:
 
 
 def _by_call(calls: dict[str, str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for task in sorted(calls):
-        groups.setdefault(calls[task], []).append(task)
-    return groups
+    tasks = sorted(calls)
+    return {calls[task]: [t for t in tasks if calls[t] == calls[task]] for task in tasks}
 
 
 def odd_one(calls: dict[str, str]) -> str:

@@ -51,8 +51,7 @@ class Termination:
             yield
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if before == -1:
-                signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(before)
 
     def check(self) -> None:
         """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is."""
