@@ -51,7 +51,8 @@ class Termination:
             yield
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(before)
+            if before == -1:
+                signal.set_wakeup_fd(-1)
 
     def check(self) -> None:
         """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is."""
