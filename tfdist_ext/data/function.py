@@ -226,9 +226,10 @@ class FunctionDataset(ShardedDataset):
             )
         self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         self._done = check_int(state["steps"], "the position's steps", error=DataError)
-        self._shards = state["shards"]
-        if self._shards is not None:
-            self._shards = check_int(self._shards, "the position's shards", 1, error=DataError)
+        shards = state["shards"]
+        if shards is not None:
+            shards = check_int(shards, "the position's shards", 1, error=DataError)
+        self._shards = shards
 
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
