@@ -89,7 +89,9 @@ def from_tfrecords(
         DataError: no such files, a damaged one (file, record and byte are named), a batch larger
             than the data.
     """
-    source = RecordFiles(files_of(files), parse, on_error=on_error, batched=batched)
+    if not callable(parse):
+        raise DataError(f"parse must be a function of a record, got {shown(parse)}.")
+    source = RecordFiles(Records(files_of(files), on_error=on_error), parse, batched)
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
@@ -127,41 +129,28 @@ def from_dataset_fn(
         DataError: it is no function, it does not take a shard, or the global batch is no number
             from 1. What it returns is checked when it is called.
     """
-    return FunctionDataset(
-        function, global_batch_size=global_batch_size, service=service, job_name=job_name
-    )
+    return FunctionDataset(function, global_batch_size, service, job_name)
 
 
 class RecordFiles:
     """Records of TFRecord files, made examples by `parse`.
 
     Args:
-        files: paths, in the order in which their records are numbered.
+        records: of files, in the order in which they are numbered.
         parse: (one record, a scalar string tensor) -> the example, a structure of tensors; traced.
-        on_error: "raise", or "skip" for going on without damaged records.
         batched: `parse` takes many records, a string tensor of shape [n], and each tensor that it
             returns has a row for each of them.
 
     Raises:
-        DataError: a file that cannot be read or is damaged, no records, or `parse` fails or
-            returns tensors without rows.
+        DataError: no records, or `parse` fails or returns tensors without rows.
     """
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        parse: Callable[[tf.Tensor], Any],
-        *,
-        on_error: str = "raise",
-        batched: bool = False,
-    ):
-        if not callable(parse):
-            raise DataError(f"parse must be a function of a record, got {shown(parse)}.")
-        self.records = Records(files, on_error=on_error)
-        if len(self.records) == 0:
+    def __init__(self, records: Records, parse: Callable[[tf.Tensor], Any], batched: bool):
+        if len(records) == 0:
             raise DataError(
-                f"the files must have at least 1 record, got none in {shown(list(files))}."
+                f"the files must have at least 1 record, got none in {shown(records.files)}."
             )
+        self.records = records
         self.loses_examples = self.records.skips  # `take` may give fewer than it was asked for
         self._parse = parse
         self._batched = batched

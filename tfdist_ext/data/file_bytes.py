@@ -11,13 +11,13 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist_ext.errors import DataError
 
-__all__ = ["FileBytes", "Stamp", "is_local", "open_bytes", "stamp_of"]
+__all__ = ["Stamp", "is_local", "open_bytes", "stamp_of"]
 
 
 class Stamp(NamedTuple):
@@ -57,8 +57,9 @@ def stamp_of(path: str) -> Stamp:
     return stamp
 
 
-def open_bytes(path: str) -> FileBytes:
-    """
+def open_bytes(path: str) -> _Local | _Remote:
+    """A file, open to be read at any offset; it is closed when nobody refers to it any more.
+
     Raises:
         DataError: the file cannot be opened.
     """
@@ -118,7 +119,3 @@ class _Remote:
                 return self._file.read(count)
         except tf.errors.OpError as error:
             raise unreadable(self.path, error) from None
-
-
-# An open file. It is closed when nobody refers to it any more.
-FileBytes: TypeAlias = _Local | _Remote

@@ -34,10 +34,9 @@ class FunctionDataset(ShardedDataset):
     def __init__(
         self,
         function: Callable[..., tf.data.Dataset],
-        *,
-        global_batch_size: int | None = None,
-        service: str | bool | None = None,
-        job_name: str | None = None,
+        global_batch_size: int | None,
+        service: str | bool | None,
+        job_name: str | None,
     ):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
         if not callable(function):
@@ -47,11 +46,9 @@ class FunctionDataset(ShardedDataset):
             )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
-        if global_batch_size is not None:
-            global_batch_size = check_int(
-                global_batch_size, "global_batch_size", 1, error=DataError
-            )
         self._batch = global_batch_size
+        if global_batch_size is not None:
+            self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
         self.service = None if service is False else service
         if self.service is not None and self.takes_epoch:
             raise DataError(

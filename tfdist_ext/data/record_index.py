@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.file_bytes import FileBytes, Stamp, is_local, open_bytes, stamp_of
+from tfdist_ext.data.file_bytes import Stamp, is_local, open_bytes, stamp_of
 from tfdist_ext.data.record_format import Damage, walk
 from tfdist_ext.errors import DataError
 
@@ -115,7 +115,7 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
         # Not kept: when the file is whole again, it may have the same size and time.
         index = _indexed(path, stamp, offsets, damage=damage)
         if on_error == "raise":
-            raise DataError(f"{index.damaged()} {_advice(damage, file)}")
+            raise DataError(f"{index.damaged()} {_advice(damage, file.read_at(0, 2))}")
         return index
     kept_in = next((place for place in places if store(place, stamp, offsets)), "")
     if places and not kept_in:
@@ -146,10 +146,10 @@ def _indexed(
     return RecordIndex(path, stamp, len(offsets) - 1, damage, kept_in, held)
 
 
-def _advice(damage: Damage, file: FileBytes) -> str:
+def _advice(damage: Damage, start: bytes) -> str:
     if damage.record:
         return 'Write the file again, or read the records before with on_error="skip".'
-    if file.read_at(0, 2) in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda"):
+    if start in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda"):
         return "It seems to be compressed: records can be read by number only uncompressed."
     return "Is it a TFRecord file?"
 

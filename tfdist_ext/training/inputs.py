@@ -110,11 +110,10 @@ def read(
         class_weight=class_weight,
     )
     if kp.is_of_arrays(adapter):
-        within_batches = isinstance(shuffle, str) and shuffle == "batch"
         with tf.device("CPU:0"):
             arrays, rows, batch = kp.array_parts(adapter)
         order_seed = seed() if shuffle and seed else None
-        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, within_batches)
+        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, shuffle == "batch")
         return GlobalBatches(
             parts_from(0),
             adapter.num_batches,
