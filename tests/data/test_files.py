@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist_ext.data import DataError, RecordRange, Shard, shard_files
-from tfdist_ext.data.balance import assign, imbalance
 from tfdist_ext.data.files import files_of
+from tfdist_ext.data.shards import assign, imbalance
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 

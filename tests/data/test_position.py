@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist_ext.data import DataError, Position, fingerprint
+from tfdist_ext.data import DataError, Position
 from tfdist_ext.data.file_bytes import Stamp
+from tfdist_ext.data.position import Fingerprint, fingerprint_of_arrays, fingerprint_of_files
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 Y = np.arange(4)
-OF_ARRAYS = fingerprint.of_arrays({"x": X, "y": Y})
+OF_ARRAYS = fingerprint_of_arrays({"x": X, "y": Y})
 
 
 @given(st.none() | st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 2**62))
@@ -31,7 +32,7 @@ def test_through_json(seed: int | None, epoch: int, examples: int) -> None:
 def test_the_state_is_small() -> None:
     files = [f"data/{i}.tfrecord" for i in range(10_000)]
     stamps = [Stamp(10**9, i) for i in range(10_000)]
-    found = fingerprint.of_files(files, stamps, [10**5] * 10_000, ["1"] * 10_000)
+    found = fingerprint_of_files(files, stamps, [10**5] * 10_000, ["1"] * 10_000)
     assert len(json.dumps(Position(1, 2, 3, found).to_state())) < 500
 
 
@@ -92,8 +93,8 @@ def test_going_on(behind: int, more: int, place: tuple[int, int]) -> None:
 
 def test_data_that_did_not_change() -> None:
     position = Position.from_state(json.loads(json.dumps(Position(1, 0, 0, OF_ARRAYS).to_state())))
-    position.check_data(fingerprint.of_arrays({"x": X.copy(), "y": Y.copy()}))
-    position.check_data(fingerprint.of_arrays({"x": np.asfortranarray(X), "y": Y}))
+    position.check_data(fingerprint_of_arrays({"x": X.copy(), "y": Y.copy()}))
+    position.check_data(fingerprint_of_arrays({"x": np.asfortranarray(X), "y": Y}))
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,10 @@ def test_data_that_did_not_change() -> None:
 )
 def test_arrays_that_changed(arrays: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(DataError, match=f"data has changed since .*{message}"):
-        Position(1, 0, 0, OF_ARRAYS).check_data(fingerprint.of_arrays(arrays))
+        Position(1, 0, 0, OF_ARRAYS).check_data(fingerprint_of_arrays(arrays))
 
 
-def of_files(**change: Any) -> fingerprint.Fingerprint:
+def of_files(**change: Any) -> Fingerprint:
     known = {
         "files": ["/data/a", "/data/b"],
         "stamps": [Stamp(100, 5), Stamp(200, 6)],
@@ -119,7 +120,7 @@ def of_files(**change: Any) -> fingerprint.Fingerprint:
     }
     given = {**known, **change}
     times = [str(stamp.modified_ns) for stamp in given["stamps"]]
-    return fingerprint.of_files(**given, contents=times)
+    return fingerprint_of_files(**given, contents=times)
 
 
 @pytest.mark.parametrize(
@@ -155,27 +156,27 @@ def test_a_sample_of_large_arrays(tmp_path: Path) -> None:
     """Of a memory-mapped array as of one in memory; ends and even parts of it are looked at."""
     array = np.random.default_rng(0).integers(0, 255, (3000, 1001), dtype=np.uint8)
     np.save(tmp_path / "a.npy", array)
-    known = fingerprint.of_arrays({"a": array})
-    assert fingerprint.of_arrays({"a": np.load(tmp_path / "a.npy", mmap_mode="r")}) == known
-    assert fingerprint.of_arrays({"a": np.asfortranarray(array)}) == known
+    known = fingerprint_of_arrays({"a": array})
+    assert fingerprint_of_arrays({"a": np.load(tmp_path / "a.npy", mmap_mode="r")}) == known
+    assert fingerprint_of_arrays({"a": np.asfortranarray(array)}) == known
     for place in [(0, 0), (-1, -1)]:
         changed = array.copy()
         changed[place] += 1
-        assert fingerprint.of_arrays({"a": changed}) != known
+        assert fingerprint_of_arrays({"a": changed}) != known
     # A change of as many rows as are between two blocks is seen wherever it is.
     for row in range(0, 2980, 200):
         changed = array.copy()
         changed[row : row + 13] += 1
-        assert fingerprint.of_arrays({"a": changed}) != known
+        assert fingerprint_of_arrays({"a": changed}) != known
 
 
 def test_little_is_read_of_a_huge_array(tmp_path: Path) -> None:
     """8 GB, of which the disk has nothing: reading it all would take seconds and memory."""
     huge = np.memmap(tmp_path / "huge", np.float64, "w+", shape=(1000, 1_000_000))
-    before = fingerprint.of_arrays({"huge": huge})
+    before = fingerprint_of_arrays({"huge": huge})
     assert before["huge: shape"] == [1000, 1_000_000]
     huge[-1, -1] = 1.0
-    assert fingerprint.of_arrays({"huge": huge}) != before
+    assert fingerprint_of_arrays({"huge": huge}) != before
     maps = Path("/proc/self/smaps")
     if maps.exists():
         lines = maps.read_text().split("/huge\n")[1].splitlines()
@@ -188,7 +189,7 @@ def test_objects_have_no_fingerprint() -> None:
         DataError,
         match=r"x must have a dtype of fixed .*got Python objects \(dtype object\)\. Convert",
     ):
-        fingerprint.of_arrays({"x": np.array(["a", None])})
+        fingerprint_of_arrays({"x": np.array(["a", None])})
 
 
 def test_a_position_is_frozen() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.data import DataError, Records, index_files
+from tfdist_ext.data import DataError, Records, record_index
 from tfdist_ext.data import records as records_module
 from tfdist_ext.data.record_format import OVERHEAD
 from tfdist_ext.data.record_index import index_of
@@ -73,7 +73,7 @@ def test_read_any_records(files: list[str]) -> None:
 
 def test_the_index_is_built_once_and_kept_beside_the_data(files: list[str]) -> None:
     Records(files)
-    beside = index_files.places_of(files[2])[0]
+    beside = record_index.places_of(files[2])[0]
     assert beside.rpartition("/")[2] == ".2.tfrecord.tfdindex"
     assert tf.io.gfile.exists(beside)
     with tf.io.gfile.GFile(beside, "rb") as file:
@@ -81,9 +81,9 @@ def test_the_index_is_built_once_and_kept_beside_the_data(files: list[str]) -> N
     # An index that is used is not made: this one says that two records are one.
     index = index_of(files[2])
     merged = np.delete(np.array(index.offsets()), 1)
-    assert index_files.store(beside, index.stamp, merged)
+    assert record_index.store(beside, index.stamp, merged)
     assert index_of(files[2]).records == 49
-    assert index_files.store(beside, index.stamp, np.zeros(51, np.int64))
+    assert record_index.store(beside, index.stamp, np.zeros(51, np.int64))
     assert index_of(files[2]).records == 50
     with tf.io.gfile.GFile(beside, "rb") as file:
         assert file.read() == before  # built and written again
@@ -257,7 +257,7 @@ def test_no_folder_that_can_be_written(
 
 def test_an_index_that_is_no_index(tmp_path: Path, write_records: Write) -> None:
     path = write_records(tmp_path / "a", [b"a", b"b"])
-    place = Path(index_files.places_of(path)[0])
+    place = Path(record_index.places_of(path)[0])
     Records([path])
     good = place.read_bytes()
     bad = [

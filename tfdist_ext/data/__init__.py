@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tfdist_ext.errors import DataError
+
 if TYPE_CHECKING:
     from tfdist_ext.data.constructors import (
         from_arrays,
@@ -32,28 +34,11 @@ if TYPE_CHECKING:
     from tfdist_ext.data.service import through_service
     from tfdist_ext.data.sharded import ShardedDataset
     from tfdist_ext.data.shards import Remainder, Shard, ShardRange, shard_range
-    from tfdist_ext.errors import DataError
 
-_HOME = {
-    "DataError": "tfdist_ext.errors",
-    "Order": "tfdist_ext.data.order",
-    "Position": "tfdist_ext.data.position",
-    "RecordRange": "tfdist_ext.data.files",
-    "ShardedDataset": "tfdist_ext.data.sharded",
-    "from_arrays": "tfdist_ext.data.constructors",
-    "from_dataset_fn": "tfdist_ext.data.constructors",
-    "from_source": "tfdist_ext.data.constructors",
-    "from_tfrecords": "tfdist_ext.data.constructors",
-    "Records": "tfdist_ext.data.records",
-    "Remainder": "tfdist_ext.data.shards",
-    "Shard": "tfdist_ext.data.shards",
-    "ShardRange": "tfdist_ext.data.shards",
-    "shard_files": "tfdist_ext.data.files",
-    "shard_range": "tfdist_ext.data.shards",
-    "through_service": "tfdist_ext.data.service",
-}
+# Where a name is looked for, in this order: the first does not wait for TensorFlow.
+_MODULES = ["shards", "order", "position", "sharded", "files", "records", "service", "constructors"]
 
-__all__ = [  # the same names as in _HOME; a test compares them
+__all__ = [
     "DataError",
     "Order",
     "Position",
@@ -74,9 +59,10 @@ __all__ = [  # the same names as in _HOME; a test compares them
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    value = next(getattr(module, name) for module in modules if name in module.__all__)
     globals()[name] = value
     return value
 

@@ -11,13 +11,13 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist_ext.errors import DataError
 
-__all__ = ["FileBytes", "Stamp", "is_local", "open_bytes", "stamp_of"]
+__all__ = ["Stamp", "is_local", "open_bytes", "stamp_of"]
 
 
 class Stamp(NamedTuple):
@@ -31,19 +31,6 @@ class Stamp(NamedTuple):
 
     size: int
     modified_ns: int
-
-
-class FileBytes(Protocol):
-    """An open file. It is closed when nobody refers to it any more."""
-
-    path: str
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """The bytes from an offset on; fewer only where the file ends.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
 
 
 def is_local(path: str) -> bool:
@@ -70,8 +57,9 @@ def stamp_of(path: str) -> Stamp:
     return stamp
 
 
-def open_bytes(path: str) -> FileBytes:
-    """
+def open_bytes(path: str) -> _Local | _Remote:
+    """A file, open to be read at any offset; it is closed when nobody refers to it any more.
+
     Raises:
         DataError: the file cannot be opened.
     """
@@ -83,10 +71,8 @@ def open_bytes(path: str) -> FileBytes:
 
 def unreadable(path: str | Path, error: Exception) -> DataError:
     """The error to raise when a file system has refused."""
-    if isinstance(error, tf.errors.OpError):
-        why = error.message
-    else:
-        why = getattr(error, "strerror", None) or str(error)
+    # What an OpError has, and what an OSError has.
+    why = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
     return DataError(f"{path} cannot be read: {why}.")
 
 
@@ -96,6 +82,11 @@ class _Local:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """The bytes from an offset on; fewer only where the file ends.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
         try:
             data = os.pread(self._descriptor, count, offset)
             while len(data) < count:  # a call may give less than there is (at most 2 GiB on Linux)
@@ -121,6 +112,7 @@ class _Remote:
         self._lock = threading.Lock()
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """As `_Local`."""
         try:
             with self._lock:  # a place in the file, and then a read from there
                 self._file.seek(offset)

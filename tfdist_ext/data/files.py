@@ -11,12 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.balance import assign
 from tfdist_ext.data.file_bytes import is_local, open_bytes, stamp_of
-from tfdist_ext.data.index_files import is_index
 from tfdist_ext.data.record_format import HEADER, is_header
-from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of
-from tfdist_ext.data.shards import Shard
+from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of, is_index
+from tfdist_ext.data.shards import Shard, assign
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 
@@ -88,22 +86,18 @@ def files_of(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     Raises:
         DataError: no patterns, one that matches no file, or a file system that cannot be looked at.
     """
-    if isinstance(patterns, str | os.PathLike):
+    if isinstance(patterns, str | bytes | os.PathLike) or not isinstance(patterns, Iterable):
         patterns = [patterns]
-    if not isinstance(patterns, Iterable) or isinstance(patterns, bytes):
-        raise DataError(
-            f"files must be patterns or paths as text, got {shown(patterns)}; give one, or a list."
-        )
-    found: set[str] = set()
     given = list(patterns)
     for pattern in given:
         if not isinstance(pattern, str | os.PathLike):
             raise DataError(
-                f"files must be patterns or paths as text, got {shown(pattern)} among them."
+                f"files must be patterns or paths as text, got {shown(pattern)}; give one, or a"
+                " list."
             )
-        found |= _matches(os.fspath(pattern))
-    if not found:
-        raise DataError(f"files must have at least one pattern, got {shown(given)}; name the data.")
+    if not given:
+        raise DataError("files must have at least one pattern, got []; name the data.")
+    found = set().union(*(_matches(os.fspath(pattern)) for pattern in given))
     # One file may be given in several spellings: "a", "./a".
     one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
     return sorted(one_each.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.rows import rows_between, rows_in
+from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -16,9 +16,6 @@ from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 
 __all__ = ["FunctionDataset"]
-
-_FIELDS = ("kind", "epoch", "steps", "shards", "element")
-_KIND = "dataset function"
 
 
 class FunctionDataset(ShardedDataset):
@@ -37,10 +34,9 @@ class FunctionDataset(ShardedDataset):
     def __init__(
         self,
         function: Callable[..., tf.data.Dataset],
-        *,
-        global_batch_size: int | None = None,
-        service: str | bool | None = None,
-        job_name: str | None = None,
+        global_batch_size: int | None,
+        service: str | bool | None,
+        job_name: str | None,
     ):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
         if not callable(function):
@@ -50,11 +46,9 @@ class FunctionDataset(ShardedDataset):
             )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
-        self._batch = (
-            None
-            if global_batch_size is None
-            else check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        )
+        self._batch = global_batch_size
+        if global_batch_size is not None:
+            self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
         self.service = None if service is False else service
         if self.service is not None and self.takes_epoch:
             raise DataError(
@@ -63,12 +57,9 @@ class FunctionDataset(ShardedDataset):
                 " epoch out."
             )
         # One for good: how often a task asks for its data must not tell them apart.
-        self.job_name = job_name
-        if self.service is not None and job_name is None:
-            self.job_name = next_job_name()
-        self._epoch = 0
-        self._steps = 0
-        self._shards: int | None = None  # that the steps are counted in
+        needs_name = self.service is not None and job_name is None
+        self.job_name = next_job_name() if needs_name else job_name
+        self._shards: int | None = None  # that the batches are counted in
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
     @property
@@ -82,21 +73,13 @@ class FunctionDataset(ShardedDataset):
     @property
     def steps(self) -> int | None:
         """Batches of an epoch where one task reads all of the data; None if only reading tells."""
-        return known_length(self.whole_epoch(Shard(0, 1), self._epoch))
-
-    @property
-    def steps_done(self) -> int:
-        return self._steps
+        length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
+        return None if length < 0 else length  # it does not know, or has no end
 
     @property
     def resumes_inside_epochs(self) -> bool:
         # Else the same examples may not come again: a shuffle in the function may have no seed.
         return self.takes_epoch
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the batches of each task in it that are behind."""
-        return self._epoch, self._steps
 
     def dataset(
         self,
@@ -117,20 +100,24 @@ class FunctionDataset(ShardedDataset):
             DataError: the function returns no data set of batches; a position inside of an epoch
                 that was counted with another number of shards.
         """
-        _check_kept(remainder)
+        if remainder is not Remainder.KEEP:
+            raise DataError(
+                f"remainder must be Remainder.KEEP for data made by a function, got {remainder};"
+                " DROP and PAD are for ordered data (from_arrays, from_tfrecords)."
+            )
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         epoch = self._epoch if epoch is None else check_int(epoch, "epoch", error=DataError)
         found = self.whole_epoch(shard, epoch)
         if epoch != self._epoch:
             return found
-        if self._steps:
+        if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
-                    f"the position is after {self._steps} batches of each of {self._shards} shards,"
+                    f"the position is after {self._done} batches of each of {self._shards} shards,"
                     f" and {shard.count} shards were asked for: nobody can tell which examples are"
                     f" behind. Go on with {self._shards} tasks, or from the end of an epoch."
                 )
-            found = found.skip(self._steps)
+            found = found.skip(self._done)
         self._shards = shard.count
         return found
 
@@ -160,8 +147,7 @@ class FunctionDataset(ShardedDataset):
                 f"function must return a tf.data.Dataset, got {shown(found)} for {asked}."
             )
         if self._batch is not None:
-            low, high = bounds(self._batch, shard.index, shard.count)
-            low, high = (0, self._batch) if alone else (low, high)
+            low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
             if high == low:
                 raise DataError(
                     f"global_batch_size must be at least {shard.count}, got {self._batch}, which"
@@ -178,8 +164,9 @@ class FunctionDataset(ShardedDataset):
             )
         if self.service is None:
             return sharded_already(found, shard)
-        address = None if self.service is True else self.service
-        return through_service(found, service=address, job_name=self.job_name)
+        return through_service(
+            found, service=None if self.service is True else self.service, job_name=self.job_name
+        )
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -191,21 +178,17 @@ class FunctionDataset(ShardedDataset):
                 " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
                 " ordered data: from_tfrecords, from_arrays."
             )
-        _check_kept(remainder)
-        batches = self.dataset()
+        batches = self.dataset(remainder=remainder)
 
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = context.num_replicas_in_sync
 
             def parts(*batch: Any) -> tf.data.Dataset:
-                whole_batch = batch if len(batch) > 1 else batch[0]
-                size = rows_in(tf.nest.flatten(whole_batch)[0])
+                whole = batch if len(batch) > 1 else batch[0]
+                size = batch_size_of(whole)
 
                 def part(replica: tf.Tensor) -> Any:
-                    low, high = bounds(size, replica, local)
-                    return tf.nest.map_structure(
-                        lambda rows: rows_between(rows, low, high), whole_batch
-                    )
+                    return rows_between(whole, *bounds(size, replica, local))
 
                 return tf.data.Dataset.range(local).map(part)
 
@@ -216,51 +199,39 @@ class FunctionDataset(ShardedDataset):
     def state(self) -> dict[str, Any]:
         """The position, as JSON fields: kind, epoch, steps of it behind, shards they were cut in,
         and the structure of an element."""
-        values = (_KIND, self._epoch, self._steps, self._shards, str(self.element_spec))
-        return dict(zip(_FIELDS, values, strict=True))
+        return {
+            "kind": "dataset function",
+            "epoch": self._epoch,
+            "steps": self._done,
+            "shards": self._shards,
+            "element": str(self.element_spec),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, Mapping) or set(state) != set(_FIELDS) or state["kind"] != _KIND:
+        here = self.state()
+        known = isinstance(state, Mapping) and state.keys() == here.keys()
+        if not known or state["kind"] != here["kind"]:
             raise DataError(
-                f"state must have the fields {', '.join(_FIELDS)}, got {shown(state)}; give what"
+                f"state must have the fields {', '.join(here)}, got {shown(state)}; give what"
                 " state() of the same data returned."
             )
-        if state["element"] != str(self.element_spec):
+        if state["element"] != here["element"]:
             raise DataError(
                 "the data must be as it was when this position was saved, with elements of"
-                f" {state['element']}, got {self.element_spec}; restore the state with the data of"
+                f" {state['element']}, got {here['element']}; restore the state with the data of"
                 " then."
             )
-        shards = state["shards"]
         self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
-        self._steps = check_int(state["steps"], "the position's steps", error=DataError)
-        self._shards = (
-            None
-            if shards is None
-            else check_int(shards, "the position's shards", 1, error=DataError)
-        )
+        self._done = check_int(state["steps"], "the position's steps", error=DataError)
+        shards = state["shards"]
+        if shards is not None:
+            shards = check_int(shards, "the position's shards", 1, error=DataError)
+        self._shards = shards
 
     def advance(self, steps: int) -> None:
         """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
         steps = check_int(steps, "the steps gone past", error=DataError)
-        self._steps += steps if self.resumes_inside_epochs else 0
-
-    def end_epoch(self) -> None:
-        self._epoch, self._steps = self._epoch + 1, 0
-
-
-def _check_kept(remainder: Remainder) -> None:
-    if remainder is not Remainder.KEEP:
-        raise DataError(
-            f"remainder must be Remainder.KEEP for data made by a function, got {remainder}; DROP"
-            " and PAD are for ordered data (from_arrays, from_tfrecords)."
-        )
-
-
-def known_length(dataset: tf.data.Dataset) -> int | None:
-    """Batches of a data set; None where it does not know, or has no end."""
-    length = int(dataset.cardinality())
-    return None if length < 0 else length
+        self._done += steps if self.resumes_inside_epochs else 0
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.shards import Number, Shard, bounds
+from tfdist_ext.data.shards import Number, Shard, bounds, check_field
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
@@ -59,24 +59,16 @@ class Order:
     def __post_init__(self) -> None:
         if isinstance(self.n, int | np.integer) and self.n == 0:
             raise DataError("the data must have at least 1 example, got 0; check what it reads.")
-        checked = {
-            "n": check_int(self.n, "the number of examples", 1, _MOST_EXAMPLES, error=DataError)
-        }
-        checked["global_batch_size"] = check_int(
-            self.global_batch_size, "global_batch_size", 1, _MOST_IN_BATCH, error=DataError
-        )
-        if checked["global_batch_size"] > checked["n"]:
+        check_field(self, "n", "the number of examples", 1, _MOST_EXAMPLES)
+        check_field(self, "global_batch_size", low=1, high=_MOST_IN_BATCH)
+        if self.global_batch_size > self.n:
             raise DataError(
-                f"global_batch_size must be at most {checked['n']}, the examples of the data, got"
-                f" {checked['global_batch_size']}."
+                f"global_batch_size must be at most {self.n}, the examples of the data, got"
+                f" {self.global_batch_size}."
             )
         if self.seed is not None:
-            checked["seed"] = check_int(self.seed, "seed", 0, 2**63 - 1, error=DataError)
-        checked["examples_seen"] = check_int(
-            self.examples_seen, "examples_seen", 0, checked["n"], error=DataError
-        )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+            check_field(self, "seed", high=2**63 - 1)
+        check_field(self, "examples_seen", high=self.n)
 
     @property
     def global_batch(self) -> int:

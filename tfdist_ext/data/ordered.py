@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.data.order import Order
-from tfdist_ext.data.padding import check_padded, one_at_least, padded
-from tfdist_ext.data.pipelines import without_autotune
+from tfdist_ext.data.pipelines import in_parallel, with_data_errors
 from tfdist_ext.data.position import Position
-from tfdist_ext.data.reading_errors import with_data_errors
-from tfdist_ext.data.rows import rows_in
+from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
@@ -46,8 +45,6 @@ class OrderedDataset(ShardedDataset):
         """
         self.source = source
         self.order = Order(len(source), global_batch_size, seed)
-        self._epoch = 0
-        self._examples = 0
 
     @property
     def steps(self) -> int:
@@ -55,7 +52,7 @@ class OrderedDataset(ShardedDataset):
 
     @property
     def steps_done(self) -> int:
-        return self._examples // self.global_batch_size
+        return self._done // self.global_batch_size
 
     @property
     def global_batch_size(self) -> int:
@@ -103,66 +100,52 @@ class OrderedDataset(ShardedDataset):
             DataError: a shard or an epoch that is none, PAD for data without targets.
         """
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
-        epoch = self._epoch if epoch is None else epoch
-        order = self._rest(epoch)
-        key = tf.constant(order.key(epoch))
-        check_padded(remainder, self.element_spec)
-
-        def part(step: tf.Tensor) -> Any:
-            return self._part(order, step, shard.index, shard.count, key, remainder)
-
-        steps = tf.data.Dataset.range(_steps_of_parts(order, shard.count, remainder))
-        parts = steps.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        prefetched = without_autotune(parts.prefetch(tf.data.AUTOTUNE))
-        return with_data_errors(sharded_already(prefetched, shard))
+        steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
+        parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
+        return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
     ) -> Any:
         check_reads_here(strategy)
-        check_padded(remainder, self.element_spec)
-        epoch, order = self._epoch, self._rest(self._epoch)
-        key = tf.constant(order.key(epoch))
+        steps, part = self._read(self._epoch, strategy.num_replicas_in_sync, remainder)
 
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            replicas = context.num_replicas_in_sync
-            local = replicas // context.num_input_pipelines
+            local = context.num_replicas_in_sync // context.num_input_pipelines
             first = context.input_pipeline_id * local
-
-            def part(number: tf.Tensor) -> Any:
-                replica = first + number % local
-                return self._part(order, number // local, replica, replicas, key, remainder)
-
-            steps = _steps_of_parts(order, replicas, remainder)
             numbers = tf.data.Dataset.range(steps * local)
-            parts = numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-            return without_autotune(parts.prefetch(tf.data.AUTOTUNE))
+            parts = in_parallel(numbers, lambda n: part(n // local, first + n % local))
+            return parts.prefetch(tf.data.AUTOTUNE)
 
         return strategy.distribute_datasets_from_function(of_worker)
 
-    def _rest(self, epoch: int) -> Order:
-        """The order of an epoch, from the position on where it is there."""
-        return self.order.after(self._examples) if epoch == self._epoch else self.order
+    def _read(
+        self, epoch: int, count: int, remainder: Remainder
+    ) -> tuple[int, Callable[[Number, Number], Any]]:
+        """What is left of an epoch for `count` shards, or replicas.
 
-    def _part(
-        self,
-        order: Order,
-        step: Number,
-        index: Number,
-        count: int,
-        key: tf.Tensor,
-        remainder: Remainder,
-    ) -> Any:
-        """In a graph: the part that a shard, or replica, has of a global batch."""
-        size = order.size(step)
-        if remainder is Remainder.DROP:
-            low, high = size // count * index, size // count * (index + 1)
-        else:
-            low, high = bounds(size, index, count)
-        taken = self.source.take(order.rows(step, low, high, key=key))
-        if remainder is not Remainder.PAD:
-            return taken
-        return padded(taken, -(-self.global_batch_size // count))
+        Returns:
+            The steps, and what reads in a graph the part that (step, shard) have.
+        """
+        check_padded(remainder, self.element_spec)
+        order = self.order.after(self._done) if epoch == self._epoch else self.order
+        key = tf.constant(order.key(epoch))
+
+        def part(step: Number, index: Number) -> Any:
+            size = order.size(step)
+            if remainder is Remainder.DROP:
+                low, high = size // count * index, size // count * (index + 1)
+            else:
+                low, high = bounds(size, index, count)
+            taken = self.source.take(order.rows(step, low, high, key=key))
+            if remainder is not Remainder.PAD:
+                return taken
+            return padded(taken, -(-self.global_batch_size // count))
+
+        steps = order.steps
+        if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
+            steps -= 1  # each shard has a part in each step
+        return steps, part
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON fields: seed, epoch, examples behind, fingerprint of the data.
@@ -186,7 +169,7 @@ class OrderedDataset(ShardedDataset):
                 f" {position.seed}: other examples would be done. Use the seed of the state."
             )
         self.order.after(position.examples)  # it must have as many
-        self._epoch, self._examples = position.epoch, position.examples
+        self._epoch, self._done = position.epoch, position.examples
 
     def advance(self, steps: int) -> None:
         """Say that so many more steps are done; the end of an epoch is the start of the next.
@@ -195,21 +178,13 @@ class OrderedDataset(ShardedDataset):
             DataError: a number that is no whole one from 0.
         """
         steps = check_int(steps, "the steps gone past", error=DataError)
-        left = self.order.after(self._examples).steps
+        left = self.order.after(self._done).steps
         if steps < left:
-            self._examples += steps * self.global_batch_size
+            self._done += steps * self.global_batch_size
             return
         epochs, rest = divmod(steps - left, self.steps)
         self._epoch += 1 + epochs
-        self._examples = rest * self.global_batch_size
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the examples of it that are behind."""
-        return self._epoch, self._examples
-
-    def end_epoch(self) -> None:
-        self._epoch, self._examples = self._epoch + 1, 0
+        self._done = rest * self.global_batch_size
 
     def parts(
         self, first: int, local: int, replicas: int, begin: int = 0, *, counted: bool = True
@@ -239,28 +214,17 @@ class OrderedDataset(ShardedDataset):
                 asked = tf.maximum(high, low + 1)
                 taken = self.source.take(self.order.rows(step, low, asked, key=key))
                 # Fewer, where damaged records are left out.
-                there = rows_in(tf.nest.flatten(taken)[0])
+                there = batch_size_of(taken)
                 of = size if counted else tf.ones_like(size)
                 return tf.minimum(high - low, there), of, one_at_least(taken, there)
 
             return tuple(part(first + i) for i in range(local))
 
-        return without_autotune(
-            tf.data.Dataset.counter(begin).map(
-                parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-            )
-        )
+        return in_parallel(tf.data.Dataset.counter(begin), parts)
 
     def in_order(self) -> OrderedDataset:
         """The same data in its own order, from its start."""
         return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
 
     def _position(self) -> Position:
-        return Position(self.order.seed, self._epoch, self._examples, self.source.fingerprint())
-
-
-def _steps_of_parts(order: Order, shards: int, remainder: Remainder) -> int:
-    """Steps in which each shard has a part."""
-    if order.steps and remainder is Remainder.DROP and order.size(order.steps - 1) < shards:
-        return order.steps - 1
-    return order.steps
+        return Position(self.order.seed, self._epoch, self._done, self.source.fingerprint())

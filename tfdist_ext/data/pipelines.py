@@ -1,17 +1,32 @@
-"""tf.data pipelines: without the tuner, and what of them runs in this process alone."""
+"""tf.data pipelines: without the tuner, what of them runs in this process alone, and their errors.
+
+In tf.data's threads a DataError becomes one of TensorFlow's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import tensorflow as tf
 
+from tfdist_ext.errors import DataError
+
 __all__ = [
-    "find_py_functions",
-    "find_py_functions_in_graph",
+    "PY_FUNCTIONS",
+    "data_errors_as_raised",
+    "in_parallel",
+    "operations_in",
     "operations_of",
+    "with_data_errors",
     "without_autotune",
 ]
 
-_OPERATIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+# The operations that call Python: of from_generator, numpy_function, py_function.
+PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -26,14 +41,11 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def find_py_functions(dataset: tf.data.Dataset) -> list[str]:
-    """The operations that call Python: of from_generator, numpy_function, py_function."""
-    return sorted(operations_of(dataset) & _OPERATIONS)
-
-
-def find_py_functions_in_graph(graph: tf.compat.v1.GraphDef) -> list[str]:
-    """The same of a graph in which a data set is made."""
-    return sorted(_operations_in(graph) & _OPERATIONS)
+def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:
+    """What is read for each of the numbers, in their order; there is nothing to tune."""
+    return without_autotune(
+        numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    )
 
 
 def operations_of(dataset: tf.data.Dataset) -> set[str]:
@@ -44,9 +56,53 @@ def operations_of(dataset: tf.data.Dataset) -> set[str]:
             external_state_policy=1,  # ignore: random numbers are no reason to warn
         ).numpy()
     )
-    return _operations_in(graph)
+    return operations_in(graph)
 
 
-def _operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
+def operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
+    """The kinds of operations in a graph, and in its functions."""
     nodes = [*graph.node, *(n for function in graph.library.function for n in function.node_def)]
     return {node.op for node in nodes}
+
+
+@contextlib.contextmanager
+def data_errors_as_raised() -> Iterator[None]:
+    """In this scope, a TensorFlow error around a DataError is raised as the DataError it was."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        # What TensorFlow makes of it begins with its own words, and goes on with the traceback.
+        found = re.search(r"\bDataError: (.*?)\n+Traceback", error.message, re.DOTALL)
+        if found is None:
+            raise
+        raise DataError(found[1]) from error
+
+
+def with_data_errors(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set; where it is iterated in Python, a damaged record is a DataError.
+
+    A public data set has no way to say what its iterators are. So this one, and each of its
+    iterators, gets a subclass of its own class, which TensorFlow takes for that class.
+    """
+    dataset.__class__ = _reporting_dataset(type(dataset))  # type: ignore[arg-type]  # a class has a hash
+    return dataset
+
+
+@functools.cache
+def _reporting_dataset(base: type) -> type:
+    def iterate(self: tf.data.Dataset) -> Iterator[Any]:
+        iterator = base.__iter__(self)  # type: ignore[attr-defined]
+        if tf.executing_eagerly():
+            iterator.__class__ = _reporting_iterator(type(iterator))  # type: ignore[arg-type]
+        return iterator
+
+    return type(base.__name__, (base,), {"__iter__": iterate})
+
+
+@functools.cache
+def _reporting_iterator(base: type) -> type:
+    def take(self: Iterator[Any]) -> Any:
+        with data_errors_as_raised():
+            return base.__next__(self)  # type: ignore[attr-defined]
+
+    return type(base.__name__, (base,), {"__next__": take})

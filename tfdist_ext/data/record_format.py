@@ -47,21 +47,16 @@ class Damage(NamedTuple):
     what: str
 
 
-def _tables() -> np.ndarray:
-    """For each of 8 bytes and each value of it: the bits it changes in the checksum of all zeros.
-
-    A CRC is linear over XOR, so the checksums of many lengths are sums of these.
-    """
-    zeros = google_crc32c.value(bytes(8))
-    changes = [
-        [google_crc32c.value(bytes(i) + bytes([b]) + bytes(7 - i)) ^ zeros for b in range(256)]
-        for i in range(8)
-    ]
-    return np.array(changes, np.uint32)
-
-
-_CHANGES = _tables()
 _ZEROS = np.uint32(google_crc32c.value(bytes(8)))
+# For each of 8 bytes and each value of it: the bits it changes in the checksum of all zeros. A CRC
+# is linear over XOR, so the checksums of many lengths are sums of these.
+_CHANGES = _ZEROS ^ np.array(
+    [
+        [google_crc32c.value(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)]
+        for i in range(8)
+    ],
+    np.uint32,
+)
 
 
 def _checksums_of(lengths: np.ndarray) -> np.ndarray:
@@ -132,18 +127,17 @@ def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, D
     headers = bytearray()
     at, width = 0, _WIDE
 
-    def checked() -> int | None:
-        """Take over the headers gone past; the number among them of the first wrong one."""
+    def checked() -> bool:
+        """Take over the headers gone past, up to the first wrong one; whether there is none."""
         fields = np.frombuffer(bytes(headers), _HEADERS)
         wrong = np.flatnonzero(_checksums_of(fields["length"]) != fields["checksum"])
-        good = fields["length"][: wrong[0]] if wrong.size else fields["length"]
-        ends = offsets[-1][-1] + np.cumsum(good.astype(np.int64) + OVERHEAD)
-        offsets.append(ends)
+        good = fields["length"][: wrong[0] if wrong.size else None].astype(np.int64)
+        offsets.append(offsets[-1][-1] + np.cumsum(good + OVERHEAD))
         headers.clear()
-        return int(wrong[0]) if wrong.size else None
+        return not wrong.size
 
-    wrong = None
-    while wrong is None and at + HEADER <= size:
+    right = True
+    while right and at + HEADER <= size:
         look = read_at(at, min(width, size - at))
         position, last, before = 0, len(look) - HEADER, len(headers)
         while position <= last:
@@ -153,18 +147,15 @@ def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, D
         count = (len(headers) - before) // HEADER
         width = _WIDE if position < _FAR * count else _NARROW
         if len(headers) >= _CHECK_EVERY * HEADER:
-            wrong = checked()
-    if wrong is None and headers:
-        wrong = checked()
-
-    found = np.concatenate([offsets[0], *(part for part in offsets[1:] if part.size)])
-    return _ended(found, wrong is not None, at, size)
+            right = checked()
+    right = right and checked()
+    return _ended(np.concatenate(offsets), right, at, size)
 
 
-def _ended(found: np.ndarray, wrong: bool, at: int, size: int) -> tuple[np.ndarray, Damage | None]:
+def _ended(found: np.ndarray, right: bool, at: int, size: int) -> tuple[np.ndarray, Damage | None]:
     """How a walk ended that found these offsets and stood at byte `at`."""
     records, offset = len(found) - 1, int(found[-1])
-    if wrong:
+    if not right:
         return found, Damage(records, offset, "its length field is damaged (wrong checksum)")
     if at > size:  # the last record is not there as a whole
         start = int(found[-2])

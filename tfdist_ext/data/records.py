@@ -14,13 +14,12 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tfdist_ext.data.file_bytes import FileBytes, open_bytes
-from tfdist_ext.data.record_format import HEADER, OVERHEAD, TAIL, is_record, payloads_of
+from tfdist_ext.data.file_bytes import open_bytes
+from tfdist_ext.data.record_format import HEADER, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
@@ -35,37 +34,12 @@ _MOST_OPEN = 2048  # files held open, when the system allows it
 ReadAt = Callable[[int, int], bytes]
 
 
-class _Open(NamedTuple):
-    """A file that is read.
-
-    Attributes:
-        data: its bytes.
-        offsets: where each of its records begins.
-    """
-
-    data: FileBytes
-    offsets: np.ndarray
-
-
-class _Places(NamedTuple):
-    """Where records are.
-
-    Attributes:
-        files: of each record, the number of its file.
-        starts: the offset in the file at which it begins.
-        stops: the offset after its end.
-    """
-
-    files: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-
-
 class Records:
     """The records of TFRecord files, numbered through in the order of the files. Thread-safe.
 
     Attributes:
         files: the paths.
+        skips: whether damaged records are skipped.
         bytes_read: bytes of records read so far, by this process, lengths and checksums included.
         skipped: number of the record -> what is wrong with it; with `on_error="skip"`.
         left_out: for each file that could not be walked to its end, what is wrong with it.
@@ -83,7 +57,7 @@ class Records:
         self.files = [str(path) for path in files]
         self.bytes_read = 0
         self.skipped: dict[int, str] = {}
-        self._on_error = on_error
+        self.skips = on_error == "skip"
         self.indexes = indexes_of(self.files, on_error=on_error)
         self.left_out = [index.damaged() for index in self.indexes if index.damage]
         for damaged in self.left_out:
@@ -91,14 +65,9 @@ class Records:
         # The number of the first record of each file, and of all.
         counts = [index.records for index in self.indexes]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OrderedDict[int, tuple[ReadAt, np.ndarray]] = OrderedDict()
         self._most_open = _allowed_open()
         self._lock = threading.Lock()
-
-    @property
-    def skips(self) -> bool:
-        """Whether damaged records are skipped."""
-        return self._on_error == "skip"
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -144,19 +113,22 @@ class Records:
         What Python does for each record is most of the time of small ones, so all that can be
         done for many at once is.
         """
-        places, files = self._places(numbers)
-        sizes = places.stops - places.starts
-        looks, ends = _looks(places)
-        at, counts = places.starts[looks], places.stops[ends - 1] - places.starts[looks]
+        files, starts, stops, read_at_of = self._places(numbers)
+        sizes = stops - starts
+        looks, ends = _looks(files, starts, stops)
+        at, counts = starts[looks], stops[ends - 1] - starts[looks]
         # Lists beside one another, as a tuple for each record would wake the garbage collector.
-        read_at = [files[file] for file in places.files[looks].tolist()]
+        read_at = [read_at_of[file] for file in files[looks].tolist()]
         offset, count = at.tolist(), counts.tolist()
         payloads: list[bytes | None] = []
         for first, end in pairwise(_handfuls(counts)):
             low, high = int(looks[first]), int(ends[end - 1])
             alone = high - low == 1 and count[first] >= _LARGE
             if alone:
-                read = _in_parts(read_at[first], offset[first], count[first])
+                # The payload apart: to cut it out would copy it.
+                begin, end_at = offset[first], offset[first] + count[first]
+                cuts = pairwise([begin, begin + HEADER, end_at - TAIL, end_at])
+                read = [read_at[first](start, stop - start) for start, stop in cuts]
                 there = [sum(map(len, read))]
             else:
                 calls = zip(read_at[first:end], offset[first:end], count[first:end], strict=True)
@@ -166,32 +138,38 @@ class Records:
                 self.bytes_read += sum(there)
             if there != count[first:end]:
                 missing = np.repeat(at[first:end] + there, (ends - looks)[first:end])
-                short = low + int(np.argmax(places.stops[low:high] > missing))
-                where = self._where(int(numbers[short]), places.starts[short])
+                short = low + int(np.argmax(stops[low:high] > missing))
+                where = self._where(int(numbers[short]), starts[short])
                 raise DataError(f"{where}: the file has become shorter while it was in use.")
             if alone:
                 found = [read[1] if is_record(*read) else None]
             else:
                 found = payloads_of(b"".join(read), sizes[low:high])
             for i in [low + i for i, payload in enumerate(found) if payload is None]:
-                self._damaged(int(numbers[i]), places.starts[i], sizes[i])
+                self._damaged(int(numbers[i]), starts[i], sizes[i])
             payloads += found
         return payloads
 
-    def _places(self, numbers: np.ndarray) -> tuple[_Places, dict[int, ReadAt]]:
-        """Where records are whose numbers do not fall, and what reads each of their files."""
+    def _places(
+        self, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, ReadAt]]:
+        """Where records are whose numbers do not fall.
+
+        Returns:
+            Of each record the number of its file, the offset there at which it begins, and that
+            after its end; and what reads each of the files.
+        """
         files = np.searchsorted(self._first, numbers, side="right") - 1
         starts, stops = np.empty_like(numbers), np.empty_like(numbers)
         read_at: dict[int, ReadAt] = {}
         cuts = np.flatnonzero(files[1:] != files[:-1]) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(numbers)]):
             file = int(files[low])
-            data, offsets = self._opened(file)
-            read_at[file] = data.read_at  # which keeps the file open
+            read_at[file], offsets = self._opened(file)  # what reads a file keeps it open
             records = numbers[low:high] - self._first[file]
             starts[low:high] = offsets[records]
             stops[low:high] = offsets[records + 1]
-        return _Places(files, starts, stops), read_at
+        return files, starts, stops, read_at
 
     def _where(self, number: int, start: int) -> str:
         """A record for an error: the file, its number there, and the offset."""
@@ -202,7 +180,7 @@ class Records:
         """Raise, or count, that a record is not what was written."""
         where = self._where(number, start)
         message = f"{where} is damaged: its {size} bytes do not have the right checksum."
-        if self._on_error == "raise":
+        if not self.skips:
             raise DataError(
                 f'{message} Write the file again, or use on_error="skip" to go on without.'
             )
@@ -214,8 +192,8 @@ class Records:
                 f"{message} It is skipped; skipped so far: {len(self.skipped)}.", stacklevel=2
             )
 
-    def _opened(self, file: int) -> _Open:
-        """A file and its offsets; held open for the next time, unless too many are."""
+    def _opened(self, file: int) -> tuple[ReadAt, np.ndarray]:
+        """What reads a file, and its offsets; held open for the next time, unless too many are."""
         with self._lock:
             opened = self._open.get(file)
             if opened is not None:
@@ -223,7 +201,7 @@ class Records:
                 return opened
         # A mapped index is slower to pick from than the plain array that it is.
         offsets = np.asarray(self.indexes[file].offsets())
-        opened = _Open(open_bytes(self.files[file]), offsets)
+        opened = open_bytes(self.files[file]).read_at, offsets
         with self._lock:
             opened = self._open.setdefault(file, opened)
             # Closed when the last thread that reads it is done.
@@ -232,12 +210,13 @@ class Records:
         return opened
 
 
-def _looks(places: _Places) -> tuple[np.ndarray, np.ndarray]:
+def _looks(
+    files: np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The first record of each look at a file, and the one after its last.
 
     Neighbours are read together, up to a limit.
     """
-    files, starts, stops = places
     new = _cuts((starts[1:] != stops[:-1]) | (files[1:] != files[:-1]))
     if len(new) <= len(starts):  # there are neighbours
         looks = new[:-1]
@@ -259,15 +238,6 @@ def _handfuls(counts: np.ndarray) -> list[int]:
 def _cuts(between: np.ndarray) -> np.ndarray:
     """Where pieces begin, and the end: of n + 1 things, with a cut or none in the n gaps."""
     return np.concatenate([[0], np.flatnonzero(between) + 1, [len(between) + 1]])
-
-
-def _in_parts(read_at: ReadAt, offset: int, count: int) -> list[bytes]:
-    """A record, its payload apart: to cut it out would copy it."""
-    return [
-        read_at(offset, HEADER),
-        read_at(offset + HEADER, count - OVERHEAD),
-        read_at(offset + count - TAIL, TAIL),
-    ]
 
 
 def _allowed_open() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.data.pipelines import find_py_functions
+from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.service_address import dispatcher_address, wait_for_dispatcher
 from tfdist_ext.errors import DataError
 from tfdist_ext.launch import DATA_SERVICE
@@ -75,7 +75,13 @@ def through_service(
         raise DataError(f"job_name must be a text that is not empty, got {shown(job_name)}.")
     env = os.environ if env is None else env
     address = _address(service, env)
-    _refuse_python(dataset)
+    if found := sorted(operations_of(dataset) & PY_FUNCTIONS):
+        raise DataError(
+            f"the data set must run without Python functions, got {', '.join(found)}: the workers"
+            " of a tf.data service do not have this process's Python. Write what from_generator,"
+            " numpy_function or py_function does with TensorFlow's own operations, or do it after"
+            " through_service."
+        )
     wait_for_dispatcher(address, wait)
     return dataset.apply(
         tf.data.experimental.service.distribute(
@@ -105,13 +111,3 @@ def next_job_name(env: Mapping[str, str] | None = None) -> str:
     # An evaluator runs the same program: under the same name it would take batches away.
     evaluates = config is not None and config.task.type == "evaluator"
     return f"{'evaluator' if evaluates else 'training'}-{next(_numbers)}"
-
-
-def _refuse_python(dataset: tf.data.Dataset) -> None:
-    if found := find_py_functions(dataset):
-        raise DataError(
-            f"the data set must run without Python functions, got {', '.join(found)}: the workers"
-            " of a tf.data service do not have this process's Python. Write what from_generator,"
-            " numpy_function or py_function does with TensorFlow's own operations, or do it after"
-            " through_service."
-        )

@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
-        server = _dispatcher(options) if options.role == "dispatcher" else _worker(options)
+        server = _server(options)
     except DataError as error:
         print(f"{options.role}: {error}", file=sys.stderr, flush=True)
         return 1
@@ -59,16 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _dispatcher(options: argparse.Namespace) -> Any:
+def _server(options: argparse.Namespace) -> Any:
     port = _free_port(options.address)
-    service = _tensorflow().data.experimental.service
-    return service.DispatchServer(service.DispatcherConfig(port=port, protocol="grpc"))
-
-
-def _worker(options: argparse.Namespace) -> Any:
-    port = _free_port(options.address)
-    dispatcher = dispatcher_address(f"grpc://{options.dispatcher}", "--dispatcher")
+    if options.role == "worker":
+        dispatcher = dispatcher_address(f"grpc://{options.dispatcher}", "--dispatcher")
     service = _tensorflow().data.experimental.service  # some seconds: the dispatcher starts too
+    if options.role == "dispatcher":
+        return service.DispatchServer(service.DispatcherConfig(port=port, protocol="grpc"))
     wait_for_dispatcher(dispatcher, options.wait)
     config = service.WorkerConfig(
         dispatcher_address=dispatcher,
@@ -92,14 +89,14 @@ def _free_port(address: str) -> int:
 def _tensorflow() -> Any:
     """TensorFlow, without the lines that it writes while it is imported, whatever one sets."""
     sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    before = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         import tensorflow
     finally:
         os.dup2(before, 2)
         os.close(before)
-        os.close(nowhere)
     return tensorflow
 
 

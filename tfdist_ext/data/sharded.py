@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.reading_errors import data_errors_as_raised
+from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
@@ -23,6 +24,8 @@ class ShardedDataset(abc.ABC):
     parts are: `from_arrays`, `from_tfrecords` and `from_source` have one order of examples for any
     number of tasks; `from_dataset_fn` leaves it to a function what each task reads.
     """
+
+    _epoch = _done = 0
 
     @property
     @abc.abstractmethod
@@ -40,14 +43,17 @@ class ShardedDataset(abc.ABC):
         """Examples of a step, over all tasks; None where the batches come as they are."""
 
     @property
-    @abc.abstractmethod
     def position(self) -> tuple[int, int]:
-        """The epoch of the position, and how much of it is behind; see `state`."""
+        """The epoch of the position, and how much of it is behind.
+
+        That is counted in examples where there is one order of them, else in batches of each task.
+        """
+        return self._epoch, self._done
 
     @property
-    @abc.abstractmethod
     def steps_done(self) -> int:
         """Global batches of the position's epoch that are done."""
+        return self._done
 
     @property
     def global_batch(self) -> int | None:
@@ -132,7 +138,7 @@ class ShardedDataset(abc.ABC):
                 all parts have the same size, and added rows sample weight 0; only ordered data can.
             progress: show Keras's progress bar, on the task that is the chief.
         """
-        return Batches(self, strategy, remainder, progress=progress)
+        return Batches(self, strategy, remainder, progress)
 
     @abc.abstractmethod
     def distributed(
@@ -144,9 +150,9 @@ class ShardedDataset(abc.ABC):
             DataError: a strategy whose workers read for themselves.
         """
 
-    @abc.abstractmethod
     def end_epoch(self) -> None:
         """Move the position to the beginning of the next epoch, whatever is left of this one."""
+        self._epoch, self._done = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches())
@@ -161,6 +167,7 @@ class ShardedDataset(abc.ABC):
         return self.steps
 
 
+@dataclass(frozen=True)
 class Batches:
     """The rest of an epoch, batch by batch.
 
@@ -168,51 +175,38 @@ class Batches:
     after the step, goes on behind it.
     """
 
-    def __init__(
-        self,
-        data: ShardedDataset,
-        strategy: tf.distribute.Strategy | None,
-        remainder: Remainder,
-        *,
-        progress: bool,
-    ):
-        self._data = data
-        self._strategy = strategy
-        self._remainder = remainder
-        is_chief = strategy is None or bool(strategy.extended.should_checkpoint)
-        self._shows = progress and is_chief
+    data: ShardedDataset
+    strategy: tf.distribute.Strategy | None
+    remainder: Remainder
+    progress: bool
 
     def __iter__(self) -> Iterator[Any]:
-        data = self._data
+        data = self.data
         epoch = data.position[0]
         batches: Any
-        if self._strategy is None:
-            batches = data.dataset(remainder=self._remainder)
+        if self.strategy is None:
+            batches = data.dataset(remainder=self.remainder)
         else:
-            batches = data.distributed(self._strategy, self._remainder)
+            batches = data.distributed(self.strategy, self.remainder)
         bar = self._bar()
-        iterator = iter(batches)
-        while True:
-            try:
-                with data_errors_as_raised():
-                    batch = next(iterator)
-            except StopIteration:
-                break
-            data.advance(1)
-            yield batch
-            bar(1)
+        with data_errors_as_raised():
+            for batch in batches:
+                data.advance(1)
+                yield batch
+                bar(1)
         bar(0)
         if data.position[0] == epoch:  # only reading could tell that this is its end
             data.end_epoch()
 
     def _bar(self) -> Callable[[int], None]:
         """What is told of steps, each when it is done; 0 when the epoch is."""
-        if not self._shows:
+        strategy = self.strategy
+        if not self.progress or not (strategy is None or strategy.extended.should_checkpoint):
             return lambda more: None
         import keras  # costly, and not everybody shows a bar
 
-        bar = keras.utils.Progbar(self._data.steps)
-        done = self._data.steps_done
+        bar = keras.utils.Progbar(self.data.steps)
+        done = self.data.steps_done
 
         def show(more: int) -> None:
             nonlocal done
@@ -228,11 +222,10 @@ def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
 
     All of the data may still be cut: by DATA, each worker then uses its rows of each batch.
     """
-    policy = tf.data.experimental.AutoShardPolicy
+    policies = tf.data.experimental.AutoShardPolicy
+    policy = policies.OFF if shard.count > 1 else policies.DATA
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        policy.OFF if shard.count > 1 else policy.DATA
-    )
+    options.experimental_distribute.auto_shard_policy = policy
     return dataset.with_options(options)
 
 

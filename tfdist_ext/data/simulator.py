@@ -11,10 +11,8 @@ are read once each are examples that are read once each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
-from tfdist_ext.data.balance import assign, imbalance
-from tfdist_ext.data.shards import bounds
+from tfdist_ext.data.shards import assign, bounds, imbalance
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int
 
@@ -109,11 +107,15 @@ class Reading:
     Attributes:
         first_step, last_step: [first, last).
         examples: of each worker.
+        lost, doubled: positions that no worker reads, or more than one: counted in what they really
+            cut, not derived from how it is cut.
     """
 
     first_step: int
     last_step: int
     examples: tuple[int, ...]
+    lost: int
+    doubled: int
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,7 @@ class Outcome:
         after: from there to the end, by those that go on.
         by_files: bytes of each worker, were whole files shared out instead of examples; None with
             fewer files than workers.
-        lost, doubled: positions of the epoch that no worker reads, or more than one: counted in
-            what `before` and `after` (or `whole`) really cut, not derived from how they are cut.
+        lost, doubled: positions of the epoch, those of `before` and `after` or of `whole`.
     """
 
     whole: Reading
@@ -142,30 +143,26 @@ class Outcome:
 
 def simulate(plan: Plan) -> Outcome:
     """Compute what each worker reads; in seconds, for thousands of workers."""
-    whole_epoch, lost, doubled = _read(plan, 0, plan.steps, plan.workers)
+    whole = _read(plan, 0, plan.steps, plan.workers)
     before = again = after = None
+    epoch = [whole]
     if plan.kill:
-        before, lost, doubled = _read(plan, 0, plan.saved_at, plan.workers)
-        again, *_ = _read(plan, plan.saved_at, plan.killed_at, plan.going_on)
-        after, more_lost, more_doubled = _read(plan, plan.saved_at, plan.steps, plan.going_on)
-        lost, doubled = lost + more_lost, doubled + more_doubled
-        # The two parts of the epoch have to meet.
-        gap = after.first_step - before.last_step
-        lost, doubled = lost + max(0, gap) * plan.batch, doubled + max(0, -gap) * plan.batch
+        before = _read(plan, 0, plan.saved_at, plan.workers)
+        again = _read(plan, plan.saved_at, plan.killed_at, plan.going_on)
+        after = _read(plan, plan.saved_at, plan.steps, plan.going_on)
+        epoch = [before, after]
     by_files = None
     if plan.files >= plan.workers:
-        sizes = [b - a for a, b in pairwise(_file_starts(plan))]
+        ranges = [bounds(plan.examples, i, plan.files) for i in range(plan.files)]
+        sizes = [(stop - start) * plan.record_bytes for start, stop in ranges]
         shares = assign(sizes, plan.workers)
-        by_files = tuple(sum(sizes[i] for i in share) * plan.record_bytes for share in shares)
-    return Outcome(whole_epoch, before, again, after, by_files, lost, doubled)
+        by_files = tuple(sum(sizes[i] for i in share) for share in shares)
+    lost, doubled = sum(each.lost for each in epoch), sum(each.doubled for each in epoch)
+    return Outcome(whole, before, again, after, by_files, lost, doubled)
 
 
-def _file_starts(plan: Plan) -> list[int]:
-    return [bounds(plan.examples, i, plan.files)[0] for i in range(plan.files)] + [plan.examples]
-
-
-def _read(plan: Plan, first: int, last: int, workers: int) -> tuple[Reading, int, int]:
-    """What `workers` read in steps [first, last), and how many positions none or several read."""
+def _read(plan: Plan, first: int, last: int, workers: int) -> Reading:
+    """What `workers` read in steps [first, last)."""
     rest = plan.examples - (plan.steps - 1) * plan.batch  # examples of the last step
     has_last = last == plan.steps and first < last
     examples, lost, doubled = [0] * workers, 0, 0
@@ -174,7 +171,7 @@ def _read(plan: Plan, first: int, last: int, workers: int) -> tuple[Reading, int
         examples = [n + times * (b - a) for n, (a, b) in zip(examples, parts, strict=True)]
         uncovered, covered_twice = _gaps(parts, size)
         lost, doubled = lost + times * uncovered, doubled + times * covered_twice
-    return Reading(first, last, tuple(examples)), lost, doubled
+    return Reading(first, last, tuple(examples), lost, doubled)
 
 
 def _gaps(parts: list[tuple[int, int]], size: int) -> tuple[int, int]:

@@ -5,14 +5,15 @@ cut into one contiguous part for each replica of the whole cluster, in replica o
 only the parts of its own replicas (`GlobalBatches`).
 
 Keras shuffles the batches of a PyDataset with Python's own random numbers, which are others on
-each worker: `OrderedBatches` has an order that every task computes alike. The data of `tfd.data`
-begins at its own position; where each task reads by a function of its shard, the tasks agree on
-what there is.
+each worker: here the order is one that every task computes alike (`order_of_pass`). The data of
+`tfd.data` begins at its own position; where each task reads by a function of its shard, the tasks
+agree on what there is.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,23 +26,21 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import without_autotune
-from tfdist_ext.data.rows import rows_between, rows_in
+from tfdist_ext.data.pipelines import in_parallel
+from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.protocols import Reduction, Specs, Structure
 
 __all__ = [
-    "FunctionBatches",
     "GlobalBatches",
-    "OrderedBatches",
     "Part",
     "Parts",
     "PartsOf",
     "batches_of_function",
-    "batches_of_sharded",
     "check_says_nothing_else",
     "order_of_pass",
     "parts_of_dataset",
@@ -57,7 +56,9 @@ Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
 Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 
 
-_NOT_FOR_KERAS_TO_SHUFFLE = (keras.utils.PyDataset, types.GeneratorType)
+# Keras warns of a shuffle that it will not do; the default of `fit` should not. And the order that
+# it gives to a PyDataset is another one on every task.
+_NOT_FOR_KERAS_TO_SHUFFLE = (tf.data.Dataset, keras.utils.PyDataset, types.GeneratorType)
 
 
 def read(
@@ -95,33 +96,24 @@ def read(
             " of global batches itself; it is cut for the replicas here."
         )
     if isinstance(x, OrderedDataset):
-        return batches_of_sharded(
-            x,
-            beside=(y, sample_weight),
-            batch_size=batch_size,
-            class_weight=class_weight,
-            from_position=seed is not None,
-        )
+        check_says_nothing_else(x, (y, sample_weight), batch_size, class_weight)
+        return _batches_of_ordered(x if seed else x.in_order())
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
-    is_dataset = isinstance(x, tf.data.Dataset)
     adapter = kp.get_data_adapter(
         x,
         y,
         sample_weight,
         batch_size=batch_size,
         steps_per_epoch=steps,
-        # Keras warns of a shuffle that it will not do; the default of `fit` should not. And the
-        # order that it gives to a PyDataset is another one on every task.
-        shuffle=False if is_dataset or isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) else shuffle,
+        shuffle=not isinstance(x, _NOT_FOR_KERAS_TO_SHUFFLE) and shuffle,
         class_weight=class_weight,
     )
     if kp.is_of_arrays(adapter):
-        within_batches = isinstance(shuffle, str) and shuffle == "batch"
         with tf.device("CPU:0"):
             arrays, rows, batch = kp.array_parts(adapter)
         order_seed = seed() if shuffle and seed else None
-        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, within_batches)
+        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, shuffle == "batch")
         return GlobalBatches(
             parts_from(0),
             adapter.num_batches,
@@ -134,32 +126,19 @@ def read(
             arrays=arrays,
         )
     dataset = adapter.get_tf_dataset()
-    _check_has_input(dataset.element_spec)
-    _check_batched(dataset.element_spec)
+    _check_batches(dataset.element_spec)
+    hooks = adapter
     if shuffle and seed and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-        return _in_an_order(x, dataset.element_spec, class_weight, seed())
+        dataset = _in_new_orders(x, dataset.element_spec, class_weight, seed())
+        hooks = x  # the adapter would start workers of its own, which read ahead
+    is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     return GlobalBatches(
         parts_of_dataset(dataset),
         adapter.num_batches,
         None,
-        is_dataset and bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY),
-        adapter.on_epoch_begin,
-        adapter.on_epoch_end,
-        dataset=dataset,
-    )
-
-
-def _in_an_order(
-    source: keras.utils.PyDataset, spec: Specs, class_weight: dict[int, float] | None, seed: int
-) -> GlobalBatches:
-    dataset = OrderedBatches(source, seed, class_weight).dataset(spec)
-    return GlobalBatches(
-        parts_of_dataset(dataset),
-        source.num_batches,
-        None,
-        False,
-        source.on_epoch_begin,
-        source.on_epoch_end,
+        isinstance(x, tf.data.Dataset) and bool(is_infinite),
+        hooks.on_epoch_begin,
+        hooks.on_epoch_end,
         dataset=dataset,
     )
 
@@ -191,11 +170,7 @@ def _parts_of_arrays(
                 for mine, low, high in spans
             )
 
-        return without_autotune(
-            tf.data.Dataset.range(start, 2**62).map(
-                parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-            )
-        )
+        return in_parallel(tf.data.Dataset.range(start, 2**62), parts)
 
     return lambda begin: functools.partial(parts_of, begin)
 
@@ -216,11 +191,11 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
         @tf.autograph.experimental.do_not_convert
         def parts(*batch: Structure) -> tuple[Part, ...]:
             whole = _plain(batch if len(batch) > 1 else batch[0])
-            size = _batch_size(whole)
+            size = batch_size_of(whole)
             if replicas == 1:
                 return ((size, size, whole),)
             return tuple(
-                (mine, size, _rows_of(whole, low, high))
+                (mine, size, rows_between(whole, low, high))
                 for mine, low, high in _spans(size, first, local, replicas)
             )
 
@@ -249,27 +224,13 @@ def _spans(
     return list(zip(*(tf.unstack(each, local) for each in spans), strict=True))
 
 
-def _rows_of(batch: Structure, low: tf.Tensor, high: tf.Tensor) -> Structure:
-    def cut(part: tf.Tensor | None) -> tf.Tensor | None:
-        return None if part is None else rows_between(part, low, high)
-
-    return keras.tree.map_structure(cut, batch)
-
-
-def _batch_size(batch: Structure) -> tf.Tensor:
-    return rows_in(next(part for part in keras.tree.flatten(batch) if part is not None))
-
-
-def _check_has_input(spec: Specs) -> None:
+def _check_batches(spec: Specs) -> None:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
     if all(getattr(part, "shape", None) is None for part in keras.tree.flatten(x)):
         raise TrainingError(
             "each batch must begin with the model's input, got None: let the data yield x, (x, y)"
             " or (x, y, sample_weight)."
         )
-
-
-def _check_batched(spec: Specs) -> None:
     shapes = [getattr(part, "shape", None) for part in keras.tree.flatten(spec)]
     known = [shape for shape in shapes if shape is not None and shape.rank is not None]
     single = any(shape.rank == 0 for shape in known)
@@ -309,8 +270,8 @@ class GlobalBatches:
     steps: int | None
     batch_size: int | None
     is_infinite: bool
-    on_epoch_begin: Callable[[], None]
-    on_epoch_end: Callable[[], None]
+    on_epoch_begin: Callable[[], None] = lambda: None
+    on_epoch_end: Callable[[], None] = lambda: None
     from_step: Callable[[int], PartsOf] | None = None
     begin: int = 0
     advance: Callable[[int], None] = lambda steps: None
@@ -354,8 +315,7 @@ def _one_by_one(parts: tf.data.Dataset, local: int) -> tf.data.Dataset:
         return parts.map(lambda part: part)
     return parts.flat_map(
         lambda *each: functools.reduce(
-            lambda left, right: left.concatenate(right),
-            [tf.data.Dataset.from_tensors(part) for part in each],
+            tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, each)
         )
     )
 
@@ -365,41 +325,28 @@ def order_of_pass(batches: int, seed: int, number: int) -> list[int]:
     return np.random.default_rng([seed, number]).permutation(batches).tolist()
 
 
-class OrderedBatches:
-    """One pass after another over a PyDataset, each in an order of its own.
+def _in_new_orders(
+    source: keras.utils.PyDataset, spec: Specs, class_weight: dict[int, float] | None, seed: int
+) -> tf.data.Dataset:
+    """A PyDataset of a known number of batches; each iterator is the next pass, in its own order.
+
+    Its `workers`, `use_multiprocessing` and `max_queue_size` are used as Keras uses them.
 
     Args:
-        source: a dataset of a known number of batches. Its `workers`, `use_multiprocessing` and
-            `max_queue_size` are used as Keras uses them.
+        spec: tf.TypeSpecs of a batch, batch dimension unknown.
         seed: where the orders start, the same on every task.
-        class_weight: as in `fit`.
     """
+    numbers = itertools.count()
 
-    def __init__(
-        self, source: keras.utils.PyDataset, seed: int, class_weight: dict[int, float] | None = None
-    ):
-        self._source = source
-        self._seed = seed
-        self._class_weight = class_weight
-        self._passes = 0
-
-    def dataset(self, spec: Specs) -> tf.data.Dataset:
-        """Each iterator over it is the next pass.
-
-        Args:
-            spec: tf.TypeSpecs of a batch, batch dimension unknown.
-        """
-        return tf.data.Dataset.from_generator(self._next_pass, output_signature=spec)
-
-    def _next_pass(self) -> Iterator[Structure]:
-        order = order_of_pass(self._source.num_batches, self._seed, self._passes)
-        self._passes += 1
-        batches = _Permuted(self._source, order)
-        adapter = kp.get_data_adapter(batches, class_weight=self._class_weight)
+    def next_pass() -> Iterator[Structure]:
+        order = order_of_pass(source.num_batches, seed, next(numbers))
+        adapter = kp.get_data_adapter(_Permuted(source, order), class_weight=class_weight)
         try:
             yield from kp.batches_of(adapter)
         finally:
             adapter.on_epoch_end()  # stops workers that read ahead
+
+    return tf.data.Dataset.from_generator(next_pass, output_signature=spec)
 
 
 class _Permuted(keras.utils.PyDataset):
@@ -422,26 +369,12 @@ class _Permuted(keras.utils.PyDataset):
         return self._source[self._order[index]]
 
 
-def batches_of_sharded(
-    data: OrderedDataset,
-    *,
-    beside: tuple[Any, ...],
-    batch_size: int | None,
-    class_weight: dict[int, float] | None,
-    from_position: bool,
-) -> GlobalBatches:
-    """The global batches from the data's position on, or all of it in its own order.
-
-    Args:
-        beside: targets and sample weights, which the data holds itself.
-        from_position: begin there; else, as predictions are wanted, in the order of the data.
+def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
+    """The global batches from the data's position on.
 
     Raises:
-        TrainingError: an argument of `fit` that says again, and otherwise, what the data says; or
-            a position between two batches.
+        TrainingError: a position between two batches.
     """
-    check_says_nothing_else(data, beside, batch_size, class_weight)
-    data = data if from_position else data.in_order()
     epoch, examples = data.position
     if examples % data.global_batch_size:
         raise TrainingError(
@@ -449,7 +382,7 @@ def batches_of_sharded(
             f" global batches of {data.global_batch_size}: go on with the global batch of the"
             " training that was there before."
         )
-    begin = epoch * data.steps + examples // data.global_batch_size
+    begin = epoch * data.steps + data.steps_done
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
@@ -459,18 +392,10 @@ def batches_of_sharded(
         data.steps,
         data.global_batch_size,
         is_infinite=True,
-        on_epoch_begin=lambda: None,
-        on_epoch_end=lambda: None,
         begin=begin % data.steps,
-        advance=data.advance if from_position else lambda steps: None,
+        advance=data.advance,
         needs_row_count=data.loses_examples,
-        at_position=lambda: batches_of_sharded(
-            data,
-            beside=beside,
-            batch_size=batch_size,
-            class_weight=class_weight,
-            from_position=from_position,
-        ),
+        at_position=lambda: _batches_of_ordered(data),
     )
 
 
@@ -495,18 +420,14 @@ def check_says_nothing_else(
             " from_arrays((x, y, sample_weight)), or return them from parse."
         )
     if batch_size not in (None, data.global_batch_size):
-        has = (
-            f"global batches of {data.global_batch_size} examples"
-            if data.global_batch_size
-            else "batches"
-        )
+        size = data.global_batch_size
+        has = f"global batches of {size} examples" if size else "batches"
         raise TrainingError(
             f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
         )
 
 
-@dataclass
-class FunctionBatches(GlobalBatches):
+class _FunctionBatches(GlobalBatches):
     """Each iteration asks the data anew what its position's epoch is."""
 
     def distributed(self, strategy: tf.distribute.Strategy) -> _Passes:
@@ -516,14 +437,14 @@ class FunctionBatches(GlobalBatches):
         return _Passes(lambda: GlobalBatches.on_host(self, first, local, replicas))
 
 
+@dataclass
 class _Passes:
     """Made anew for each iteration."""
 
-    def __init__(self, make: Callable[[], Iterable[Parts]]):
-        self._make = make
+    make: Callable[[], Iterable[Parts]]
 
     def __iter__(self) -> Iterator[Parts]:
-        return iter(self._make())
+        return iter(self.make())
 
 
 def batches_of_function(
@@ -547,47 +468,38 @@ def batches_of_function(
     """
     check_says_nothing_else(data, beside, batch_size, class_weight)
     from_position = seed is not None
-    workers = reduction.replicas // reduction.local_replicas
-    shard = Shard(reduction.first_replica // reduction.local_replicas, workers)
-
-    def dataset() -> tf.data.Dataset:
-        return data.dataset(shard) if from_position else data.whole_epoch(shard)
+    shard = Shard(reduction.worker, reduction.workers)
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        if workers == 1:
-            return parts_of_dataset(dataset())(first, local, replicas)
-        return _then_nothing(dataset(), local)
+        dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
+        if shard.count == 1:
+            return parts_of_dataset(dataset)(first, local, replicas)
+        return _then_nothing(dataset, local)
 
     epoch = data.position[0] if from_position else 0
-    steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), shard, reduction)
+    steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
     if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
 
-    def batches() -> FunctionBatches:
-        return FunctionBatches(
+    def batches() -> GlobalBatches:
+        return _FunctionBatches(
             parts_of,
             steps,
             data.global_batch_size,
             is_infinite,
-            on_epoch_begin=lambda: None,
-            on_epoch_end=lambda: None,
             begin=data.steps_done if from_position else 0,
             advance=data.advance if from_position else lambda steps: None,
             ended=data.end_epoch if from_position else lambda: None,
-            needs_row_count=workers > 1,
+            needs_row_count=shard.count > 1,
             at_position=batches,
         )
 
     return batches()
 
 
-def _agreed_length(
-    dataset: tf.data.Dataset, shard: Shard, reduction: Reduction
-) -> tuple[int | None, bool]:
+def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:
     """(steps of an epoch: those of the worker that has most, whether one of them has no end)."""
-    lengths = np.zeros(shard.count, np.int64)
-    lengths[shard.index] = int(dataset.cardinality())
-    lengths = reduction.sum_over_workers(lengths)
+    lengths = from_each_worker(reduction, dataset.cardinality().numpy())
     if (lengths == tf.data.INFINITE_CARDINALITY).any():
         return None, True
     return None if lengths.min() < 0 else int(lengths.max()), False
@@ -599,17 +511,16 @@ def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
     The tasks agree in each step on what there is; see `GlobalBatches`.
     """
 
-    def marked(real: bool) -> Callable[..., tuple[Part, ...]]:
+    def marked(batches: tf.data.Dataset, is_real: int) -> tf.data.Dataset:
         def of_parts(*parts: Part) -> tuple[Part, ...]:
-            flag = tf.constant(int(real), tf.int64)
+            flag = tf.constant(is_real, tf.int64)
             return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
 
-        return of_parts
+        return parts_of_dataset(batches)(0, local, local).map(of_parts)
 
     one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
-    nothing = parts_of_dataset(tf.data.Dataset.from_tensors(one_row))(0, local, local)
-    parts = parts_of_dataset(dataset)(0, local, local).map(marked(True))
-    return parts.concatenate(nothing.map(marked(False)).repeat())
+    nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)
+    return marked(dataset, 1).concatenate(nothing.repeat())
 
 
 def _one_row(spec: tf.TypeSpec) -> tf.Tensor:

@@ -31,8 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import without_autotune
-from tfdist_ext.data.reading_errors import data_errors_as_raised
+from tfdist_ext.data.pipelines import data_errors_as_raised, without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks

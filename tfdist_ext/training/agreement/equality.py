@@ -32,7 +32,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import operations_of
+from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
@@ -48,6 +48,7 @@ __all__ = [
     "check_equal_versions",
     "difference_between_workers",
     "first_batch_comparison",
+    "from_each_worker",
 ]
 
 
@@ -86,7 +87,7 @@ def check_equal_across_workers(
     """Compare values by name; every worker must call.
 
     Args:
-        values: name -> what JSON holds.
+        values: name -> what JSON holds; of anything else, what it is.
         advice: what to do, for the end of the message.
 
     Raises:
@@ -102,25 +103,22 @@ def difference_between_workers(
     """The values of the first worker that has others than worker 0; every worker must call."""
     if not reduction.multi_worker:
         return None
-    text = json.dumps(values, sort_keys=True).encode()
+    text = json.dumps(_as_json(values), sort_keys=True).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
-    digests = _from_each(reduction, digest)
+    digests = from_each_worker(reduction, digest)
     different = np.flatnonzero((digests != digests[0]).any(axis=1))
     if not different.size:
         return None
-    firsts: Mapping[str, Value] | None = None
+    firsts = _from_worker(reduction, text, 0)
     for worker in different.tolist():
-        if firsts is None:
-            firsts = _from_worker(reduction, text, 0)
-        others = _from_worker(reduction, text, worker)
-        if found := _differing(firsts, others):
+        if found := _differing(firsts, _from_worker(reduction, text, worker)):
             names = reduction.task_names()
             return Difference((names[0], names[worker]), found)
     return None
 
 
-def _from_each(reduction: Reduction, value: np.ndarray) -> np.ndarray:
-    """Each worker's array of one shape, in worker order."""
+def from_each_worker(reduction: Reduction, value: np.ndarray) -> np.ndarray:
+    """Each worker's number, or array of one shape, in worker order; every worker must call."""
     table = np.zeros([reduction.workers, *value.shape], value.dtype)
     table[reduction.worker] = value
     return reduction.sum_over_workers(table)
@@ -133,8 +131,7 @@ def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Va
     words = np.zeros(-(-size // 4), np.int32)  # a dtype that every collective can sum
     words.view(np.uint8)[: len(packed)] = np.frombuffer(packed, np.uint8)
     found = reduction.sum_over_workers(words).view(np.uint8)[:size].tobytes()
-    values: dict[str, Value] = json.loads(zlib.decompress(found))
-    return values
+    return json.loads(zlib.decompress(found))
 
 
 def _differing(
@@ -173,9 +170,6 @@ def _short(value: Value) -> str:
 _RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
 
 
-_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
-
-
 def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
     """Compare what decides how many steps there are and what they do; every worker must call.
 
@@ -186,12 +180,11 @@ def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, A
     Raises:
         TrainingError: on every worker, where one's arguments are not the first worker's.
     """
-    values = {name: _as_json(value) for name, value in arguments.items()}
     advice = (
         f"give every worker the same data and the same arguments of {call}(), as one device"
         " would get: each takes its own part of every global batch."
     )
-    check_equal_across_workers(reduction, {"the call": call, **values}, advice)
+    check_equal_across_workers(reduction, {"the call": call, **arguments}, advice)
 
 
 def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
@@ -216,9 +209,7 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
             "fingerprint of the data": zlib.crc32(as_text.encode()),
         }
     advice = "every worker must be given the same ShardedDataset, at the same position."
-    check_equal_across_workers(
-        reduction, {name: _as_json(value) for name, value in values.items()}, advice
-    )
+    check_equal_across_workers(reduction, values, advice)
 
 
 def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
@@ -259,7 +250,13 @@ def first_batch_comparison(
             return
         decides = any(name in difference.values for name in _decisive(described, names))
         random = not decides and reduction.any_worker(_is_random(dataset))
-        message = _about_batch(difference)
+        message = (
+            f"the first batch differs: {difference}: each worker takes its own part of the same"
+            " global batches, so some examples would be used twice and others never. Give every"
+            " worker the same data, batch size and order (a seed for shuffle(), or the same"
+            " keras.utils.set_random_seed() on every worker before the data is made); or let each"
+            " worker read its own examples with tfd.data.from_dataset_fn()."
+        )
         if not random:
             raise TrainingError(message)
         if reduction.is_chief:
@@ -270,16 +267,6 @@ def first_batch_comparison(
             )
 
     return check
-
-
-def _about_batch(difference: Difference) -> str:
-    return (
-        f"the first batch differs: {difference}: each worker takes its own part of the same global"
-        " batches, so some examples would be used twice and others never. Give every worker the"
-        " same data, batch size and order (a seed for shuffle(), or the same"
-        " keras.utils.set_random_seed() on every worker before the data is made); or let each"
-        " worker read its own examples with tfd.data.from_dataset_fn()."
-    )
 
 
 def _described(batch: Structure, names: str) -> dict[str, Value]:
@@ -323,7 +310,7 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
         operations = operations_of(dataset)
     except (tf.errors.OpError, ValueError):  # more than fits into a message
         return True
-    return any(_RANDOM.search(name) or name in _PYTHON for name in operations)
+    return any(_RANDOM.search(name) or name in PY_FUNCTIONS for name in operations)
 
 
 def _as_json(value: object) -> Value:

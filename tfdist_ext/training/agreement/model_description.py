@@ -10,8 +10,9 @@ import re
 import types
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -44,23 +45,14 @@ _OF_KERAS = {
 }
 
 
+# What is compiled as an object, and has a config.
+_COMPILED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
+
+
 _NUMBERED = re.compile(r"_\d+$")
 
 
 _PACKAGES = ("keras.", "tensorflow.", "tfdist_ext.", "builtins")
-
-
-class ModelDescription(NamedTuple):
-    """Name -> value.
-
-    Attributes:
-        certain: must be the same for the workers to train one model.
-        attributes: plain values that the user's own code has at hand (attributes of layers, what
-            functions refer to), which may play no part.
-    """
-
-    certain: dict[str, Any]
-    attributes: dict[str, Any]
 
 
 def describe_model(model: keras.Model, *, with_code: bool) -> ModelDescription:
@@ -70,7 +62,7 @@ def describe_model(model: keras.Model, *, with_code: bool) -> ModelDescription:
     """
     layers = kp.flat_layers(model)
     names = _Names(layers)
-    found = _Found(names, with_code)
+    found = ModelDescription(names, with_code)
     found.add("the number of layers", len(layers))
     for layer in layers:
         _describe_layer(layer, names, found)
@@ -82,7 +74,7 @@ def describe_model(model: keras.Model, *, with_code: bool) -> ModelDescription:
             )
     if model.compiled:
         _describe_compiled(model, found)
-    return ModelDescription(found.values, found.attributes)
+    return found
 
 
 class _Names:
@@ -90,14 +82,13 @@ class _Names:
 
     def __init__(self, layers: Iterable[keras.Layer]):
         self._names: dict[str, str] = {}
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         for layer in layers:
             for part in (layer, *getattr(layer, "operations", ())):
                 if part.name not in self._names:
                     base = _NUMBERED.sub("", part.name)
-                    number = seen.get(base, 0)
-                    seen[base] = number + 1
-                    self._names[part.name] = f"{base}_{number}" if number else base
+                    self._names[part.name] = f"{base}_{seen[base]}" if seen[base] else base
+                    seen[base] += 1
 
     def __getitem__(self, name: str) -> str:
         return self._names.get(name, name)
@@ -106,11 +97,17 @@ class _Names:
         return "/".join(self._names.get(p, _NUMBERED.sub("", p)) for p in path.split("/"))
 
 
-class _Found:
-    """Values under names; a structure is one value for each of its leaves."""
+class ModelDescription:
+    """Name -> value; a structure is one value for each of its leaves.
+
+    Attributes:
+        certain: must be the same for the workers to train one model.
+        attributes: plain values that the user's own code has at hand (attributes of layers, what
+            functions refer to), which may play no part.
+    """
 
     def __init__(self, names: _Names, with_code: bool):
-        self.values: dict[str, Any] = {}
+        self.certain: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
         self._names = names
         self._with_code = with_code
@@ -118,52 +115,58 @@ class _Found:
     def add(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
             if "class_name" in value and "config" in value:  # a serialized object
-                self.values[name] = value["class_name"]
+                self.certain[name] = value["class_name"]
                 value = value["config"]
                 if not isinstance(value, dict):  # of a function, its name
-                    self.values[name] = self._plain(value)
+                    self.certain[name] = self._plain(value)
                     return
-                if self.values[name] == "__lambda__":
+                if self.certain[name] == "__lambda__":
                     return  # bytes, which name the file; `add_function` has its code
-                if self.values[name] == "DTypePolicy":
-                    self.values[name] = value.get("name")
+                if self.certain[name] == "DTypePolicy":
+                    self.certain[name] = value.get("name")
             if {"closure", "defaults"} <= value.keys() or value.keys() == {"value"}:
                 return  # the same in a Lambda layer, or for an activation
-            for key, part in value.items():
-                if key not in _LEFT_OUT and not str(key).endswith("_seed"):
-                    self.add(f"{key} of {name}", part)
+            self._add_settings(name, value)
         elif isinstance(value, list | tuple):
             plain = [self._plain(part) for part in value]
             if all(isinstance(part, bool | int | float | str | None) for part in value):
-                self.values[name] = plain
+                self.certain[name] = plain
                 return
-            self.values[name] = len(value)
+            self.certain[name] = len(value)
             for number, part in enumerate(value):
                 self.add(f"{name}[{number}]", part)
         elif inspect.isroutine(value) or isinstance(value, functools.partial):
             self.add_function(name, value)
         else:
-            self.values[name] = self._plain(value)
+            self.certain[name] = self._plain(value)
 
-    def add_config(self, name: str, thing: object) -> None:
+    def add_config(self, name: str, thing: Any) -> None:
         """The class of a Keras object, its config, and its code where it is the user's own."""
-        self.values[f"class of {name}"] = type(thing).__name__
+        self.certain[f"class of {name}"] = type(thing).__name__
         self.add_code_of_class(name, type(thing))
-        config = _config_of(thing)
-        for key, value in config.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of lambdas in it
+                config = dict(thing.get_config())
+        except Exception:  # user's code: without a config only variables and code are compared
+            config = {}
+        self._add_settings(name, config)
+
+    def _add_settings(self, name: str, settings: dict[str, Any]) -> None:
+        for key, value in settings.items():
             if key not in _LEFT_OUT and not str(key).endswith("_seed"):
                 self.add(f"{key} of {name}", value)
 
     def add_function(self, name: str, function: object) -> None:
-        self.values[name] = _name_of(function)
-        self.values[f"code of {name}"] = self._code(name, function)
+        self.certain[name] = _name_of(function)
+        self.certain[f"code of {name}"] = self._code(name, function)
 
     def add_code_of_class(self, name: str, kind: type) -> None:
         for base in filter(_is_own, kind.__mro__):
             named = f"{base.__name__}, class of {name}"
             codes = {key: self._code(named, value) for key, value in vars(base).items()}
             if any(codes.values()):
-                self.values[f"code of {named}"] = _digest(repr(codes))
+                self.certain[f"code of {named}"] = _digest(repr(codes))
 
     def add_attribute(self, name: str, value: object) -> None:
         """A value that may play no part, where it is a plain one."""
@@ -200,10 +203,10 @@ class _Found:
         return type(value).__name__
 
 
-def _describe_layer(layer: keras.Layer, names: _Names, found: _Found) -> None:
+def _describe_layer(layer: keras.Layer, names: _Names, found: ModelDescription) -> None:
     name = f"layer {names[layer.name]!r}"
     if kp.is_graph_of_layers(layer):  # its layers speak for themselves
-        found.values[f"class of {name}"] = type(layer).__name__
+        found.certain[f"class of {name}"] = type(layer).__name__
         found.add_code_of_class(name, type(layer))
         operations = getattr(layer, "operations", ())
         links = [[o.name, *(before.name for before in kp.inputs_from(o))] for o in operations]
@@ -213,11 +216,11 @@ def _describe_layer(layer: keras.Layer, names: _Names, found: _Found) -> None:
         found.add(f"the outputs of {name}", list(map(names.of_path, outputs)))
     else:
         found.add_config(name, layer)
-    found.values[f"trainable of {name}"] = bool(layer.trainable)
+    found.certain[f"trainable of {name}"] = bool(layer.trainable)
     if callable(vocabulary := getattr(layer, "get_vocabulary", None)):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
             words = np.asarray([str(word) for word in vocabulary()])
-            found.values[f"vocabulary of {name}"] = describe_array(words)["content"]
+            found.certain[f"vocabulary of {name}"] = describe_array(words)["content"]
     own = _is_own(type(layer))
     for key, value in vars(layer).items():
         if _is_array(value):
@@ -235,7 +238,7 @@ def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray)
 
 
-def _describe_compiled(model: keras.Model, found: _Found) -> None:
+def _describe_compiled(model: keras.Model, found: ModelDescription) -> None:
     try:
         settings = kp.compile_arguments(model)
     except (AttributeError, TypeError):  # a compile() of its own
@@ -243,23 +246,12 @@ def _describe_compiled(model: keras.Model, found: _Found) -> None:
     for key in ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics"):
         for path, leaf in keras.tree.flatten_with_path(settings.get(key)):
             name = " ".join([key, *map(str, path)])
-            if isinstance(
-                leaf, keras.losses.Loss | keras.metrics.Metric | keras.optimizers.Optimizer
-            ):
+            if isinstance(leaf, _COMPILED):
                 found.add_config(name, leaf)
             else:
                 found.add(name, leaf)
-    found.values["steps_per_execution of compile()"] = model.steps_per_execution
-    found.values["run_eagerly of compile()"] = bool(model.run_eagerly)
-
-
-def _config_of(thing: Any) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lambdas in it
-            return dict(thing.get_config())
-    except Exception:  # user's code: without a config only variables and code are compared
-        return {}
+    found.certain["steps_per_execution of compile()"] = model.steps_per_execution
+    found.certain["run_eagerly of compile()"] = bool(model.run_eagerly)
 
 
 def _python_function(function: Any) -> types.FunctionType | None:
@@ -316,21 +308,23 @@ def describe_array(array: tf.Tensor | np.ndarray) -> dict[str, Any]:
     differently. Of more than 2**18 elements it is of a sample.
     """
     array = np.asarray(array)
+    is_text = array.dtype.kind in "OSU"
     values = _sample(array.reshape(-1))
     content: dict[str, Any] = {"first": [_plain(value) for value in values[:_FEW]]}
     if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
-        numbers = np.nan_to_num(values.astype(np.float64), nan=12345.678, posinf=1e30, neginf=-1e30)
-        numbers = np.where(np.abs(numbers) < 1e30, numbers, np.sign(numbers) * 1e30)
+        numbers = np.nan_to_num(values.astype(np.float64), nan=12345.678).clip(-1e30, 1e30)
         weighted = numbers * (1 + np.arange(numbers.size) % 97 / 97)  # an order counts, too
         starts = np.arange(0, max(numbers.size, 1), max(1, -(-numbers.size // _RUNS)))
         if numbers.size:
             content["sums"] = np.add.reduceat(weighted, starts).tolist()
             content["sizes"] = np.add.reduceat(np.abs(weighted), starts).tolist()
-    elif array.dtype.kind in "OSU":
-        content["checksum"] = zlib.crc32(b"\0".join(map(_bytes, values)))
+    elif is_text:
+        texts = (value if isinstance(value, bytes) else str(value).encode() for value in values)
+        content["checksum"] = zlib.crc32(b"\0".join(texts))
     else:
         content["checksum"] = zlib.crc32(np.ascontiguousarray(values).tobytes())
-    return {"shape": list(array.shape), "dtype": _dtype(array), "content": content}
+    dtype = "string" if is_text else array.dtype.name
+    return {"shape": list(array.shape), "dtype": dtype, "content": content}
 
 
 def _sample(flat: np.ndarray) -> np.ndarray:
@@ -340,20 +334,12 @@ def _sample(flat: np.ndarray) -> np.ndarray:
     return np.concatenate([flat[start : start + _RUN] for start in starts])
 
 
-def _dtype(array: np.ndarray) -> str:
-    return "string" if array.dtype.kind in "OSU" else array.dtype.name
-
-
-def _bytes(value: object) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
-        return value[:40].decode(errors="replace")
+        value = value[:40].decode(errors="replace")
     if isinstance(value, str):
         return value[:40]
-    if np.issubdtype(type(value), np.integer) or np.issubdtype(type(value), np.bool_):
+    if isinstance(value, int | np.integer | np.bool_):
         return int(value)
     try:
         return round(float(value), 5)

@@ -28,7 +28,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.liveness import say
+from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import SingleTask
@@ -44,12 +45,6 @@ __all__ = ["Peers", "Place", "clock", "different_calls", "odd_one", "peers_of", 
 
 
 PATIENCE = 2.0  # seconds of waiting before anybody looks where the others are
-
-
-SAY_AFTER = 10.0  # seconds of waiting before it is said; then after ever longer ones
-
-
-LONGEST_PAUSE = 120.0
 
 
 LEAVE_LIMIT = 30.0  # seconds for the others to end, too
@@ -71,19 +66,17 @@ def peers_of(strategy: tf.distribute.Strategy) -> SingleTask | Peers:
     """Those with whom the workers of this strategy meet; `SingleTask` where this process is all."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return _ALONE
+        return SingleTask()
     jobs = resolver.cluster_spec().as_dict()
-    tasks = [
-        f"{job}:{index}" for job in ("chief", "worker") for index in range(len(jobs.get(job, ())))
-    ]
+    tasks = tuple(
+        (f"{job}:{index}", address)
+        for job in ("chief", "worker")
+        for index, address in enumerate(jobs.get(job, ()))
+    )
     me = f"{resolver.task_type}:{resolver.task_id}"
-    if len(tasks) < 2 or me not in tasks or not tp.has_coordination_service():
-        return _ALONE
-    addresses = [address for job in ("chief", "worker") for address in jobs.get(job, ())]
-    return _of_process(me, tuple(zip(tasks, addresses, strict=True)))
-
-
-_ALONE = SingleTask()
+    if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
+        return SingleTask()
+    return _of_process(me, tasks)
 
 
 class Peers:
@@ -140,7 +133,8 @@ class Peers:
         outer = self._here
         detail = detail or (outer.detail if outer.inside else "")
         here = Place(outer.number + 1, " > ".join(self._calls), detail, True, time.time())
-        self._check_end(here)
+        if end := self._end_before(here):
+            raise self._failed(end, here)
         self._here = here
         self._termination.deferred = True
         try:
@@ -182,11 +176,10 @@ class Peers:
             place, call=" > ".join(self._calls), detail="", inside=False, since=time.time()
         )
 
-    def _check_end(self, here: Place) -> None:
-        """Raise where it is known that a meeting cannot take place."""
+    def _end_before(self, here: Place) -> dict[str, Any] | None:
+        """Why this meeting cannot take place, where that is known."""
         end = self._end
-        if end is not None and here.number > end["completed"]:
-            raise self._failed(end, here)
+        return end if end is not None and here.number > end["completed"] else None
 
     def _failed(self, end: dict[str, Any], here: Place) -> PeerError:
         """The error for this worker, the same one each time."""
@@ -227,8 +220,8 @@ class Peers:
         deadline = time.monotonic() + 6.0
         while time.monotonic() < deadline:
             self._look(here, silent=_LOOKS)  # TensorFlow has waited for its heartbeats already
-            if self._end is not None and here.number > self._end["completed"]:
-                return self._failed(self._end, here)
+            if end := self._end_before(here):
+                return self._failed(end, here)
             time.sleep(_TICK)
         return None
 
@@ -241,8 +234,7 @@ class Peers:
         end = {"kind": kind, "task": task, "text": text, "completed": completed}
         with contextlib.suppress(tf.errors.OpError):
             if self._store_answers() and not tp.insert_value(f"{_ROOM}end", json.dumps(end)):
-                earlier = tp.get_value(f"{_ROOM}end", seconds=1.0)
-                end = json.loads(earlier) if earlier else end
+                end = _stored("end", seconds=1.0) or end
         self._end = self._end or end
 
     # The threads.
@@ -250,37 +242,34 @@ class Peers:
     def _listen(self) -> None:
         """Hear at once of an end that another worker has noticed or caused."""
         while self._end is None:
-            try:
-                text = tp.get_value(f"{_ROOM}end", seconds=60.0)
-            except tf.errors.OpError:  # the leader is gone, or busy
-                time.sleep(1.0)
-                continue
-            if text is not None:
-                self._end = self._end or json.loads(text)
+            found = _stored("end", seconds=60.0)
+            self._end = self._end or found
+            if found is None:
+                time.sleep(1.0)  # the leader is gone, or busy
         with contextlib.suppress(tf.errors.OpError):
             if self._store_answers():
                 tp.insert_value(f"{_ROOM}noted/{self._me}", "")
 
     def _watch(self) -> None:
         """Look at the meeting that this worker is in, every now and then."""
-        number, ticks, next_look, next_say, last_publish = 0, 0, 0.0, SAY_AFTER, 0.0
+        number, ticks, next_look, next_say, last_publish = 0, 0, 0.0, FIRST_AFTER, 0.0
         while True:
             self._termination.wait(_TICK)
             self._end_if_terminated()
-            here, end = self._here, self._end
+            here = self._here
             if time.monotonic() - last_publish >= 1.0:
                 self._publish()
                 last_publish = time.monotonic()
             if not here.inside:
                 continue
             if here.number != number:
-                number, ticks, next_look, next_say = here.number, 0, PATIENCE, SAY_AFTER
+                number, ticks, next_look, next_say = here.number, 0, PATIENCE, FIRST_AFTER
                 self._alarms.clear()
             ticks += 1
             # Ticks, and not the clock: a process that was stopped has not waited.
             waited = ticks * _TICK
-            if end is not None and here.number > end["completed"]:
-                self._abort(end)
+            if end := self._end_before(here):
+                self._abort(end["text"])
             elif waited >= next_look:
                 next_look = waited + 1.0
                 self._look(here)
@@ -288,10 +277,10 @@ class Peers:
                     next_say = waited + min(waited, LONGEST_PAUSE)
                     self._say_whom_it_waits_for(here, waited)
 
-    def _abort(self, end: dict[str, Any]) -> None:
+    def _abort(self, text: str) -> None:
         if not self._aborted:
             self._aborted = True
-            tp.abort_collectives(end["text"])
+            tp.abort_collectives(text)
 
     def _publish(self) -> None:
         here = self._here
@@ -310,24 +299,19 @@ class Peers:
         with self._looking:
             self._looks += 1
             self._publish()
-            self._look_for_end()
+            stored = _stored("end")
+            self._end = self._end or stored
             if self._end is None:
                 self._look_for_dead(here, silent)
             if self._end is None:
                 self._look_for_other_calls(here)
 
-    def _look_for_end(self) -> None:
-        with contextlib.suppress(tf.errors.OpError):
-            if text := tp.get_value(f"{_ROOM}end", seconds=0.1):
-                self._end = self._end or json.loads(text)
-
     def _look_for_dead(self, here: Place, silent: int) -> None:
-        # The leader first: where it is gone, others may have ended because of that.
-        for task in sorted(self._addresses, key=lambda task: task != self._leader):
+        # The leader is the first: where it is gone, others may have ended because of that.
+        for task, at in self._addresses.items():
             status = _status_of(task)
             looks = silent if status == "silent" else _LOOKS
             if status != "there" and self._alarm((task, status), here, looks):
-                at = self._addresses[task]
                 what = {
                     "gone": f"{task} is gone: nothing listens at its address {at}"
                     " (it ended, crashed or was killed, or its machine is down: see its log)",
@@ -340,17 +324,14 @@ class Peers:
                 return
 
     def _look_for_other_calls(self, here: Place) -> None:
-        places = {task: self._place_of(task) for task in self._addresses}
+        places = {task: place for task in self._addresses if (place := _place_of(task)).inside}
         for task, place in places.items():
-            if place is None or not place.inside:
-                continue
             mine = (here.call, here.detail)
             differs = place.number == here.number and (place.call, place.detail) != mine
             # It has completed the meeting in which this worker still waits, without this one.
             differs |= place.number > here.number
             if differs and self._alarm((task, place), here):
-                calls = {self._me: str(here)}
-                calls |= {t: str(p) for t, p in places.items() if p is not None and p.inside}
+                calls = {t: str(p) for t, p in {self._me: here, **places}.items()}
                 self._decide("differs", odd_one(calls), different_calls(calls), here.number - 1)
                 return
 
@@ -361,23 +342,14 @@ class Peers:
         self._alarms[what] = found, self._looks
         return found >= looks and self._here == here
 
-    def _place_of(self, task: str, seconds: float = 0.1) -> Place | None:
-        with contextlib.suppress(tf.errors.OpError):
-            if text := tp.get_value(f"{_ROOM}place/{task}", seconds=seconds):
-                return Place(**json.loads(text))
-        return None
-
     def _say_whom_it_waits_for(self, here: Place, waited: float) -> None:
         late = []
         for task in self._addresses:
-            place = self._place_of(task)
-            if place is not None and place.number == here.number and place.inside:
-                continue
-            at = f", since {clock(place.since)} in {place}" if place is not None else ""
-            silent = (
-                ", which does not answer: is it stopped?" if _status_of(task) != "there" else ""
-            )
-            late.append(f"{task}{silent or at}")
+            place = _place_of(task)
+            if not (place.inside and place.number == here.number):
+                silent = _status_of(task) != "there"
+                why = ", which does not answer: is it stopped?" if silent else place.since_when()
+                late.append(f"{task}{why}")
         if late:
             more = f" and {len(late) - 5} others" if len(late) > 5 else ""
             say(f"{self._me}: waiting in {here} for {waited:.0f} s for {'; '.join(late[:5])}{more}")
@@ -390,7 +362,7 @@ class Peers:
         waited = time.monotonic() - received
         if waited >= PATIENCE and self._here.inside and not self._aborted:
             self._decide(*self._parting())
-            self._abort({"text": f"{self._me} got SIGTERM"})
+            self._abort(f"{self._me} got SIGTERM")
         if waited >= 2 * PATIENCE and self._here.inside:  # it compiles, perhaps
             sys.stdout.flush()
             sys.stderr.flush()
@@ -429,34 +401,43 @@ class Peers:
         with contextlib.suppress(tf.errors.OpError):
             tp.insert_value(f"{_ROOM}left/{self._me}", "failed" if failed else "left")
             if not failed:
-                self._wait_for("left", LEAVE_LIMIT, until=self._others_have_failed)
+                self._wait_for("left", LEAVE_LIMIT)
             elif self._me == self._leader:
-                self._wait_for("noted", PATIENCE, until=lambda: False)
+                self._wait_for("noted", PATIENCE)
 
-    def _others_have_failed(self) -> bool:
-        return self._end is not None and self._end["kind"] != "left"
-
-    def _wait_for(self, key: str, limit: float, *, until: Callable[[], bool]) -> None:
+    def _wait_for(self, key: str, limit: float) -> None:
         started, said = time.monotonic(), False
         for task in self._addresses:
-            while not tp.get_value(f"{_ROOM}{key}/{task}", seconds=_TICK) is not None:
+            while tp.get_value(f"{_ROOM}{key}/{task}", seconds=_TICK) is None:
                 waited = time.monotonic() - started
-                if waited > limit or until() or _status_of(task) == "gone":
+                if waited > limit or _status_of(task) == "gone":
                     break
+                if key == "left" and self._end is not None and self._end["kind"] != "left":
+                    break  # another one has failed
                 if key == "left" and waited > limit / 6 and not said:
                     said = True
-                    place = self._place_of(task)
-                    where = "" if place is None else f", since {clock(place.since)} in {place}"
+                    where = _place_of(task).since_when()
                     say(
                         f"{self._me}: done; waiting for {task} to end{where}, for at most"
                         f" {limit:g} s"
                     )
 
 
-@functools.cache
-def _of_process(me: str, tasks: tuple[tuple[str, str], ...]) -> Peers:
-    """One for this process, as the store of its cluster is."""
-    return Peers(me, tasks)
+# One for this process, as the store of its cluster is.
+_of_process = functools.cache(Peers)
+
+
+def _stored(key: str, seconds: float = 0.1) -> Any:
+    """A JSON value of the store; None where there is none, or the store does not answer."""
+    with contextlib.suppress(tf.errors.OpError):
+        if text := tp.get_value(f"{_ROOM}{key}", seconds=seconds):
+            return json.loads(text)
+    return None
+
+
+def _place_of(task: str) -> Place:
+    """Where another task is, as far as it has told."""
+    return Place(**(_stored(f"place/{task}") or {}))
 
 
 def _status_of(task: str) -> str:
@@ -473,7 +454,7 @@ class Place:
         call: the public calls that it is in, the outermost first: "fit", "fit > evaluate".
         detail: what the meeting is for.
         inside: it is in the meeting, and not between two.
-        since: seconds since 1970.
+        since: seconds since 1970; 0 where that is not known.
     """
 
     number: int = 0
@@ -488,6 +469,10 @@ class Place:
         if self.inside or not place:
             return place or "its own code"
         return f"its own code, inside {place}"
+
+    def since_when(self) -> str:
+        """For what is said of the task; "" where it has not told."""
+        return f", since {clock(self.since)} in {self}" if self.since else ""
 
 
 def summary(error: BaseException) -> str:
@@ -504,10 +489,8 @@ def clock(seconds: float) -> str:
 
 
 def _by_call(calls: dict[str, str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for task in sorted(calls):
-        groups.setdefault(calls[task], []).append(task)
-    return groups
+    tasks = sorted(calls)
+    return {calls[task]: [t for t in tasks if calls[t] == calls[task]] for task in tasks}
 
 
 def odd_one(calls: dict[str, str]) -> str:

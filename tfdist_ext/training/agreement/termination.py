@@ -71,5 +71,4 @@ class Termination:
             raise SystemExit(STATUS)
 
     def _note(self) -> None:
-        if self.received is None:
-            self.received = time.monotonic()
+        self.received = self.received or time.monotonic()

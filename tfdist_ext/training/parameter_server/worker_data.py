@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.pipelines import find_py_functions_in_graph, without_autotune
+from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_in, without_autotune
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.parameter_server.calls import Calls, on_worker
@@ -260,7 +260,7 @@ def why_function_not_remote(make: Callable[[], tf.data.Dataset]) -> str:
     traced = _traced(make)
     if tf.variant in _captured_dtypes(traced):
         return "its data set is made outside of the function; make it inside"
-    if find_py_functions_in_graph(traced.graph.as_graph_def()):
+    if operations_in(traced.graph.as_graph_def()) & PY_FUNCTIONS:
         return "it calls Python (from_generator, py_function, numpy_function)"
     return ""
 
