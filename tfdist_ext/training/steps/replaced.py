@@ -153,9 +153,10 @@ def step_targets() -> list[Target]:
     """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
     found = []
     for replaced in kp.REPLACED:
-        owner = kp.find(replaced.module, replaced.owner)
-        if owner is not None and hasattr(owner, replaced.name):
-            found.append(Target(replaced.key, owner, replaced.name))
+        with contextlib.suppress(ImportError, AttributeError):
+            owner, name = replaced.place()
+            if hasattr(owner, name):
+                found.append(Target(replaced.key, owner, name))
     return found
 
 
