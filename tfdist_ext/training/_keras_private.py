@@ -224,8 +224,7 @@ REPLACED = (
 
 def loss_ids(layer: keras.Layer) -> set[int]:
     """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
-    ids: set[int] = NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
-    return ids
+    return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
 
 
 def raw_value(variable: keras.Variable) -> tf.Variable:  # None before it is initialized
@@ -258,8 +257,7 @@ def batches_of(adapter: object) -> Iterator[Structure]:
 
     Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
     """
-    batches: Iterator[Structure] = NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
-    return batches
+    return NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
 
 
 def take(parts: Structure, indices: tf.Tensor) -> Structure:
@@ -362,8 +360,7 @@ def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
 
 def restored_epoch(model: keras.Model) -> int | None:
     """The epoch that BackupAndRestore found; it tells Keras's own fit in this private way."""
-    epoch: int | None = NAMES.of(model, "_initial_epoch", "BackupAndRestore")
-    return epoch
+    return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
 
 
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
@@ -447,9 +444,7 @@ def stateless_scope() -> keras.StatelessScope | None:
 
     Private because Keras does not tell which one is open.
     """
-    found = NAMES("backend.common.stateless_scope.get_stateless_scope")()
-    scope: keras.StatelessScope | None = found
-    return scope
+    return NAMES("backend.common.stateless_scope.get_stateless_scope")()
 
 
 def step_variables(

@@ -38,7 +38,7 @@ from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.termination import STATUS, Termination
-from tfdist_ext.training.protocols import SingleTask
+from tfdist_ext.training.protocols import TaskStatus
 
 __all__ = ["Peers", "Place", "clock", "different_calls", "odd_one", "peers_of", "summary"]
 
@@ -67,8 +67,8 @@ _SILENT_LOOKS = 15  # of one or two seconds; a machine that swaps may be silent 
 _ROOM = "tfdist_ext/"
 
 
-def peers_of(strategy: tf.distribute.Strategy) -> SingleTask | Peers:
-    """Those with whom the workers of this strategy meet; `SingleTask` where this process is all."""
+def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
+    """Those with whom the workers of this strategy meet; nobody where this process is all."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return _ALONE
@@ -83,10 +83,10 @@ def peers_of(strategy: tf.distribute.Strategy) -> SingleTask | Peers:
     return _of_process(me, tuple(zip(tasks, addresses, strict=True)))
 
 
-_ALONE = SingleTask()
+_ALONE = TaskStatus()
 
 
-class Peers:
+class Peers(TaskStatus):
     """The other workers of the cluster, from the first model that is distributed until the exit.
 
     Args:
