@@ -46,8 +46,8 @@ def test_names_in_modules(names: PrivateNames) -> None:
 
 @pytest.mark.parametrize("replaced", kp.REPLACED, ids=str)
 def test_what_is_replaced_in_steps_is_there(replaced: kp.Replaced) -> None:
-    owner = kp.find(replaced.module, replaced.owner)
-    assert hasattr(owner, replaced.name), f"Keras {keras.__version__} moved {replaced}"
+    owner, name = replaced.place()
+    assert hasattr(owner, name), f"Keras {keras.__version__} moved {replaced}"
 
 
 @pytest.mark.parametrize(

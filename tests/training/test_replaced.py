@@ -23,8 +23,9 @@ from training_cases import X, Y, classifier, mirrored, strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import TESTED
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import model
-from tfdist_ext.training._keras_private import REPLACED, Replaced, find
+from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.replaced import (
@@ -44,10 +45,7 @@ FIT = {"batch_size": 16, "verbose": 0}
 
 def in_place() -> dict[str, Any]:
     """What is found under the name of each replaced function, and of the trainer's methods."""
-    found = {
-        str(replaced): inspect.getattr_static(find(replaced.module, replaced.owner), replaced.name)
-        for replaced in REPLACED
-    }
+    found = {str(each): inspect.getattr_static(*each.place()) for each in REPLACED}
     return {**found, **{name: vars(keras.Model).get(name) for name in TRAINER_METHODS}}
 
 
@@ -407,8 +405,8 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
 ) -> None:
     """A model without a synchronized BatchNormalization trains without what that needs."""
     moved = [
-        Replaced("moments", "keras.src.backend.tensorflow.moved", "", "moments_sync", "sums"),
-        Replaced("moments_of_layer", "keras", "layers.BatchNormalization", "_moved", "sums"),
+        Replaced("moments", "keras.src.backend.tensorflow.moved:moments_sync", "sums"),
+        Replaced("moments_of_layer", "keras:layers.BatchNormalization._moved", "sums"),
         *(replaced for replaced in REPLACED if not replaced.key.startswith("moments")),
     ]
     monkeypatch.setattr("tfdist_ext.training._keras_private.REPLACED", tuple(moved))
@@ -423,7 +421,7 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
 
 def test_lookups_past_take() -> None:
     model = keras.Sequential([keras.Input((), dtype="int32"), keras.layers.Embedding(9, 2)])
-    table = {id(model.layers[0].embeddings)}
+    table = {id(kp.raw_value(model.layers[0].embeddings))}
     check_lookups(model, StepRecord({"take"}, read_whole=table))
     check_lookups(model, StepRecord(set()))
     with pytest.raises(tfd.TfDistError, match=r"must call keras\S+\.take"):

@@ -8,7 +8,7 @@ name and the reason when a release moves one.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +34,6 @@ __all__ = [
     "call_symbolically",
     "compile_arguments",
     "distribution_strategy_of",
-    "find",
     "flat_layers",
     "get_data_adapter",
     "global_seed_generator",
@@ -116,152 +115,116 @@ class Replaced(NamedTuple):
 
     Attributes:
         key: what a step knows it by; several functions may do the same job.
-        module: its module.
-        owner: the class in the module, as "losses.Loss"; "" for a function of the module itself.
-        name: its name there.
+        path: its module, and its name there, as "keras:losses.Loss.__call__".
         why: what it does in a step, and why there is no other way in.
     """
 
     key: str
-    module: str
-    owner: str
-    name: str
+    path: str
     why: str
 
     def __str__(self) -> str:
-        return ".".join(filter(None, (self.module, self.owner, self.name)))
+        return self.path.replace(":", ".")
+
+    def place(self) -> tuple[type | types.ModuleType, str]:
+        """(the class or module that holds it, its name there).
+
+        Raises:
+            ImportError, AttributeError: this release has no such module or class.
+        """
+        module, _, names = self.path.partition(":")
+        owner, _, name = names.rpartition(".")
+        return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
 REPLACED = (
     Replaced(
         "apply",
-        "keras",
-        "optimizers.Optimizer",
-        "apply",
+        "keras:optimizers.Optimizer.apply",
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
     ),
     Replaced(
         "apply",
-        "keras",
-        "optimizers.LossScaleOptimizer",
-        "apply",
+        "keras:optimizers.LossScaleOptimizer.apply",
         "the same: it looks for overflow before it calls the optimizer inside of it",
     ),
     Replaced(
         "apply_gradients",
-        "keras",
-        "optimizers.Optimizer",
-        "apply_gradients",
+        "keras:optimizers.Optimizer.apply_gradients",
         "the same: an optimizer object may have an `apply` of its own, which it calls",
     ),
     Replaced(
         "gradient",
-        "tensorflow",
-        "GradientTape",
-        "gradient",
+        "tensorflow:GradientTape.gradient",
         "gradients of variables are those of the global batch. All losses pass here, and here"
         " alone is it known that nothing reduces a loss of many numbers any more",
     ),
     Replaced(
         "loss",
-        "keras",
-        "losses.Loss",
-        "__call__",
+        "keras:losses.Loss.__call__",
         "Dice and Tversky are ratios of sums over the global batch",
     ),
     Replaced(
         "reduce_loss",
-        "keras.src.losses.loss",
-        "",
-        "reduce_weighted_values",
+        "keras.src.losses.loss:reduce_weighted_values",
         "a loss over a part counts with the part's share of what the whole sums or divides by."
         " The public `Loss.__call__` tells neither the mask nor the divisor",
     ),
     Replaced(
         "added_loss",
-        "keras",
-        "Model",
-        "_aggregate_additional_loss",
+        "keras:Model._aggregate_additional_loss",
         "Keras sums what a layer gives to add_loss. A sum over a part's rows is no mean",
     ),
     Replaced(
         "clear_losses",
-        "keras",
-        "Layer",
-        "_clear_losses",
+        "keras:Layer._clear_losses",
         "all replicas share a layer, which remembers the losses of its last call: those of another"
         " replica must not be forgotten",
     ),
     Replaced(
         "update_mean",
-        "keras",
-        "metrics.Mean",
-        "update_state",
+        "keras:metrics.Mean.update_state",
         "a single number is the mean over a part, and counts with the part's share",
     ),
     Replaced(
         "moments",
-        "keras.src.backend.tensorflow.nn",
-        "",
-        "_compute_moments_sync",
+        "keras.src.backend.tensorflow.nn:_compute_moments_sync",
         "statistics over all replicas. Keras's own have a gradient that does not weigh the"
         " replicas, and count a part of 0 rows",
     ),
     Replaced(
         "moments_of_layer",
-        "keras",
-        "layers.BatchNormalization",
-        "_moments",
+        "keras:layers.BatchNormalization._moments",
         "the same with a mask, where Keras forgets `synchronized`",
     ),
     Replaced(
         "replicas",
-        "tensorflow",
-        "distribute.Strategy",
-        "num_replicas_in_sync",
+        "tensorflow:distribute.Strategy.num_replicas_in_sync",
         "is 1 in a step: Keras and users divide a mean loss by it, and the shares do that",
     ),
     Replaced(
         "take",
-        "keras.src.backend.tensorflow.numpy",
-        "",
-        "take",
+        "keras.src.backend.tensorflow.numpy:take",
         "rows of a table that replicas share, or that is in shards, are gathered where they are."
         " Keras makes a tensor of the whole table first",
     ),
     Replaced(
         "variable_key",
-        "keras",
-        "optimizers.Optimizer",
-        "_var_key",
+        "keras:optimizers.Optimizer._var_key",
         "finds the slots of a shard, which are those of its variable",
     ),
     Replaced(
         "collective_key",
-        "tensorflow.python.distribute.cross_device_utils",
-        "CollectiveReplicaLauncher",
-        "_next_instance_key",
+        "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
         "each turn of a loop in the graph has collectives of its own: what is gathered may have"
         " another size in the last one",
     ),
 )
 
 
-def find(module: str, owner: str) -> type | types.ModuleType | None:
-    """A module, or a class in it; None where this release has none."""
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return None
-    for name in filter(None, owner.split(".")):
-        found = getattr(found, name, None)
-    return found
-
-
 def loss_ids(layer: keras.Layer) -> set[int]:
     """The ids of the losses that a layer gave to add_loss. Private: Keras keeps them to itself."""
-    ids: set[int] = NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
-    return ids
+    return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
 
 
 def raw_value(variable: keras.Variable) -> tf.Variable:  # None before it is initialized
@@ -294,8 +257,7 @@ def batches_of(adapter: object) -> Iterator[Structure]:
 
     Private because its public iterators turn batches into NumPy arrays, or go round by themselves.
     """
-    batches: Iterator[Structure] = NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
-    return batches
+    return NAMES.of(adapter, "_get_iterator", "a PyDataset as data")()
 
 
 def take(parts: Structure, indices: tf.Tensor) -> Structure:
@@ -398,8 +360,7 @@ def metrics_in_order(model: keras.Model, logs: Logs) -> list[float]:
 
 def restored_epoch(model: keras.Model) -> int | None:
     """The epoch that BackupAndRestore found; it tells Keras's own fit in this private way."""
-    epoch: int | None = NAMES.of(model, "_initial_epoch", "BackupAndRestore")
-    return epoch
+    return NAMES.of(model, "_initial_epoch", "BackupAndRestore")
 
 
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
@@ -483,9 +444,7 @@ def stateless_scope() -> keras.StatelessScope | None:
 
     Private because Keras does not tell which one is open.
     """
-    found = NAMES("backend.common.stateless_scope.get_stateless_scope")()
-    scope: keras.StatelessScope | None = found
-    return scope
+    return NAMES("backend.common.stateless_scope.get_stateless_scope")()
 
 
 def step_variables(

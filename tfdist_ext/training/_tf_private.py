@@ -128,8 +128,7 @@ def is_recording() -> bool:
 
     Private because a tape knows of itself alone.
     """
-    recording: bool = NAMES("eager.record.could_possibly_record")()
-    return recording
+    return NAMES("eager.record.could_possibly_record")()
 
 
 @functools.cache

@@ -17,12 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFunction, StepProgram
-from tfdist_ext.training.steps.logs import (
-    DerivedLogs,
-    MetricVersions,
-    has_own_outputs,
-    mixed_warning,
-)
+from tfdist_ext.training.steps.logs import DerivedLogs, MetricVersions, has_own_outputs
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import check_built
 
@@ -36,8 +31,7 @@ def step_of(model: keras.Model, kind: str) -> StepFunction:
     """The model's "train", "test" or "predict" step."""
     step = getattr(model, f"{kind}_step")
     # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
-    function: StepFunction = getattr(step, "python_function", step)
-    return function
+    return getattr(step, "python_function", step)
 
 
 class EngineBase(ABC, Generic[_Reduction]):
@@ -111,5 +105,13 @@ class ProgramBase:
         new = [name for name in self._derived.mixed if name not in self._mixed]
         self._mixed.update(new)
         if new and warns:
-            warnings.warn(mixed_warning(self._model, self._kind, new), stacklevel=3)
+            warnings.warn(
+                f"{type(self._model).__name__}.{self._kind}_step returns"
+                f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
+                " of single examples, or from a variable in a tf.function of its own. It is the"
+                " value of the replicas' own rows. Reduce the numbers to one, or return them and"
+                " the metric's result under keys of their own, to log the values over all"
+                " examples.",
+                stacklevel=3,
+            )
         return self._derived

@@ -12,21 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from keras.callbacks import Callback, CallbackList
 
 __all__ = [
     "BatchIterator",
@@ -39,7 +31,6 @@ __all__ = [
     "NullStepTimer",
     "PredictProgram",
     "Reduction",
-    "SingleTask",
     "Specs",
     "StepFunction",
     "StepListener",
@@ -72,12 +63,7 @@ Logs: TypeAlias = dict[str, float | np.ndarray]
 
 
 # What Keras's fit, evaluate and predict take as callbacks.
-Callbacks: TypeAlias = (
-    keras.callbacks.Callback
-    | keras.callbacks.CallbackList
-    | Sequence[keras.callbacks.Callback]
-    | None
-)
+Callbacks: TypeAlias = Callback | CallbackList | Sequence[Callback] | None
 
 
 # A step method of a model: a batch (the part of the replica that runs) -> what Keras's has
@@ -85,7 +71,8 @@ Callbacks: TypeAlias = (
 StepFunction = Callable[[Structure], Structure]
 
 
-class Execution(NamedTuple):
+@dataclass(frozen=True)
+class Execution:
     """What comes back from an execution of several steps.
 
     Attributes:
@@ -184,16 +171,18 @@ class BatchSource(Protocol):
         """A pass is over."""
 
 
-class TaskStatus(Protocol):
+class TaskStatus:
     """Whether other tasks are alive and in the same place; in a single task it does nothing."""
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Scope of a public call."""
+        return contextlib.nullcontext()
 
-    def meeting(self, where: str = "") -> AbstractContextManager[None]:
+    def meeting(self, detail: str = "") -> AbstractContextManager[None]:
         """Scope in which this task waits for the others."""
+        return contextlib.nullcontext()
 
-    def reached(self, where: str) -> None:
+    def reached(self, place: str) -> None:
         """This task has come so far."""
 
 
@@ -286,19 +275,6 @@ class Engine(Protocol):
 
 _Value = TypeVar("_Value")
 _Answer = TypeVar("_Answer")
-
-
-class SingleTask:
-    """The `TaskStatus` of a task that has no others."""
-
-    def call(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def meeting(self, where: str = "") -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def reached(self, where: str) -> None:
-        pass
 
 
 class NullStepTimer:

@@ -39,7 +39,7 @@ from tfdist_ext.strategies.liveness import say
 from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.termination import STATUS, Termination
-from tfdist_ext.training.protocols import SingleTask
+from tfdist_ext.training.protocols import TaskStatus
 
 __all__ = ["Peers", "Place", "clock", "different_calls", "odd_one", "peers_of", "summary"]
 
@@ -62,11 +62,11 @@ _SILENT_LOOKS = 15  # of one or two seconds; a machine that swaps may be silent 
 _ROOM = "tfdist_ext/"
 
 
-def peers_of(strategy: tf.distribute.Strategy) -> SingleTask | Peers:
-    """Those with whom the workers of this strategy meet; `SingleTask` where this process is all."""
+def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
+    """Those with whom the workers of this strategy meet; nobody where this process is all."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return SingleTask()
+        return _ALONE
     jobs = resolver.cluster_spec().as_dict()
     tasks = tuple(
         (f"{job}:{index}", address)
@@ -75,11 +75,14 @@ def peers_of(strategy: tf.distribute.Strategy) -> SingleTask | Peers:
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
-        return SingleTask()
+        return _ALONE
     return _of_process(me, tasks)
 
 
-class Peers:
+_ALONE = TaskStatus()
+
+
+class Peers(TaskStatus):
     """The other workers of the cluster, from the first model that is distributed until the exit.
 
     Args:

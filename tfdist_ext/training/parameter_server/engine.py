@@ -32,7 +32,7 @@ from tfdist_ext.training.parameter_server.worker_data import (
     why_not_remote,
 )
 from tfdist_ext.training.programs import EngineBase, step_of
-from tfdist_ext.training.protocols import BatchSource, NullStepTimer, SingleTask
+from tfdist_ext.training.protocols import BatchSource, NullStepTimer, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = ["CoordinatorReduction", "ParameterServerEngine"]
@@ -46,7 +46,7 @@ class CoordinatorReduction:
     replicas = local_replicas = 1  # of global batches, which are read here as they are
     first_replica = worker = 0
     workers = 1
-    peers = SingleTask()
+    peers = TaskStatus()
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return self.peers.call(name)

@@ -223,7 +223,7 @@ class ParameterServerProgram(ProgramBase):
         with updates_on_servers(scope, self._model) as called:
             returned = self._step(batch)
             logs = own_outputs(self._model, returned) if self._own_outputs else {}
-        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole(self._model)))
+        check_lookups(self._model, StepRecord(called, read_whole=scope.read_whole()))
         outputs = self._carried(logs, scope) if self._own_outputs else {}
         scope.write_watched()
         self._counted = scope.counted

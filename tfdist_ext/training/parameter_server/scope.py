@@ -164,11 +164,9 @@ class WorkerScope(keras.StatelessScope):
 
         return {"take": functools.partial(taken_by, self.rows), "variable_key": key}
 
-    def read_whole(self, model: keras.Model) -> set[int]:
-        """Ids of the model's variables that the step has read as one tensor."""
-        raws = {id(kp.raw_value(variable)): variable for variable in model.variables}
-        read = [key for key, each in self._reads.items() if each.read_whole]
-        return {id(raws[key]) for key in read if key in raws}  # not those of optimizers
+    def read_whole(self) -> set[int]:
+        """Ids of the raw values in shards that the step has read as one tensor."""
+        return {raw for raw, read in self._reads.items() if read.read_whole}
 
     def owner_of(self, value: tf.Variable | tf.Tensor) -> tf.Variable | tf.Tensor:
         """The raw value that a piece, or a tensor read from the pieces, belongs to."""

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import keras
@@ -56,6 +57,7 @@ _Answer = TypeVar("_Answer")
 _here = threading.local()  # TensorFlow runs each replica in a thread of its own
 
 
+@dataclass(eq=False)
 class StepContext:
     """The rows that the running replica holds, as a part of the global batch.
 
@@ -80,41 +82,34 @@ class StepContext:
         synchronized_moments: how many statistics were taken over all replicas.
     """
 
-    def __init__(
-        self,
-        rows: tf.Tensor,
-        of: tf.Tensor,
-        replicas: int,
-        local_replicas: int,
-        batch: Structure,
-        keras_step: bool = False,
-        turn: tf.Tensor | None = None,
-        timer: ReplicaTimer | None = None,
-    ):
-        self.replicas = replicas
-        self.local_replicas = local_replicas
-        self._rows = tf.cast(rows, tf.int64)
-        self._batch = [leaf for leaf in tf.nest.flatten(batch) if tf.is_symbolic_tensor(leaf)]
-        self._gathered: list[tf.Tensor] = []  # results of all_rows
-        self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
-        self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
-        leaves = tf.nest.flatten(batch)
-        self._size = next(leaf.shape[0] for leaf in leaves if leaf is not None)
-        self._batch_fraction = tf.cast(rows, tf.float64) / tf.cast(of, tf.float64)
-        self._graph = current_graph()
-        self.keras_step = keras_step
+    rows: tf.Tensor
+    of: tf.Tensor
+    replicas: int
+    local_replicas: int
+    batch: Structure
+    keras_step: bool = False
+    turn: tf.Tensor | None = None
+    timer: ReplicaTimer | None = None
+
+    def __post_init__(self) -> None:
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
         self.called: set[str] = set()
         self.gradients_are_weighted = False
         self.computes_gradients = False
         self.reduced_losses = 0
         self.synchronized_moments = 0
-        self._turn = turn
-        self.timer = timer
-        self.dependence = BatchDependence(batch, self._size)
-        self._own_gradients: dict[
-            int, tuple[Gradient, Gradient]
-        ] = {}  # id of a sum -> sum, own part of it
+        self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(self.of, tf.float64)
+        self.rows = tf.cast(self.rows, tf.int64)
+        leaves = [leaf for leaf in tf.nest.flatten(self.batch) if leaf is not None]
+        self._batch = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
+        self._size = leaves[0].shape[0]
+        self._gathered: list[tf.Tensor] = []  # results of all_rows
+        self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
+        self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
+        self._graph = current_graph()
+        self.dependence = BatchDependence(self.batch, self._size)
+        # Id of a sum -> the sum, this part's own share in it.
+        self._own_gradients: dict[int, tuple[Gradient, Gradient]] = {}
 
     def batch_fraction(self, dtype: tf.DType | str) -> tf.Tensor:
         """Rows over the rows of the global batch."""
@@ -122,11 +117,11 @@ class StepContext:
 
     def is_nonempty(self, dtype: tf.DType | str) -> tf.Tensor:
         """1, or 0 where this replica has no row of its own."""
-        return tf.cast(self._rows > 0, dtype)
+        return tf.cast(self.rows > 0, dtype)
 
-    def where_nonempty(self, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+    def where_nonempty(self, value: tf.Tensor, otherwise: tf.Tensor | float) -> tf.Tensor:
         """`value`, or `otherwise` where this replica has no row of its own."""
-        return tf.where(self._rows > 0, value, otherwise)
+        return tf.where(self.rows > 0, value, otherwise)
 
     def has_rows(self, value: tf.Tensor) -> bool:
         """Whether a floating tensor has numbers for each row of the part.
@@ -154,7 +149,7 @@ class StepContext:
                 return False
             trace = self.trace([value])
             return trace is not None and not trace.is_of_part(trace.targets[0])
-        of_all, of_part = int(self._place()[1]), max(int(self._rows), 1)
+        of_all, of_part = int(self._place()[1]), max(int(self.rows), 1)
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
     def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
@@ -194,13 +189,9 @@ class StepContext:
     def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
         """Warn if a loss compares this part's rows with each other."""
         tensors = [target for target in targets if tf.is_symbolic_tensor(target)]
-        if not tensors or not self._is_traced_first():
-            return
-        if not may_compare_rows(tensors, self._batch):
-            return
-        trace = self.trace(tensors)
-        op = None if trace is None else trace.compares_rows()
-        if op is not None:
+        first = bool(tensors) and self._is_traced_first()
+        trace = self.trace(tensors) if first and may_compare_rows(tensors, self._batch) else None
+        if trace is not None and (op := trace.compares_rows()) is not None:
             warnings.warn(
                 "the loss compares rows of the batch with each other (in-batch negatives:"
                 f" {op.type} {op.name.split('/', 1)[1]!r}). On {self.replicas} replicas each"
@@ -215,19 +206,11 @@ class StepContext:
         sizes = _sizes(value)
         if self._size is None or not sizes or self.has_rows(value) or self.has_all_rows(value):
             return False
-        first = sizes[0]
-        return first is not None and first > 0 and first % self._size == 0
+        return bool(sizes[0]) and sizes[0] % self._size == 0
 
     def weighted(self, values: Sequence[Gradient]) -> list[Gradient]:
         """Dense values or slices times the share; a part of 0 rows gives 0, never NaN."""
-        if self.replicas == 1:
-            return list(values)
-        return [
-            tf.IndexedSlices(self._times_share(value.values), value.indices, value.dense_shape)
-            if isinstance(value, tf.IndexedSlices)
-            else self._times_share(value)
-            for value in values
-        ]
+        return list(values) if self.replicas == 1 else list(map(self._times_share, values))
 
     def contribution(self, value: tf.Tensor) -> tf.Tensor:
         """What this replica adds to the mean over all rows; what is no float stays as it is."""
@@ -273,7 +256,7 @@ class StepContext:
         kinds = [_kind_of_sum(value) for value in values]
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
-            varies = kind != "dense" and self._turn is not None
+            varies = kind != "dense" and self.turn is not None
             scope = self._keys_of_turn if varies else contextlib.nullcontext
             mine = [values[place] for place in places], [what[place] for place in places]
             totals = sum_over_replicas(tf.distribute.ReduceOp.SUM, *mine, scope)
@@ -290,7 +273,7 @@ class StepContext:
         last batch is smaller.
         """
 
-        shift = 0 if self._turn is None else self._turn * _COLLECTIVES
+        shift = 0 if self.turn is None else self.turn * _COLLECTIVES
 
         def key(original: Callable[[object], int], launcher: object) -> int | tf.Tensor:
             return original(launcher) + shift
@@ -372,13 +355,12 @@ class StepContext:
                 upstream = tuple(tf.convert_to_tensor(value) for value in upstream)
                 if self.computes_gradients and self.gradients_are_weighted:
                     # Of a part without rows it may be NaN, and would be so on all replicas.
-                    mine = [tf.where(self._rows > 0, value, 0) for value in upstream]
+                    mine = [self.where_nonempty(value, 0) for value in upstream]
                     return sum_up(mine)
                 reduced = sum_up(self.weighted(upstream))
-                shares = [self.batch_fraction(value.dtype) for value in reduced]
                 return [
-                    tf.math.divide_no_nan(value, share)
-                    for value, share in zip(reduced, shares, strict=True)
+                    tf.math.divide_no_nan(value, self.batch_fraction(value.dtype))
+                    for value in reduced
                 ]
 
             return sum_up([tf.identity(value) for value in parts]), gradient
@@ -397,12 +379,12 @@ class StepContext:
         padded = []
         for tensor in tensors:
             check = tf.debugging.assert_equal(
-                tf.shape(tensor, tf.int64)[0], tf.maximum(self._rows, 1), message=_NOT_THE_ROWS
+                tf.shape(tensor, tf.int64)[0], tf.maximum(self.rows, 1), message=_NOT_THE_ROWS
             )
             with tf.control_dependencies([] if check is None else [check]):
-                mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: self._rows]
+                mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: self.rows]
             others = [[0, 0]] * (tensor.shape.rank - 1)
-            padded.append(tf.pad(mine, [[before, count - before - self._rows], *others]))
+            padded.append(tf.pad(mine, [[before, count - before - self.rows], *others]))
         sums = self._totals(padded)
         gathered = []
         for tensor, total in zip(tensors, sums, strict=True):
@@ -425,7 +407,7 @@ class StepContext:
         if self._offset is None:
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             numbers = tf.range(self.replicas)
-            mine = tf.where(numbers == number, self._rows, 0)
+            mine = tf.where(numbers == number, self.rows, 0)
             (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])
             before = tf.reduce_sum(tf.where(numbers < number, counts, 0))
             self._offset = before, tf.reduce_sum(counts)
@@ -441,7 +423,10 @@ class StepContext:
                 " train_step or call; the step is compiled as a whole already."
             )
 
-    def _times_share(self, value: tf.Tensor) -> tf.Tensor:
+    def _times_share(self, value: Gradient) -> Gradient:
+        if isinstance(value, tf.IndexedSlices):
+            values = self._times_share(value.values)
+            return tf.IndexedSlices(values, value.indices, value.dense_shape)
         value = tf.convert_to_tensor(value)
         return tf.math.multiply_no_nan(value, self.batch_fraction(value.dtype))
 
@@ -557,7 +542,5 @@ def all_rows(x: Any) -> Any:
     if here is None or here.replicas == 1:
         return x
     values = tf.nest.flatten(x)
-    given = [number for number, value in enumerate(values) if value is not None]
-    for number, rows in zip(given, here.all_rows([values[n] for n in given]), strict=True):
-        values[number] = rows
-    return tf.nest.pack_sequence_as(x, values)
+    rows = iter(here.all_rows([value for value in values if value is not None]))
+    return tf.nest.pack_sequence_as(x, [None if value is None else next(rows) for value in values])

@@ -56,15 +56,7 @@ from tfdist_ext.training.variables import (
     with_inner_optimizers,
 )
 
-__all__ = [
-    "added_loss",
-    "clear_losses",
-    "gradient",
-    "loss_of_batch",
-    "own_applies",
-    "reduce_loss",
-    "substitutes_of",
-]
+__all__ = ["own_applies", "substitutes_of"]
 
 
 # Mean and variance of each channel.
@@ -82,11 +74,11 @@ def substitutes_of(
     functions: dict[str, Callable[..., Any]] = {
         "apply": _apply,
         "apply_gradients": _apply_gradients,
-        "reduce_loss": reduce_loss,
-        "loss": loss_of_batch,
-        "clear_losses": clear_losses,
-        "added_loss": added_loss,
-        "gradient": gradient,
+        "reduce_loss": _reduce_loss,
+        "loss": _loss_of_batch,
+        "clear_losses": _clear_losses,
+        "added_loss": _added_loss,
+        "gradient": _gradient,
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
@@ -209,7 +201,8 @@ def _with_sums(
         )[0]
     what = [reduced_for("gradient", variables[i]) for i in apart]
     summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
-    number = int(tf.get_static_value(_replica_number()))
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    number = int(tf.get_static_value(number))
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
     with running_step(None), default_strategy_scope(optimizers), copies:
         return apply_to(summed)
@@ -229,10 +222,6 @@ def _on_owners(
     if not pairs:
         return []
     return finished(parts, batch_reduce_to(strategy, tf.distribute.ReduceOp.SUM, pairs, what))
-
-
-def _replica_number() -> tf.Tensor | int:
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def _update_mean(
@@ -304,7 +293,7 @@ def _moments_of_layer(
 _RATIOS = (keras.losses.dice, keras.losses.tversky)
 
 
-def reduce_loss(
+def _reduce_loss(
     here: StepContext,
     original: Callable[..., tf.Tensor],
     values: tf.Tensor,
@@ -315,13 +304,14 @@ def reduce_loss(
 ) -> tf.Tensor:
     """Keras's reduction of a loss over the part; its weighted mean over parts is the global one."""
     here.reduced_losses += 1
-    loss = original(
-        values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype
-    )
+    reduce = functools.partial(original, sample_weight=sample_weight, reduction=reduction)
+    loss = reduce(values, mask=mask, dtype=dtype)
     if loss.shape.rank != 0:
         return loss  # not reduced here
     if values.shape.rank == 0:
-        return _weighted_number(here, original, values, sample_weight, mask, reduction, loss)
+        if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
+            return loss
+        return _weighted_number(here, values, reduce(tf.ones_like(values)), reduction)
     if reduction == "sum":
         if here.has_all_rows(values):
             return loss
@@ -339,18 +329,9 @@ def reduce_loss(
 
 
 def _weighted_number(
-    here: StepContext,
-    original: Callable[..., tf.Tensor],
-    values: tf.Tensor,
-    sample_weight: tf.Tensor | None,
-    mask: tf.Tensor | None,
-    reduction: str | None,
-    loss: tf.Tensor,
+    here: StepContext, values: tf.Tensor, weights: tf.Tensor, reduction: str | None
 ) -> tf.Tensor:
     """A loss function's one number for the batch: the mean over parts, times the weights of all."""
-    if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
-        return loss
-    weights = original(tf.ones_like(values), sample_weight=sample_weight, reduction=reduction)
     if reduction == "sum":
         mine = tf.math.multiply_no_nan(weights, here.is_nonempty(weights.dtype))
     else:
@@ -358,7 +339,7 @@ def _weighted_number(
     return values * here.all_reduce([mine])[0]
 
 
-def loss_of_batch(
+def _loss_of_batch(
     here: StepContext,
     original: Callable[..., tf.Tensor],
     loss: keras.losses.Loss,
@@ -400,7 +381,7 @@ class _RatioOfSums(keras.losses.Loss):
         return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
 
 
-def clear_losses(here: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
+def _clear_losses(here: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
     """Forget the losses that this replica's last call of a layer has added.
 
     Keras keeps in the layer which losses are its own, and all replicas share the layer: one that
@@ -417,7 +398,7 @@ def _scope() -> ReplicaScope | None:
     return scope if isinstance(scope, ReplicaScope) else None
 
 
-def added_loss(
+def _added_loss(
     here: StepContext, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
 ) -> tf.Tensor:
     """A layer's `add_loss`; of one number for each example Keras takes the sum, as of all."""
@@ -427,7 +408,7 @@ def added_loss(
     return tf.math.divide_no_nan(total, here.batch_fraction(total.dtype))
 
 
-def gradient(
+def _gradient(
     here: StepContext,
     original: Callable[..., Structure],
     tape: tf.GradientTape,

@@ -10,7 +10,7 @@ copied and runs at the end of the execution, on the states combined over all rep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Structure
+from tfdist_ext.training.steps.rows import copied_node
 
 __all__ = [
     "DerivedLogs",
@@ -27,7 +28,6 @@ __all__ = [
     "is_carried",
     "metric_variables",
     "metrics_of",
-    "mixed_warning",
     "names_of_updated",
     "own_outputs",
     "results",
@@ -78,17 +78,6 @@ def results(
     return {name: tf.convert_to_tensor(value) for name, value in found.items()}
 
 
-def mixed_warning(model: keras.Model, kind: str, names: Sequence[str]) -> str:
-    """Of logs that are not computed from the metrics of all replicas."""
-    return (
-        f"{type(model).__name__}.{kind}_step returns {', '.join(map(repr, names))}, computed from a"
-        " metric's result() and from numbers of single examples, or from a variable in a"
-        " tf.function of its own. It is the value of the replicas' own rows. Reduce the numbers to"
-        " one, or return them and the metric's result under keys of their own, to log the values"
-        " over all examples."
-    )
-
-
 def names_of_updated(model: keras.Model, updated: set[int]) -> set[str]:
     """Names of the values of those metrics that have one of these variables, by id."""
     names = set()
@@ -126,9 +115,8 @@ class MetricVersions:
     """The tensors that the metrics' variables were while a step was traced."""
 
     def __init__(self) -> None:
-        self.variables: dict[
-            str, keras.Variable
-        ] = {}  # name of a tensor -> the variable that had its value
+        # Name of a tensor -> the variable that had its value.
+        self.variables: dict[str, keras.Variable] = {}
 
     def add(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         """The tensor to use as the variable's value, which is the value of nothing else."""
@@ -136,13 +124,6 @@ class MetricVersions:
         if not tf.executing_eagerly():
             self.variables[value.name] = variable
         return value
-
-
-class _Feed(NamedTuple):
-    """What an input of the copied graph is: a final state, or a value that the step returns."""
-
-    is_state: bool
-    number: int
 
 
 class DerivedLogs:
@@ -176,9 +157,10 @@ class DerivedLogs:
         self._versions = versions.variables
         self._final = final
         self.returned: list[tuple[tf.Tensor, keras.Variable | None]] = []
-        self._feeds: dict[str, _Feed] = {}
+        # Name of an input of the copied graph -> whether it is a final state, its number.
+        self._feeds: dict[str, tuple[bool, int]] = {}
         self._shapes = {name: value.shape for name, value in logs.items()}
-        ops = self._operations(list(logs.values()))
+        ops = self._dependent()
         derived = {
             name: value
             for name, value in logs.items()
@@ -196,12 +178,10 @@ class DerivedLogs:
             if derived[name].op.name not in beside
             and (derived[name].op.name in ops or derived[name].name in final)
         ]
-        needed = self._operations([logs[name] for name in self.names])
-        self._graph = self._copied(needed)
+        computed = {name: logs[name] for name in self.names if logs[name].op.name in ops}
+        self._graph = self._copied(ops, {value.op.name for value in computed.values()})
         self._logs = {
-            name: f"{value.op.name}:{value.value_index}"
-            if name in self.names and value.op.name in needed
-            else self._feed(value)
+            name: value.name if name in computed else self._feed(value)
             for name, value in logs.items()
         }
 
@@ -219,22 +199,23 @@ class DerivedLogs:
             for value, (like, _) in zip(returned, self.returned, strict=True)
         ]
         feeds = {
-            name: (states if feed.is_state else typed)[feed.number]
-            for name, feed in self._feeds.items()
+            name: (states if is_state else typed)[number]
+            for name, (is_state, number) in self._feeds.items()
         }
         computed = [name for name in self._logs.values() if name not in feeds]
         if computed:
+            inputs = {name for node in self._graph.node for name in node.input}
             values = tf.graph_util.import_graph_def(
                 self._graph,
-                input_map={name: feeds[name] for name in self._inputs},
+                input_map={name: feeds[name] for name in inputs & feeds.keys()},
                 return_elements=computed,
                 name="logs",
             )
             feeds.update(zip(computed, values, strict=True))
-        logs = {}
-        for name, source in self._logs.items():
-            logs[name] = tf.ensure_shape(feeds[source], self._shapes[name])
-        return logs
+        return {
+            name: tf.ensure_shape(feeds[source], self._shapes[name])
+            for name, source in self._logs.items()
+        }
 
     def of_states(self, states: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Those of the logs that are computed from the metrics' states alone."""
@@ -242,66 +223,46 @@ class DerivedLogs:
         logs = self.compute(states, zeros)
         return {name: logs[name] for name in self._of_states}
 
-    def _operations(self, tensors: list[tf.Tensor]) -> dict[str, tf.Operation]:
-        """Name -> operation that depends on a metric's variable, each after its inputs."""
+    def _dependent(self) -> dict[str, tf.Operation]:
+        """Name -> operation of the step that depends on a metric's variable, after its inputs."""
         found: dict[str, tf.Operation] = {}
-        depends: dict[str, bool] = {}
-        left = [(value.op, False) for value in tensors if value.name not in self._versions]
-        while left:
-            op, inputs_done = left.pop()
-            if op.name in depends:
-                continue
-            if not inputs_done:
-                left.append((op, True))
-                left += [(v.op, False) for v in op.inputs if v.name not in self._versions]
-                continue
-            depends[op.name] = any(
-                value.name in self._versions or depends.get(value.op.name, False)
-                for value in op.inputs
-            )
-            if depends[op.name]:
+        for op in tf.compat.v1.get_default_graph().get_operations():
+            depends = any(v.name in self._versions or v.op.name in found for v in op.inputs)
+            if depends and not any(value.name in self._versions for value in op.outputs):
                 found[op.name] = op
         return found
 
-    def _copied(self, ops: dict[str, tf.Operation]) -> tf.compat.v1.GraphDef:
-        """The operations as a graph of their own, whose inputs are feeds."""
-        graph = tf.compat.v1.GraphDef()
-        self._inputs: set[str] = set()
-        calls_functions = False
-        constants: set[str] = set()
-        for op in ops.values():
-            node = _node(graph, op)
-            for value in op.inputs:
-                if value.op.name not in ops:
-                    if _is_constant(value):
-                        if value.op.name not in constants:
-                            constants.add(value.op.name)
-                            _node(graph, value.op)
-                    else:
-                        feed = self._feed(value)
-                        self._inputs.add(feed)
-                        node.input.append(feed)
-                        continue
-                node.input.append(f"{value.op.name}:{value.value_index}")
-            calls_functions = calls_functions or any(
-                attr.HasField("func") or attr.list.func for attr in node.attr.values()
-            )
-        if ops:
-            graph.versions.CopyFrom(next(iter(ops.values())).graph.graph_def_versions)
-        if calls_functions:
-            whole = next(iter(ops.values())).graph.as_graph_def()
-            graph.library.CopyFrom(whole.library)
+    def _copied(self, ops: dict[str, tf.Operation], wanted: set[str]) -> tf.compat.v1.GraphDef:
+        """Operations, and those that lead to them, as a graph of their own with feeds as inputs.
+
+        Args:
+            ops: those that depend on metrics. What depends on none is fed, but for constants.
+            wanted: names of some of them.
+        """
+        copied: dict[str, tf.Operation] = {}
+        for op in reversed(ops.values()):
+            if op.name in wanted:
+                wanted = wanted | {v.op.name for v in op.inputs}
+                copied[op.name] = op
+                copied |= {v.op.name: v.op for v in op.inputs if _is_constant(v)}
+        step = tf.compat.v1.get_default_graph()
+        graph = tf.compat.v1.GraphDef(versions=step.graph_def_versions)
+        for op in copied.values():
+            inputs = [v.name if v.op.name in copied else self._feed(v) for v in op.inputs]
+            graph.node.append(copied_node(op, op.name, inputs))
+        attributes = [attribute for node in graph.node for attribute in node.attr.values()]
+        if any(attribute.HasField("func") or attribute.list.func for attribute in attributes):
+            graph.library.CopyFrom(step.as_graph_def().library)
         return graph
 
     def _feed(self, value: tf.Tensor) -> str:
         """The name of an input of the copied graph."""
-        name = f"feed/{value.op.name}:{value.value_index}"
-        if name not in self._feeds:
-            if value.name in self._final:
-                self._feeds[name] = _Feed(True, self._final[value.name])
-            else:
-                self._feeds[name] = _Feed(False, len(self.returned))
-                self.returned.append((value, self._versions.get(value.name)))
+        name = f"feed/{value.name}"
+        if value.name in self._final:
+            self._feeds[name] = True, self._final[value.name]
+        elif name not in self._feeds:
+            self._feeds[name] = False, len(self.returned)
+            self.returned.append((value, self._versions.get(value.name)))
         return name
 
 
@@ -322,16 +283,6 @@ def _reached(ops: dict[str, tf.Operation], begins: Callable[[tf.Tensor], bool]) 
         ):
             reached.add(op.name)
     return reached
-
-
-def _node(graph: tf.compat.v1.GraphDef, op: tf.Operation) -> tf.compat.v1.NodeDef:
-    """A copy of an operation without inputs and without a place."""
-    node = graph.node.add()
-    node.CopyFrom(op.node_def)
-    del node.input[:]
-    node.device = ""
-    node.attr.pop("_class", None)  # operations to be placed with, which are not copied
-    return node
 
 
 def _is_constant(value: tf.Tensor) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -138,15 +139,9 @@ def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[st
 
     What is called first in a step must be replaced, and calls that of Keras only then.
     """
-    found = {}
-    for kind in kinds:
-        for owner in kind.__mro__:
-            if owner in bases:
-                break
-            for name in names:
-                if name in vars(owner):
-                    found[owner, name] = Target(name, owner, name)
-    return list(found.values())
+    mros = [itertools.takewhile(lambda owner: owner not in bases, kind.__mro__) for kind in kinds]
+    owners = dict.fromkeys(itertools.chain(*mros))
+    return [Target(name, owner, name) for owner in owners for name in names if name in vars(owner)]
 
 
 @functools.cache
@@ -154,9 +149,10 @@ def step_targets() -> list[Target]:
     """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
     found = []
     for replaced in kp.REPLACED:
-        owner = kp.find(replaced.module, replaced.owner)
-        if owner is not None and hasattr(owner, replaced.name):
-            found.append(Target(replaced.key, owner, replaced.name))
+        with contextlib.suppress(ImportError, AttributeError):
+            owner, name = replaced.place()
+            if hasattr(owner, name):
+                found.append(Target(replaced.key, owner, name))
     return found
 
 
@@ -235,7 +231,7 @@ class StepRecord(NamedTuple):
         written: ids of the Keras variables that it wrote, other than those of metrics, and other
             than what an optimizer's `apply` wrote.
         metrics: ids of the metrics' variables that it wrote.
-        read_whole: ids of the variables in shards that it read as one tensor.
+        read_whole: ids of the raw values in shards that it read as one tensor.
         has_losses: layers gave something to add_loss, or have weights that are regularized.
     """
 
@@ -266,7 +262,8 @@ def check_lookups(model: keras.Model, step: StepRecord) -> None:
     if "take" in step.called or not step.read_whole:
         return
     for layer in kp.flat_layers(model):
-        if isinstance(layer, keras.layers.Embedding) and id(layer.embeddings) in step.read_whole:
+        table = layer.embeddings if isinstance(layer, keras.layers.Embedding) else None
+        if isinstance(table, keras.Variable) and id(kp.raw_value(table)) in step.read_whole:
             raise not_called("take")
 
 

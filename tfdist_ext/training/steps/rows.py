@@ -20,9 +20,10 @@ one device: its slices are summed.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +39,7 @@ __all__ = [
     "Gradient",
     "PreparedReduction",
     "RowTrace",
+    "copied_node",
     "finished",
     "may_compare_rows",
     "places_rows",
@@ -50,26 +52,10 @@ _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 7
 
 # Operations that put single rows into something without rows.
 _PLACING = {
-    "Concat",
-    "ConcatV2",
-    "DynamicStitch",
-    "Gather",
-    "GatherNd",
-    "GatherV2",
-    "Pack",
-    "Pad",
-    "PadV2",
-    "Reshape",
-    "Slice",
-    "Split",
-    "SplitV",
-    "StridedSlice",
-    "TensorScatterUpdate",
-    "TensorStridedSliceUpdate",
-    "TopK",
-    "TopKV2",
-    "Unpack",
-    "XlaDynamicUpdateSlice",
+    *("Concat", "ConcatV2", "DynamicStitch", "Pack", "Pad", "PadV2", "Reshape", "Unpack"),
+    *("Gather", "GatherNd", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice"),
+    *("TensorScatterUpdate", "TensorStridedSliceUpdate", "XlaDynamicUpdateSlice"),
+    *("TopK", "TopKV2"),
 }
 
 
@@ -102,9 +88,6 @@ _CALLS = (
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
-HasRows = Callable[[tf.Tensor], bool]
-
-
 # A tensor as a graph knows it: id of the graph, name; of one that was made eagerly, its own id.
 _Key = tuple[int, str] | int
 
@@ -130,9 +113,9 @@ class RowTrace:
         fixed: Iterable[tf.Tensor] = (),
     ):
         graph = batch[0].graph
-        roots, of_all = set(map(_name_of, batch)), set(map(_name_of, gathered))
-        found = _Slice(targets, roots | of_all | set(map(_name_of, fixed)), graph)
-        self._rows, self._all_rows = _primes_for(found)
+        roots, of_all = set(map(_key, batch)), set(map(_key, gathered))
+        found = _Slice(targets, roots | of_all | set(map(_key, fixed)), graph)
+        self._rows, self._all_rows = found.free_primes()
         kinds = {tensor.op.type for tensor in batch} - {"Placeholder"}
         # Of another replica's batch: what is made of it is the same on all replicas.
         self.crosses_replicas = any(
@@ -141,17 +124,16 @@ class RowTrace:
         definition = tf.compat.v1.GraphDef(versions=graph.graph_def_versions)
         dependent = set()
         for key, tensor in found.cut.items():
-            shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
+            name, shape = found.name(tensor).split(":")[0], tensor.shape
             of_argument = tensor.graph is not graph and tensor.op.type == "Placeholder"
-            if key in roots or of_argument:
-                shape = _with_rows(shape, self._rows)
-            elif key in of_all:
-                shape = _with_rows(shape, self._all_rows)
-            if key in roots or of_argument or tensor.op.type in _CALLS:
-                dependent.add(found.name(tensor).split(":")[0])
-            node = definition.node.add(op="Placeholder", name=found.name(tensor).split(":")[0])
+            of_part = key in roots or of_argument
+            if (of_part or key in of_all) and shape.rank and shape[0] is None:
+                shape = tf.TensorShape([self._rows if of_part else self._all_rows, *shape[1:]])
+            if of_part or tensor.op.type in _CALLS:
+                dependent.add(name)
+            node = definition.node.add(op="Placeholder", name=name)
             node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+            node.attr["shape"].shape.CopyFrom(shape.as_proto())
         for op in found.operations:
             definition.node.append(found.node(op))
         with tf.Graph().as_default() as self.graph:
@@ -164,33 +146,31 @@ class RowTrace:
 
     def is_of_part(self, tensor: tf.Tensor) -> bool:
         """Whether a scratch tensor has this replica's rows in one of its dimensions."""
-        if tensor.shape.rank is None:
-            return tensor.op.name in self._dependent
-        sizes = tensor.shape.as_list()
-        if any(size and size % self._rows == 0 for size in sizes):
+        if _dimensions(tensor, self._rows):
             return True
-        of_all = any(size and size % self._all_rows == 0 for size in sizes)
-        return None in sizes and not of_all and tensor.op.name in self._dependent
+        known = tensor.shape.is_fully_defined() or _dimensions(tensor, self._all_rows)
+        return not known and tensor.op.name in self._dependent
 
     def compares_rows(self) -> tf.Operation | None:
         """An operation that makes a dimension of this replica's rows beside another one."""
-
-        def dimensions(tensor: tf.Tensor) -> int:
-            sizes = [] if tensor.shape.rank is None else tensor.shape.as_list()
-            return sum(bool(size) and size % self._rows == 0 for size in sizes)
-
         for op in self.graph.get_operations():
-            most = max(map(dimensions, op.inputs), default=0)
-            if most == 1 and any(dimensions(output) > 1 for output in op.outputs):
+            most = max((_dimensions(each, self._rows) for each in op.inputs), default=0)
+            if most == 1 and any(_dimensions(each, self._rows) > 1 for each in op.outputs):
                 return op
         return None
+
+
+def _dimensions(tensor: tf.Tensor, rows: int) -> int:
+    """In how many of its dimensions a scratch tensor has rows, of which there are so many."""
+    sizes = tensor.shape.as_list() if tensor.shape.rank else []
+    return sum(bool(size) and size % rows == 0 for size in sizes)
 
 
 def may_place_rows(value: tf.Tensor) -> bool:
     """Whether a `RowTrace` of it is worth its time: unknown sizes end in what is no statistic."""
 
     def unknown(tensor: tf.Tensor) -> bool:
-        return tensor.shape.rank is None or None in tensor.shape.as_list()
+        return not tensor.shape.is_fully_defined()
 
     def ends(op: tf.Operation) -> bool:
         return op.type not in _REDUCING
@@ -200,7 +180,7 @@ def may_place_rows(value: tf.Tensor) -> bool:
 
 def places_rows(
     value: tf.Tensor,
-    has_rows: HasRows,
+    has_rows: Callable[[tf.Tensor], bool],
     places: Callable[[tf.Operation], bool] = lambda op: op.type in _PLACING,
 ) -> tf.Operation | None:
     """The operation by which single rows came into a tensor without rows, if there is one."""
@@ -226,7 +206,7 @@ def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -
     def unknown(tensor: tf.Tensor) -> int:
         return 0 if tensor.shape.rank is None else tensor.shape.as_list().count(None)
 
-    found = _Slice(targets, set(map(_name_of, batch)), batch[0].graph)
+    found = _Slice(targets, set(map(_key, batch)), batch[0].graph)
     return any(
         unknown(output) > max([1, *map(unknown, op.inputs)])
         for op in found.operations
@@ -237,22 +217,24 @@ def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -
 class _Slice:
     """The operations that lead to tensors, across the graphs in which they are.
 
+    Args:
+        stops: the keys of tensors that are not followed back.
+        graph: the outermost graph to look at; None: all of them.
+
     Attributes:
         operations: those that can be copied.
         cut: by key, the tensors with which they begin: batches, variables, results of functions.
     """
 
-    def __init__(self, targets: Sequence[tf.Tensor], stops: set[tuple[int, str]], graph: tf.Graph):
+    def __init__(self, targets: Sequence[tf.Tensor], stops: set[_Key], graph: tf.Graph | None):
         self.operations: list[tf.Operation] = []
-        self.cut: dict[tuple[int, str], tf.Tensor] = {}
-        self._captured: dict[
-            tuple[int, str], tf.Tensor
-        ] = {}  # placeholder -> the tensor of the outer graph
-        self._graphs: list[tf.Graph] = []
+        self.cut: dict[_Key, tf.Tensor] = {}
+        self._captured: dict[_Key, tf.Tensor] = {}  # placeholder -> tensor of the outer graph
+        self._numbers: dict[int, int] = {}  # of graphs, by id
         waiting, seen, copied = list(targets), set(), set()
         while waiting:
             tensor = waiting.pop()
-            key = _name_of(tensor)
+            key = _key(tensor)
             if key in seen:
                 continue
             seen.add(key)
@@ -260,7 +242,7 @@ class _Slice:
             outer = None if tensor.graph is graph else _captured_as(tensor)
             if key in stops:
                 self.cut[key] = tensor
-            elif outer is not None:
+            elif outer is not None and tf.is_symbolic_tensor(outer):
                 self._captured[key] = outer
                 waiting.append(outer)
             elif _begins(op):
@@ -272,50 +254,50 @@ class _Slice:
 
     def name(self, tensor: tf.Tensor) -> str:
         """The name of a tensor in the scratch graph."""
-        while _name_of(tensor) in self._captured:
-            tensor = self._captured[_name_of(tensor)]
+        while _key(tensor) in self._captured:
+            tensor = self._captured[_key(tensor)]
         name = self._name(tensor.op)
-        if _name_of(tensor) in self.cut:
+        if _key(tensor) in self.cut:
             return f"cut/{name}_{tensor.value_index}:0"
         return f"{name}:{tensor.value_index}"
 
     def node(self, op: tf.Operation) -> tf.compat.v1.NodeDef:
         """An operation as it is in the scratch graph."""
-        node = tf.compat.v1.NodeDef()
-        node.CopyFrom(op.node_def)
-        node.name = self._name(op)
-        node.device = ""
-        del node.input[:]
-        node.input.extend(self.name(tensor) for tensor in op.inputs)
-        for name in [name for name in node.attr if name.startswith("_")]:
-            del node.attr[name]
-        return node
+        return copied_node(op, self._name(op), map(self.name, op.inputs))
 
-    def sizes(self) -> Iterator[int]:
-        """All sizes that are known."""
+    def free_primes(self) -> tuple[int, int]:
+        """Two primes that divide no known size."""
         outputs = [output for op in self.operations for output in op.outputs]
-        for tensor in [*outputs, *self.cut.values()]:
-            yield from filter(None, tensor.shape.as_list() if tensor.shape.rank else ())
+        shapes = [each.shape for each in (*outputs, *self.cut.values()) if each.shape.rank]
+        sizes = {size for shape in shapes for size in shape.as_list() if size}
+        free = [prime for prime in _PRIMES if all(size % prime for size in sizes)]
+        if len(free) < 2:
+            raise ValueError("no two primes are left for the rows")
+        return free[0], free[1]
 
     def _name(self, op: tf.Operation) -> str:
-        if not any(graph is op.graph for graph in self._graphs):
-            self._graphs.append(op.graph)
-        number = next(n for n, graph in enumerate(self._graphs) if graph is op.graph)
+        number = self._numbers.setdefault(id(op.graph), len(self._numbers))
         return f"graph_{number}/{op.name}"
 
 
-def _name_of(tensor: tf.Tensor) -> tuple[int, str]:
-    return id(tensor.graph), tensor.name
+def copied_node(op: tf.Operation, name: str, inputs: Iterable[str]) -> tf.compat.v1.NodeDef:
+    """An operation for another graph, on no device and without private attributes."""
+    node = tf.compat.v1.NodeDef()
+    node.CopyFrom(op.node_def)
+    node.name = name
+    node.device = ""
+    node.input[:] = inputs
+    for private in [attribute for attribute in node.attr if attribute.startswith("_")]:
+        del node.attr[private]
+    return node
 
 
 def _captured_as(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The tensor of the outer graph that a placeholder of a function's graph stands for."""
+    """The tensor outside of a function that a placeholder of its graph stands for."""
     if tensor.op.type != "Placeholder":
         return None
-    for outer, inner in getattr(tensor.graph, "captures", ()):
-        if inner is tensor and tf.is_symbolic_tensor(outer):
-            return outer
-    return None
+    captures = getattr(tensor.graph, "captures", ())
+    return next((outer for outer, inner in captures if inner is tensor), None)
 
 
 def _begins(op: tf.Operation) -> bool:
@@ -327,21 +309,6 @@ def _begins(op: tf.Operation) -> bool:
         or op.type.startswith("Collective")
         or not kinds.isdisjoint({tf.resource, tf.variant})
     )
-
-
-def _with_rows(shape: list[int | None] | None, rows: int) -> list[int | None] | None:
-    if not shape or shape[0] is not None:
-        return shape
-    return [rows, *shape[1:]]
-
-
-def _primes_for(found: _Slice) -> tuple[int, int]:
-    """Two primes that divide no known size."""
-    sizes = set(found.sizes())
-    free = [prime for prime in _PRIMES if not any(size % prime == 0 for size in sizes)]
-    if len(free) < 2:
-        raise ValueError("no two primes are left for the rows")
-    return free[0], free[1]
 
 
 # What indices are, on several replicas.
@@ -364,20 +331,12 @@ _SHAPE = 1  # a shape, of which the first number counts rows
 _VARIES = 2
 
 
-_READS = frozenset(  # of the stateful operations, those whose result follows from what they get
-    [
-        "LookupTableFindV2",
-        "LookupTableSizeV2",
-        "PartitionedCall",
-        "ReadVariableOp",
-        "ResourceGather",
-        "ResourceGatherNd",
-        "StatefulPartitionedCall",
-        "If",
-        "While",
-        "VarHandleOp",
-    ]
-)
+# Of the stateful operations, those whose result follows from what they get.
+_READS = {
+    *("LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather"),
+    *("ResourceGatherNd", "VarHandleOp", "PartitionedCall", "StatefulPartitionedCall"),
+    *("If", "While"),
+}
 
 
 _SAME_NUMBERS = frozenset(["Cast", "Identity", "PreventGradient", "Snapshot", "StopGradient"])
@@ -386,21 +345,18 @@ _SAME_NUMBERS = frozenset(["Cast", "Identity", "PreventGradient", "Snapshot", "S
 _SAME_ORDER = _SAME_NUMBERS | {"ExpandDims", "Reshape", "Squeeze"}
 
 
-def _no_attribute(name: str) -> NoReturn:
-    raise KeyError(name)
-
-
 class _Operation(NamedTuple):
     """One operation, of a graph or run eagerly."""
 
     type: str
     inputs: Sequence[tf.Tensor]
-    output: int  # which of its outputs
-    attribute: Callable[[str], Any]
+    output: int = 0  # which of its outputs
+    attribute: Callable[[str], Any] = lambda _: None
     graph: tf.Graph | None = None
 
-
-_CONSTANT_OPERATION = _Operation("Const", (), 0, _no_attribute)
+    def function(self, attribute: str) -> tf.Graph | None:
+        """The graph of a function that it calls; None where that is not known."""
+        return function_graph(self.graph, self.attribute(attribute).name)
 
 
 class BatchDependence:
@@ -414,9 +370,6 @@ class BatchDependence:
     def __init__(self, batch: Structure, part_size: int | None = None):
         self._part_size = part_size
         self._states: dict[_Key, int] = {}
-        self._captures: dict[
-            int, dict[str, tf.Tensor]
-        ] = {}  # id of a graph -> name inside -> outside
         self._recorded: dict[int, _Operation] = {}
         self._alive: list[tf.Tensor] = []  # eager tensors are known by their ids
         self._set(_leaves(batch), _VARIES)
@@ -436,11 +389,9 @@ class BatchDependence:
             return [part for each in operation.inputs[:-1] for part in self.parts_of(each)]
         return [(indices, self._kind(indices))]
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Scope of an eager step, in which what is run is recorded."""
-        with recording_operations(self._record):
-            yield
+        return recording_operations(self._record)
 
     def _record(
         self,
@@ -454,13 +405,11 @@ class BatchDependence:
         self._alive.extend(outputs)
 
     def _kind(self, indices: tf.Tensor) -> str:
-        if self._state(indices) != _SAME:
-            return DISTINCT if self._is_distinct(indices) else BATCH
-        return BATCH if self._repeats_by_row(indices) else CONSTANT
-
-    def _is_distinct(self, indices: tf.Tensor) -> bool:
+        if self._state(indices) == _SAME:
+            return BATCH if self._repeats_by_row(indices) else CONSTANT
         source = self._source(indices)
-        return source.type in ("Unique", "UniqueV2") and source.output == 0
+        is_distinct = source.type in ("Unique", "UniqueV2") and source.output == 0
+        return DISTINCT if is_distinct else BATCH
 
     def _source(self, indices: tf.Tensor) -> _Operation:
         """The operation that has made these numbers, in this order."""
@@ -511,28 +460,16 @@ class BatchDependence:
         states = [self._states.get(_key(each), _SAME) for each in operation.inputs]
         if max(states, default=_SAME) == _SAME:
             return _SAME
-        return _BY_OUTPUT.get(operation.type, _joined)(self, operation, states)
+        return _BY_OUTPUT.get(operation.type, _joined)(operation, states)
 
     def _operation(self, tensor: tf.Tensor) -> _Operation:
         if not tf.is_symbolic_tensor(tensor):
-            return self._recorded.get(id(tensor), _CONSTANT_OPERATION)
-        outer = self._captured(tensor)
+            return self._recorded.get(id(tensor), _Operation("Const", ()))
+        outer = _captured_as(tensor)
         if outer is not None:  # from outside of this function
-            return _Operation("Identity", (outer,), 0, _no_attribute)
-        made_by = tensor.op
-        return _Operation(
-            made_by.type, made_by.inputs, tensor.value_index, made_by.get_attr, made_by.graph
-        )
-
-    def _captured(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        if tensor.op.type != "Placeholder":
-            return None
-        captures = getattr(tensor.graph, "captures", ())
-        known = self._captures.get(id(tensor.graph), {})
-        if len(known) != len(captures):
-            known = {inner.name: outer for outer, inner in captures}
-            self._captures[id(tensor.graph)] = known
-        return known.get(tensor.name)
+            return _Operation("Identity", (outer,))
+        op = tensor.op
+        return _Operation(op.type, op.inputs, tensor.value_index, op.get_attr, op.graph)
 
     def _set(self, tensors: Iterable[tf.Tensor], state: int) -> None:
         for tensor in tensors:
@@ -546,57 +483,37 @@ class BatchDependence:
         value = tf.get_static_value(tensor)
         if value is not None:
             return value
-        outer = self._captured(tensor)
-        if outer is not None:
-            return self._constant_value(outer)
-        made_by = tensor.op
-        run = getattr(tf.raw_ops, made_by.type, None)
-        if run is None or is_stateful(made_by.type) or len(made_by.outputs) > 1:
+        found = _Slice([tensor], set(), None)
+        given = {found.name(each): tf.get_static_value(each) for each in found.cut.values()}
+        unknown = any(value is None for value in given.values())
+        if unknown or any(is_stateful(op.type) for op in found.operations):
             return None
-        inputs = [self._constant_value(each) for each in made_by.inputs]
-        if any(each is None for each in inputs):
-            return None
-        definition = made_by.op_def
-        named: dict[str, Any] = {}
-        for each in definition.input_arg:
-            number = made_by.get_attr(each.number_attr) if each.number_attr else 1
-            named[each.name] = inputs[:number] if each.number_attr else inputs[0]
-            del inputs[:number]
-        told_by_inputs = {
-            a for each in definition.input_arg for a in (each.type_attr, each.number_attr)
-        }
-        for attribute in definition.attr:
-            if attribute.name not in told_by_inputs:
-                named[attribute.name] = made_by.get_attr(attribute.name)
+        nodes = map(found.node, found.operations)
+        graph = tf.compat.v1.GraphDef(node=nodes, versions=tensor.graph.graph_def_versions)
+        run = functools.partial(
+            tf.graph_util.import_graph_def, graph, given, [found.name(tensor)], name=""
+        )
         with tf.init_scope():
-            return run(**named).numpy()
+            return tf.function(run, autograph=False)()[0].numpy()
 
 
-def _joined(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+# How an output depends on the batch, by how the inputs do.
+_Rule: TypeAlias = Callable[[_Operation, Sequence[int]], int]
+
+
+def _joined(operation: _Operation, states: Sequence[int]) -> int:
     """Of an operation whose outputs depend on all that it gets."""
-    same_numbers = operation.type in _SAME_NUMBERS
-    return max(states) if same_numbers else _VARIES
+    return max(states) if operation.type in _SAME_NUMBERS else _VARIES
 
 
-def _of_its_input(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
-    return states[operation.output]
-
-
-def _shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+def _shape(operation: _Operation, states: Sequence[int]) -> int:
     return _SHAPE if states[operation.output] == _VARIES else _SAME
 
 
-def _nothing(*_: object) -> int:
-    return _SAME
-
-
-def _slice_of_shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+def _slice_of_shape(operation: _Operation, states: Sequence[int]) -> int:
     if states[0] != _SHAPE or max(states[1:]) != _SAME:
         return _VARIES
-    begin, stride = (
-        tf.get_static_value(operation.inputs[1]),
-        tf.get_static_value(operation.inputs[3]),
-    )
+    begin, stride = (tf.get_static_value(operation.inputs[number]) for number in (1, 3))
     if begin is None or stride is None or len(begin) != 1 or stride[0] != 1:
         return _VARIES
     first = 0 if operation.attribute("begin_mask") else int(begin[0])
@@ -610,63 +527,55 @@ def _slice_of_shape(_: BatchDependence, operation: _Operation, states: Sequence[
     return _VARIES if operation.attribute("shrink_axis_mask") else _SHAPE
 
 
-def _number_of_shape(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+def _number_of_shape(operation: _Operation, states: Sequence[int]) -> int:
     return _SAME if states[0] == _SHAPE and operation.output > 0 else _VARIES
 
 
-def _gathered(_: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+def _gathered(operation: _Operation, states: Sequence[int]) -> int:
     places = tf.get_static_value(operation.inputs[1])
     if states[0] != _SHAPE or places is None or places.size == 0:
         return _VARIES
     return _SAME if (places > 0).all() else _VARIES
 
 
-def _call(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
-    graph = function_graph(operation.graph, operation.attribute("f").name)
-    return _VARIES if graph is None else _of_function(graph, states, [operation.output])[0]
+def _call(operation: _Operation, states: Sequence[int]) -> int:
+    return _of_function(operation.function("f"), states, [operation.output])[0]
 
 
-def _branch(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
+def _branch(operation: _Operation, states: Sequence[int]) -> int:
     if states[0] != _SAME:
         return _VARIES
-    graphs = [
-        function_graph(operation.graph, operation.attribute(name).name)
-        for name in ("then_branch", "else_branch")
-    ]
-    if None in graphs:
-        return _VARIES
+    graphs = map(operation.function, ("then_branch", "else_branch"))
     return max(_of_function(graph, states[1:], [operation.output])[0] for graph in graphs)
 
 
-def _loop(self: BatchDependence, operation: _Operation, states: Sequence[int]) -> int:
-    body = function_graph(operation.graph, operation.attribute("body").name)
-    condition = function_graph(operation.graph, operation.attribute("cond").name)
-    if body is None or condition is None:
-        return _VARIES
-    states = list(states)
-    while True:
-        after = _of_function(body, states, range(len(states)))
-        after = [max(pair) for pair in zip(states, after, strict=True)]
-        if after == states:
-            break
-        states = after
-    turns = _of_function(condition, states, [0])[0]
+def _loop(operation: _Operation, states: Sequence[int]) -> int:
+    states, before = list(states), None
+    while states != before:
+        before = states
+        after = _of_function(operation.function("body"), states, range(len(states)))
+        states = list(map(max, states, after))
+    turns = _of_function(operation.function("cond"), states, [0])[0]
     return states[operation.output] if turns == _SAME else _VARIES
 
 
-def _of_function(graph: tf.Graph, states: Sequence[int], outputs: Iterable[int]) -> list[int]:
+def _of_function(
+    graph: tf.Graph | None, states: Sequence[int], outputs: Sequence[int]
+) -> list[int]:
     """How outputs of a function depend on the batch when its inputs do in the given ways."""
+    if graph is None:
+        return [_VARIES] * len(outputs)
     inside = BatchDependence(())
     for tensor, state in zip(graph.inputs, states, strict=True):
         inside._set([tensor], state)
     return [inside._state(graph.outputs[number]) for number in outputs]
 
 
-_BY_OUTPUT: dict[str, Callable[[BatchDependence, _Operation, Sequence[int]], int]] = {
-    "IdentityN": _of_its_input,
+_BY_OUTPUT: dict[str, _Rule] = {
+    "IdentityN": lambda operation, states: states[operation.output],
     "Shape": _shape,
     "ShapeN": _shape,
-    "Rank": _nothing,
+    "Rank": lambda *_: _SAME,
     "StridedSlice": _slice_of_shape,
     "Unpack": _number_of_shape,
     "GatherV2": _gathered,

@@ -111,19 +111,18 @@ class ReplicaScope(keras.StatelessScope):
             if self.resetting:
                 value = self.without_rows[key] = _on_first_replica(variable, value)
             super().add_update((variable, self.versions.add(variable, value)))
-        elif key not in self._watched:
-            _check_is_no_metric(variable)
-            self.written_apart.add(key)
-            self._write(variable, value)
-        elif self._in_inner_graph():
+            return
+        if key in self._watched and self._in_inner_graph():
             self._move_to_own(variable)
             self._own.write(variable, value)
-        elif variable.trainable:
-            self.written_apart.add(key)
-            self._write(variable, value)
-        else:
-            self.written_apart.add(key)
+            return
+        self.written_apart.add(key)
+        if key in self._watched and not variable.trainable:
             super().add_update(update)
+            return
+        if key not in self._watched:
+            _check_is_no_metric(variable)
+        self._write(variable, value)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
@@ -144,11 +143,7 @@ class ReplicaScope(keras.StatelessScope):
 
     def record(self, called: Set[str]) -> StepRecord:
         """What the step has done so far; `called` are keys of `REPLACED`."""
-        read_whole = {
-            id(variable)
-            for variable in self._others
-            if (read := self._reads.get(id(kp.raw_value(variable)))) and read.read_whole
-        }
+        read_whole = {raw for raw, read in self._reads.items() if read.read_whole}
         has_losses = bool(self.losses)
         return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
 
@@ -184,18 +179,6 @@ class ReplicaScope(keras.StatelessScope):
                 self._reads[id(raw)] = ShardedRead(raw)
         return self._reads[id(raw)]
 
-    @property
-    def written(self) -> dict[int, tf.Tensor]:
-        """Number of a watched variable -> the value that the step gave it, on this replica."""
-        values = {
-            self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
-            for key, variable in self._own.written.items()
-        }
-        for key, number in self._watched.items():
-            if key in self.state_mapping:
-                values[number] = self.state_mapping[key]
-        return values
-
     def outcome(self, here: StepContext | None) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
         """What a replica's step returns: (the metrics' states, the values that it wrote).
 
@@ -206,7 +189,13 @@ class ReplicaScope(keras.StatelessScope):
             variable, as a string, its new value, equal on all replicas, for `assign_written`.
         """
         states = [self.get_current_value(variable) for variable in self._metrics.values()]
-        written = self.written
+        written = {
+            self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
+            for key, variable in self._own.written.items()
+        }
+        for key, number in self._watched.items():
+            if key in self.state_mapping:
+                written[number] = self.state_mapping[key]
         if here is not None:
             # A row that is another's must not be added twice.
             states = [
@@ -343,7 +332,7 @@ def contribution_of_part(
 ) -> tf.Tensor:
     """What a replica's state of a metric adds to the state over all replicas, in its context."""
     if variable.aggregation == "sum":
-        value = tf.where(here.is_nonempty(tf.float32) > 0, value, without_rows)
+        value = here.where_nonempty(value, without_rows)
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     return contribution(variable, value, here.replicas, tf.equal(number, 0))
 
@@ -413,39 +402,25 @@ def rows_of_shared(
     """
 
     def rows(variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
-        if isinstance(ids, tf.SparseTensor) or not is_shared(variable):
+        raw, scope = kp.raw_value(variable), kp.stateless_scope()
+        if raw is None or raw.shape.rank < 1 or isinstance(ids, tf.SparseTensor):
+            return None
+        is_shared = copies_per_worker(variable, strategy) < local_replicas
+        if not is_shared or not isinstance(scope, ReplicaScope | None):
             return None
         if isinstance(ids, tf.RaggedTensor):
             flat = rows(variable, ids.flat_values)
             return None if flat is None else ids.with_flat_values(flat)
         ids = tf.convert_to_tensor(ids)
         ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
-        if is_partitioned(kp.raw_value(variable)):
-            taken = of_pieces(variable, ids)
-        else:
+        if is_partitioned(raw):
+            taken = gather_rows(raw, ids) if scope is None else scope.rows(variable, ids)
+        elif scope is None or scope.get_current_value(variable) is raw:
             taken = tf.gather(local_copy(variable, strategy, 0), ids)
-        if taken is None:
+        else:
             return None
-        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
-
-    def of_pieces(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
-        scope = kp.stateless_scope()
-        if isinstance(scope, ReplicaScope):
-            return scope.rows(variable, ids)
-        return gather_rows(kp.raw_value(variable), ids)
-
-    def is_shared(variable: keras.Variable) -> bool:
-        raw = kp.raw_value(variable)
-        if raw is None or raw.shape.rank < 1 or local_replicas == 1:
-            return False
-        if copies_per_worker(variable, strategy) == local_replicas:
-            return False
-        scope = kp.stateless_scope()
-        if scope is None:
-            return True
-        if isinstance(scope, ReplicaScope) and is_partitioned(raw):
-            return True  # it is asked for the rows
-        return isinstance(scope, ReplicaScope) and scope.get_current_value(variable) is raw
+        # The layer's compute type, where it casts.
+        return None if taken is None else tf.cast(taken, variable.dtype)
 
     return functools.partial(taken_by, rows)
 

@@ -101,9 +101,8 @@ class ReplicaTimer:
     """Notes of one replica's step: to be used while that step is traced, or runs eagerly."""
 
     def __init__(self) -> None:
-        self._meetings: list[
-            tuple[tf.Tensor, tf.Tensor]
-        ] = []  # when this replica, and when all, were there
+        # When this replica, and when all, were there.
+        self._meetings: list[tuple[tf.Tensor, tf.Tensor]] = []
         self._squares: list[tf.Tensor] = []
         self._has_rows: tf.Tensor | bool = True
 
@@ -132,8 +131,7 @@ class ReplicaTimer:
         if not self._meetings:
             return timestamp_after(outcome), self._norm()
         *before, (ready, _) = self._meetings
-        waited = [there - here for here, there in before]
-        return ready - (tf.add_n(waited) if waited else 0.0), self._norm()
+        return ready - sum(there - here for here, there in before), self._norm()
 
     def _norm(self) -> tf.Tensor:
         if not self._squares:
