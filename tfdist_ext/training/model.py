@@ -64,6 +64,7 @@ from tfdist_ext.training.protocols import (
     on_every_worker,
 )
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
+from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -157,31 +158,27 @@ class DistributedModel(SavingMixin):
                 writes to.
             ValueError: what Keras itself refuses; the model is not compiled.
         """
-        check_counts(
-            batch_size=batch_size,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-        )
+        counts = {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "steps_per_epoch": steps_per_epoch,
+            "validation_steps": validation_steps,
+            "validation_batch_size": validation_batch_size,
+        }
+        check_counts(**counts)
         self._check_compiled("fit")
         self._check_same_call(
             "fit",
             x=x,
-            batch_size=batch_size,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
             validation_data="none" if validation_data is None else "given",
             validation_split=validation_split,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
             checkpoint_every=checkpoint_every,
+            **counts,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
@@ -199,15 +196,9 @@ class DistributedModel(SavingMixin):
                 callbacks=callbacks,
                 verbose=verbose,
             )
-        positioned = x if self._engine.keeps_position(x) else None
+        data = x if self._engine.keeps_position(x) else None
         saved = CheckpointManager(
-            checkpoint_dir,
-            self._model,
-            self._reduction,
-            callbacks,
-            positioned,
-            checkpoint_every,
-            epochs,
+            checkpoint_dir, self._model, self._reduction, callbacks, data, checkpoint_every, epochs
         )
         self._engine.saves_to(None if checkpoint_dir is None else Path(checkpoint_dir))
         batches = self._engine.read(
@@ -224,20 +215,13 @@ class DistributedModel(SavingMixin):
         self._build(batches, "train")
         validate = None
         if validation_data is not None:
-            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
-            val_batches = self._engine.read(
-                val_x, val_y, val_weight, batch_size=size, steps=validation_steps
+            arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
+            sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
+            validation = self._epochs(
+                self._engine.read(*arrays, **sizes), validation_steps, "fit", "validation "
             )
-            validation = self._epochs(val_batches, validation_steps, "fit", "validation ")
             # What Keras's fit gives to an evaluate() of the model's own.
-            given = {
-                "x": val_x,
-                "y": val_y,
-                "sample_weight": val_weight,
-                "batch_size": size,
-                "steps": validation_steps,
-            }
+            given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
             validate = functools.partial(self._validate, validation, given)
 
         hooks = self._callbacks(
@@ -271,6 +255,7 @@ class DistributedModel(SavingMixin):
         else:
             timer = self._engine.step_timer()
             program = self._engine.program(model, "train", timer)
+            assert isinstance(program, SynchronousProgram)  # other engines have no timer
             board.follow(program, timer, self._strategy, self._reduction)
         logs: Logs = {}
         for epoch in epochs:
@@ -544,11 +529,9 @@ def distribute(
             " with create_strategy(name)."
         )
     if strategy is None:
-        if tf.distribute.has_strategy():
-            strategy = tf.distribute.get_strategy()
-        else:
-            # None, and not False, which would go over flags and the file.
-            strategy = create_strategy(alone=alone or None)
+        inside = tf.distribute.has_strategy()
+        # None, and not False, which would go over flags and the file.
+        strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
     _warn_of_untested_versions()

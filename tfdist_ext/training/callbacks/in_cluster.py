@@ -67,7 +67,7 @@ def callbacks_of_this_task(
     Raises:
         TrainingError: a callback writes for TensorBoard, which is not installed.
     """
-    given = keras.tree.flatten(callbacks) if callbacks else []
+    given = keras.tree.flatten(callbacks or [])
     if is_chief:
         for callback in given:
             if isinstance(callback, keras.callbacks.TensorBoard):
@@ -137,14 +137,11 @@ def redirect_model_methods(
     not the chief they return without doing anything. No task waits there for the chief, as other
     tasks may not run the callback.
     """
-    others = {} if is_chief else dict.fromkeys(_WRITING_METHODS, _nothing)
+    nothing = dict.fromkeys(_WRITING_METHODS, lambda *args, **kwargs: None)
+    others = {} if is_chief else nothing
     return redirect_methods(
         model, evaluate=distributed.evaluate, predict=distributed.predict, **others
     )
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
 
 
 # What a model's class may override and call by super().
@@ -244,28 +241,22 @@ def _trained_by(distributed: DistributedModel, **instead: Callable[..., Any]) ->
         instead: other implementations, by name.
     """
 
-    def called(
-        name: str,
-        outer: Callable[..., Any] | None,
-        original: Callable[..., Any],
-        model: keras.Model,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if model is not distributed.keras_model:  # another one, in a method of this one's
-            unchanged = original if outer is None else functools.partial(outer, original)
-            return unchanged(model, *args, **kwargs)
-        return (instead.get(name) or _implementation(distributed, name))(*args, **kwargs)
+    def redirected(name: str) -> Callable[..., Any]:
+        outer = substitute_of(name)
+        ours = instead.get(name) or types.MethodType(getattr(type(distributed), name), distributed)
 
-    functions = {
-        name: functools.partial(called, name, substitute_of(name)) for name in TRAINER_METHODS
-    }
+        def called(original: Callable[..., Any], model: keras.Model, *args: Any, **kw: Any) -> Any:
+            if model is distributed.keras_model:
+                return ours(*args, **kw)
+            # Another one, in a method of this one's.
+            unchanged = original if outer is None else functools.partial(outer, original)
+            return unchanged(model, *args, **kw)
+
+        return called
+
+    functions = {name: redirected(name) for name in TRAINER_METHODS}
     with functions_in_place(_TARGETS), substitutes(functions):
         yield
-
-
-def _implementation(distributed: DistributedModel, name: str) -> Callable[..., Any]:
-    return types.MethodType(getattr(type(distributed), name), distributed)
 
 
 def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Logs, Reduction, StepProgram
+from tfdist_ext.training.protocols import Logs, Reduction
 from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.synchronous.program import SynchronousProgram
 
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
 
@@ -71,7 +74,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
 
     def follow(
         self,
-        program: StepProgram,
+        program: SynchronousProgram,
         timer: StepTimer,
         strategy: tf.distribute.Strategy,
         reduction: Reduction,
@@ -83,7 +86,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._first_epoch = True
         self._close()  # what a fit that broke off has left open
         self._workers = _workers(strategy, reduction)
-        self._index = reduction.first_replica // reduction.local_replicas
+        self._index = reduction.worker
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._program = None
@@ -155,10 +158,9 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
 
 def _workers(strategy: tf.distribute.Strategy, reduction: Reduction) -> list[str]:
     """The names of all tasks that train, in the order of their replicas; the chief is the first."""
-    count = reduction.replicas // reduction.local_replicas
     resolver = getattr(strategy, "cluster_resolver", None) if reduction.multi_worker else None
     jobs = resolver.cluster_spec().jobs if resolver is not None else []
-    names = [f"worker:{number}" for number in range(count)]
+    names = [f"worker:{number}" for number in range(reduction.workers)]
     return ["chief:0", *names[:-1]] if "chief" in jobs else names
 
 

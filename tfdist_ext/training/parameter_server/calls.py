@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -23,8 +23,8 @@ from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
     "BatchChunk",
-    "Call",
     "Calls",
+    "ConcreteFunction",
     "batch_chunks",
     "batch_of",
     "on_worker",
@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+
+
 class Call:
     """Makes the calls of one execution, and keeps what they return, in the order of the calls."""
 
@@ -41,10 +44,8 @@ class Call:
         self._coordinator = coordinator
         self._results: list[tf.distribute.coordinator.RemoteValue] = []
 
-    def __call__(
-        self, function: tf.types.experimental.ConcreteFunction, args: Sequence[Any]
-    ) -> None:
-        self._results.append(self._coordinator.schedule(function, args=tuple(args)))
+    def __call__(self, function: ConcreteFunction, *args: Any) -> None:
+        self._results.append(self._coordinator.schedule(function, args=args))
 
     def results(self) -> Iterator[Any]:
         """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
@@ -103,9 +104,7 @@ class Calls:
                 silent_since = time.monotonic()
 
 
-def on_worker(
-    function: Callable[..., Any], *specs: Specs
-) -> tf.types.experimental.ConcreteFunction:
+def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
     """The function traced as workers run it: no strategy in sight, each worker a device."""
     with default_strategy_scope():
         return tf.function(function, autograph=False).get_concrete_function(*specs)

@@ -96,11 +96,11 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         step = self._seeds.around(step_of(model, kind))
-        return SynchronousProgram(model, self._strategy, self.reduction, kind, step, timer)
+        return SynchronousProgram(model, self.reduction, kind, step, timer)
 
     def _make_predictor(self, model: keras.Model) -> PredictProgram:
         step = self._seeds.around(step_of(model, "predict"))
-        return Predictor(model, self._strategy, self.reduction, step)
+        return Predictor(model, self.reduction, step)
 
 
 class Seeds:
