@@ -97,7 +97,7 @@ class CheckpointFolder:
                 self._warn_of(before)
             self._remove_unfinished()
             self.index, faults = Index.checked(self.path)
-            self._listed = _names(self.index)
+            self._listed = set(self.index.files)
             training = self.index.training or uuid.uuid4().hex
             if training != self._owner.training:
                 self._owner = self._owner.update(self.path, training=training)
@@ -182,7 +182,7 @@ class CheckpointFolder:
         self.index.generation = self._owner.generation
         with self._writing(INDEX):
             self.index.write(self.path)
-        replaced, self._listed = self._listed, _names(self.index)
+        replaced, self._listed = self._listed, set(self.index.files)
         for name in replaced - self._listed:
             self._owner.check(self.path)
             (self.path / name).unlink(missing_ok=True)
@@ -252,10 +252,6 @@ class CheckpointFolder:
         )
 
 
-def _names(index: Index) -> set[str]:
-    return {*index.checkpoints, *filter(None, [index.last_state])}
-
-
 KEPT = 3
 
 
@@ -294,6 +290,11 @@ class Progress:
     seed: int = 0
     batches: int = 0
     data: str = ""
+
+    @classmethod
+    def of(cls, file: CheckpointFile) -> Progress:
+        """The progress of the training that wrote a checkpoint."""
+        return cls(**{name: file.number(name) for name in cls().numbers}, data=file.text("data"))
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -357,7 +358,7 @@ class Index:
             return cls(), [] if fault == _MISSING else [f"{INDEX} {fault}"]
         found, damaged = _look_into_files(folder, verify=True)
         index, others = _made_from(found, damaged, folder, training, index)
-        files = ", ".join([*index.checkpoints, *filter(None, [index.last_state])])
+        files = ", ".join(index.files)
         return index, [f"{INDEX} {fault}", f"made again from {files}", *others]
 
     @classmethod
@@ -372,12 +373,15 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Put it in the folder."""
-        with atomic_write(folder / INDEX) as unfinished:
-            unfinished.write_text(self._as_text(), encoding="utf-8")
-
-    def _as_text(self) -> str:
         content = {"format": _FORMAT, **asdict(self)}
-        return json.dumps({**content, "crc32": _checksum(content)}, indent=1)
+        text = json.dumps({**content, "crc32": _checksum(content)}, indent=1)
+        with atomic_write(folder / INDEX) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files that it lists."""
+        return [*self.checkpoints, *filter(None, [self.last_state])]
 
     @classmethod
     def _of_text(cls, text: str) -> Index:
@@ -463,12 +467,8 @@ def _look_into_files(
             continue
         try:
             with CheckpointFile(path) as file:
-                progress = Progress(
-                    **{name: file.number(name) for name in Progress().numbers},
-                    data=file.text("data"),
-                )
                 found[path.name] = _Found(
-                    progress,
+                    Progress.of(file),
                     file.text("training"),
                     file.number("generation"),
                     file.number("epochs_when_done"),
@@ -487,14 +487,12 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
     if training and index.training and training != index.training:
         return "is of another training"
     for name, listed in index.checkpoints.items():
-        file = found.get(name)
-        if file is None:
+        if (file := found.get(name)) is None:
             continue
-        if file.progress.numbers != listed.numbers or (
-            index.training and file.training not in ("", index.training)
-        ):
+        of_another = index.training and file.training not in ("", index.training)
+        if of_another or file.progress.numbers != listed.numbers:
             return f"does not describe {name}"
-    known = {*index.checkpoints, index.last_state}
+    known = set(index.files)
     if index.checkpoints and not known & found.keys() and any(f.of_epoch for f in found.values()):
         return "names no file that can be read"
     newest = max((file.order for name, file in found.items() if name in known), default=(-1, 0, 0))

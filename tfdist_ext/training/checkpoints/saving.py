@@ -237,15 +237,10 @@ def save_checkpoint(
     optimizer = getattr(model, "optimizer", None)  # there is none before compile
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
+    written = {**asdict(progress), **(attributes or {})}
     run_on_chief(
         reduction,
-        lambda: write_checkpoint(
-            path,
-            state_of(model),
-            kinds_of(model),
-            {**asdict(progress), **(attributes or {})},
-            place,
-        ),
+        lambda: write_checkpoint(path, state_of(model), kinds_of(model), written, place),
         f"write the checkpoint {path}",
     )
     return progress
@@ -260,25 +255,22 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
             Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")
-    progress, data = list(Progress().numbers.values()), ""
+    progress = Progress()
 
     def read() -> None:
+        nonlocal progress
         with CheckpointFile(path) as file:
             pairs = matching(file, model, path)
-            numbers = [file.number(name) for name in Progress().numbers]
-            of_data = file.text("data")
+            progress = Progress.of(file)
             file.verify()  # nothing is changed before all is known to be good
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.rows(saved, start, stop))
-            progress[:] = numbers
-            nonlocal data
-            data = of_data
 
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
-    numbers = reduction.from_chief(np.array(progress, np.int64)).tolist()
-    return replace(Progress(*numbers), data=broadcast_text(reduction, data))
+    numbers = reduction.from_chief(np.array([*progress.numbers.values()], np.int64)).tolist()
+    return replace(Progress(*numbers), data=broadcast_text(reduction, progress.data))
 
 
 def _check_has_variables(model: keras.Model, call: str) -> None:

@@ -15,18 +15,10 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.file import (
-    CheckpointFile,
-    Saved,
-)
+from tfdist_ext.training.checkpoints.file import CheckpointFile, Saved
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = [
-    "MODEL",
-    "kinds_of",
-    "matching",
-    "state_of",
-]
+__all__ = ["MODEL", "kinds_of", "matching", "state_of"]
 
 
 MODEL, METRICS = "model", "metrics"
