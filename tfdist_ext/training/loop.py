@@ -165,11 +165,6 @@ class Epochs:
             inspect: see `DatasetPasses`; called only where each task reads whole global batches.
         """
         requested = requested or None  # as Keras: 0 is all there is
-        if requested is not None and requested < 0:
-            raise TrainingError(
-                f"the steps of an epoch must be 1 or more, got {requested}: leave them out for all"
-                " of the data."
-            )
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
                 "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"

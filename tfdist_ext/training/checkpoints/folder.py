@@ -386,11 +386,10 @@ class Index:
     @classmethod
     def _of_text(cls, text: str) -> Index:
         read = json.loads(text)
-        if read["format"] != _WITHOUT_CHECKSUM:
-            if read["format"] != _FORMAT:
-                raise ValueError(f"format {read['format']!r}")
-            if read.pop("crc32") != _checksum(read):
-                raise ValueError("its checksum is wrong")
+        if read["format"] not in (_FORMAT, _WITHOUT_CHECKSUM):
+            raise ValueError(f"format {read['format']!r}")
+        if read["format"] == _FORMAT and read.pop("crc32") != _checksum(read):
+            raise ValueError("its checksum is wrong")
         del read["format"]
         read["checkpoints"] = {k: Progress(**v) for k, v in read["checkpoints"].items()}
         return cls(**read)

@@ -175,11 +175,7 @@ def _plain_copy(
     model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
 ) -> keras.Model:
     """The model with its weights in ordinary variables of this process, not compiled."""
-    if not model.built:
-        raise TrainingError(
-            f"export() needs the model's variables, and {model.name!r} has none yet: begin it with"
-            " keras.Input(shape), or call fit() or predict() first."
-        )
+    _check_has_variables(model, "export")
     copy = _made_again(model, builder, spec)
     copy_flags_and_assets(model, copy)
     values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]

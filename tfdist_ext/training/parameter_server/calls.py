@@ -7,6 +7,7 @@ its way back to the coordinator has added to it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -50,7 +51,10 @@ class Call:
     def results(self) -> Iterator[Any]:
         """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
         for result in self._results:
-            yield keras.tree.map_structure(_array, result.fetch())
+            yield keras.tree.map_structure(
+                lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
+                result.fetch(),
+            )
 
 
 class Calls:
@@ -114,10 +118,6 @@ def _worker_tasks() -> int:
     """Workers that this process is connected to; the strategy does not tell."""
     devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
     return len({device.task for device in devices if device.job == "worker"})
-
-
-def _array(value: object) -> object:
-    return value.numpy() if isinstance(value, tf.Tensor) else value
 
 
 # The message of an operation stands before its name. Operations that were given up do not count.
@@ -251,12 +251,8 @@ def _go_together(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
 
 def _packed(batches: list[list[tf.Tensor]], most: int) -> Iterator[BatchChunk]:
     """One chunk of `most` batches, or one for each: two sizes, so two functions to compile."""
-    if len(batches) < most:
-        for tensors in batches:
-            yield BatchChunk(tensors, [0])
-        return
-    ends, end = [], 0
-    for tensors in batches:
-        end += int(tensors[0].shape[0]) if len(batches) > 1 else 0
-        ends.append(end)
-    yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)
+    if len(batches) < most or most == 1:
+        yield from (BatchChunk(tensors, [0]) for tensors in batches)
+    else:
+        ends = list(itertools.accumulate(int(tensors[0].shape[0]) for tensors in batches))
+        yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)

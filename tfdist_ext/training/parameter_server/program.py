@@ -260,25 +260,21 @@ class ParameterServerPredictor:
         turn = self._calls.workers  # a short one first: it shows early that all is well
         while data.steps is None or done < data.steps:
             n = turn if data.steps is None else min(turn, data.steps - done)
-            outputs, read = self._outputs(data.iterator, n)
-            done += read
+            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
+            read = 0
+            with self._calls.joined() as call:
+                for chunk in batch_chunks(data.iterator, n, most):
+                    read += max(1, len(chunk.ends))
+                    if chunk.ends:
+                        function = _function(self._functions, data.iterator, chunk, self._batches)
+                        call(function, chunk.tensors, chunk.ends)
+            outputs = [outputs for of_call in call.results() for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
             if read < n:
                 return
+            done += read
             turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
-
-    def _outputs(self, iterator: BatchIterator, n: int) -> tuple[list[Structure], int]:
-        """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
-        read = 0
-        with self._calls.joined() as call:
-            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
-            for chunk in batch_chunks(iterator, n, most):
-                read += max(1, len(chunk.ends))
-                if chunk.ends:
-                    function = _function(self._functions, iterator, chunk, self._batches)
-                    call(function, chunk.tensors, chunk.ends)
-        return [outputs for of_call in call.results() for outputs in of_call], read
 
     def _batches(self, batches: Sequence[Structure]) -> list[Structure]:
         one = tf.function(self._one_batch, autograph=False)

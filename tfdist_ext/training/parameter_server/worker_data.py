@@ -407,12 +407,10 @@ class WorkerLoop:
                 data.restart()
             before, done = done, self._done(data, begun)
             if done == before and data.unfinished:  # only workers that are done have answered
-                silent = [
-                    worker
-                    for worker in sorted(data.unfinished)
-                    if time.monotonic() - heard[worker] > PATIENCE
+                late = [
+                    w for w in sorted(data.unfinished) if time.monotonic() - heard[w] > PATIENCE
                 ]
-                for worker in silent:
+                for worker in late:
                     span = np.int64(n - done), np.int64(first + done), rate
                     outputs = self._take_over(data, worker, rest, *span)
                     done = self._done(data, begun)

@@ -75,8 +75,8 @@ Outputs: TypeAlias = dict[str, tf.Tensor]
 Carried: TypeAlias = tuple[States, Outputs]
 
 
-# (batches, number of the turn, what the step before gave) -> (was there a batch, the same after).
-Turn: TypeAlias = Callable[[BatchIterator, tf.Tensor, Carried], tuple[tf.Tensor, Carried]]
+# Whether there was a batch for a step, and what it gives to the next one.
+Turn: TypeAlias = tuple[tf.Tensor, Carried]
 
 
 class SynchronousProgram(ProgramBase):
@@ -126,17 +126,13 @@ class SynchronousProgram(ProgramBase):
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
-        run = self._counted if data.known_length else self._open_ended
-        run = self._agreed if data.needs_row_count else run
-        compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._model.run_eagerly:
-            run = functools.partial(self._run_eagerly, data.needs_row_count)
-        elif self._compiles and self._reduction.is_chief:  # which may take minutes
-            replicas = self._reduction.replicas
-            compiling = reporting_progress(f"compiling the first step ({replicas} replicas)")
-        self._compiles = False
-        with compiling:
-            result = run(data.iterator, tf.constant(n), tf.constant(seconds), self._states)
+            result = self._run_eagerly(data, n, seconds)
+        else:
+            run = self._counted if data.known_length else self._open_ended
+            run = self._agreed if data.needs_row_count else run
+            with self._reporting_compilation():
+                result = run(data.iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
@@ -145,6 +141,13 @@ class SynchronousProgram(ProgramBase):
             for name, value in sorted(logs.items())
         }
         return Execution(logs, int(steps), float(chief_seconds))
+
+    def _reporting_compilation(self) -> contextlib.AbstractContextManager[None]:
+        """Scope of an execution; the first one may take minutes, which the chief says."""
+        first, self._compiles = self._compiles, False
+        if not first or not self._reduction.is_chief:
+            return contextlib.nullcontext()
+        return reporting_progress(f"compiling the first step ({self._reduction.replicas} replicas)")
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
@@ -161,8 +164,14 @@ class SynchronousProgram(ProgramBase):
             logs.update(tf.function(self._derived.of_states, autograph=False)(values))
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
-    def _in_graph(self, next_step: Turn) -> Callable[..., Finished]:
-        """An execution: the function of a loop whose turns are `next_step`."""
+    def _in_graph(
+        self, next_step: Callable[[BatchIterator, tf.Tensor, Carried], Turn]
+    ) -> Callable[..., Finished]:
+        """An execution: the function of a loop.
+
+        Args:
+            next_step: (batches, number of the turn, what the step before gave) -> its turn.
+        """
 
         def run(
             iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
@@ -184,52 +193,39 @@ class SynchronousProgram(ProgramBase):
 
         return tf.function(run, autograph=False, reduce_retracing=True)
 
-    def _next_counted(
-        self, batches: BatchIterator, turn: tf.Tensor, before: Carried
-    ) -> tuple[tf.Tensor, Carried]:
+    def _next_counted(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
         return tf.constant(True), self._one_step(next(batches), before[0], turn=turn)
 
-    def _next_if_any(
-        self, batches: BatchIterator, turn: tf.Tensor, before: Carried
-    ) -> tuple[tf.Tensor, Carried]:
+    def _next_if_any(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
         batch = batches.get_next_as_optional()
         more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
         step = functools.partial(self._one_step, states=before[0], turn=turn)
         return more, tf.cond(more, lambda: step(batch.get_value()), lambda: before)
 
-    def _next_agreed(
-        self, batches: BatchIterator, turn: tf.Tensor, before: Carried
-    ) -> tuple[tf.Tensor, Carried]:
+    def _next_agreed(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
         batch = next(batches)
         rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
         step = functools.partial(self._one_step, batch, before[0], rows, turn)
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
-    def _run_eagerly(
-        self,
-        needs_row_count: bool,
-        iterator: BatchIterator,
-        n: tf.Tensor,
-        seconds: tf.Tensor,
-        states: States,
-    ) -> Finished:
-        done = 0
+    def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
+        done, states = 0, self._states
         outputs: Outputs = {}
-        batches = self._timer.timed_iterator(iterator)
+        batches = self._timer.timed_iterator(data.iterator)
         count = functools.partial(self._timer.synchronize, self._reduction.rows_of_all)
-        while done < int(n):
+        while done < n:
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            rows, real = count(batch) if needs_row_count else (None, 1)
+            rows, real = count(batch) if data.needs_row_count else (None, 1)
             if real == 0:
                 break
             done += 1
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
-        return self._finish(states, outputs, tf.constant(done), seconds)
+        return self._finish(states, outputs, tf.constant(done), tf.constant(seconds))
 
     def _one_step(
         self,

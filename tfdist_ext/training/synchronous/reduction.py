@@ -41,9 +41,10 @@ class SynchronousReduction:
         self.multi_worker = self.replicas > self.local_replicas
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
-        devices = _devices(strategy)
+        self.devices = _devices(strategy)  # of this worker's replicas
         # CPU replicas are fed from a plain iterator on the host.
-        self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
+        on_cpus = all("CPU" in name.upper() for name in self.devices)
+        self.feeds_on_host = bool(self.devices) and on_cpus
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
