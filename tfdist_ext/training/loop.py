@@ -239,7 +239,7 @@ class Epochs:
             self._dataset = self._feed(batches)
         return self._dataset
 
-    def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
+    def begin_after(self, epochs: int) -> bool:
         """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
         batches, in_pass = self._batches, self._batches.steps
         if not isinstance(batches, GlobalBatches) or not batches.from_step or in_pass is None:
@@ -248,10 +248,10 @@ class Epochs:
         for _ in range(epochs):
             steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
             passed += steps
-        self._dataset = feed(replace(batches, parts_of=batches.from_step(passed)))
+        self._dataset = self._feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
-    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, completed: int) -> None:
+    def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
         assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
@@ -259,7 +259,7 @@ class Epochs:
         self._position = batches.begin
         self._batches = replace(self._batches, begin=batches.begin)
         self._completed = completed
-        self._dataset = feed(batches)
+        self._dataset = self._feed(batches)
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
@@ -393,15 +393,15 @@ class DatasetPasses:
             return iter(self._dataset.with_options(options))
 
 
+@tf.autograph.experimental.do_not_convert
 def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
     """What an iterator yields from here on, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
-    untouched = tf.autograph.experimental.do_not_convert
     if known_length:
-        return turns.map(untouched(lambda _: iterator.get_next()))
-    options = turns.map(untouched(lambda _: iterator.get_next_as_optional()))
-    there = options.take_while(untouched(lambda option: option.has_value()))
-    return there.map(untouched(lambda option: option.get_value()))
+        return turns.map(lambda _: iterator.get_next())
+    options = turns.map(lambda _: iterator.get_next_as_optional())
+    there = options.take_while(lambda option: option.has_value())
+    return there.map(lambda option: option.get_value())
 
 
 def predict(

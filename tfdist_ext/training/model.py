@@ -228,7 +228,7 @@ class DistributedModel(SavingMixin):
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
         )
         self._model.stop_training = False
-        initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
+        initial_epoch = saved.resume(train, initial_epoch)
         with (
             saved.reporting_failure(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
@@ -250,13 +250,11 @@ class DistributedModel(SavingMixin):
         model = self._model
         loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
-        if board is None:
-            program = self._engine.program(model, "train", NullStepTimer())
-        else:
-            timer = self._engine.step_timer()
-            program = self._engine.program(model, "train", timer)
+        timer = NullStepTimer() if board is None else self._engine.step_timer()
+        program = self._engine.program(model, "train", timer)
+        if board is not None:
             assert isinstance(program, SynchronousProgram)  # other engines have no timer
-            board.follow(program, timer, self._strategy, self._reduction)
+            board.follow(program)
         logs: Logs = {}
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)
@@ -274,7 +272,7 @@ class DistributedModel(SavingMixin):
             self._engine.finalize(model)
         hooks.on_train_end(logs)
         self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
-        saved.training_is_done(epochs.stop, logs)
+        saved.training_is_done(logs)
         return model.history
 
     @overridable

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -69,6 +69,7 @@ class CheckpointManager:
         self._was_done = False
         self._data = data
         self._every = every
+        self._epochs = epochs
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
         self._check_every()
@@ -94,21 +95,17 @@ class CheckpointManager:
         self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
         return self._progress.seed
 
-    def resume(
-        self, data: Epochs, feed: Callable[[Any], Any], initial_epoch: int, epochs: int
-    ) -> int:
+    def resume(self, data: Epochs, initial_epoch: int) -> int:
         """The epoch to begin with, model and data brought to where they were before it.
 
         Args:
-            feed: what makes global batches the data set that `data` iterates over.
             initial_epoch: the epoch where there is nothing to go on from.
-            epochs: of the whole training.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         if self._files is None:
             return initial_epoch
         index = self._files.index
-        last = self._files.last_state(epochs)
+        last = self._files.last_state(self._epochs)
         name = last or next(reversed(index.checkpoints), None)
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
@@ -131,13 +128,13 @@ class CheckpointManager:
             for _ in range(done):
                 self._data.end_epoch()
         if self._was_done:
-            return max(epochs, self._progress.epoch)
+            return max(self._epochs, self._progress.epoch)
         index.epochs_when_done = None
         self._by_chief(self._files.write_index)
         if self._data is not None:
             self._in_epoch = self._progress.batches if self._progress.data else 0
-            data.begin_at_position(feed, completed=self._in_epoch)
-        elif not data.begin_after(done, feed):
+            data.begin_at_position(completed=self._in_epoch)
+        elif not data.begin_after(done):
             _read_past(data, done)
         return self._progress.epoch
 
@@ -181,14 +178,15 @@ class CheckpointManager:
             )
         return self._progress
 
-    def training_is_done(self, epochs: int, logs: Logs) -> None:
+    def training_is_done(self, logs: Logs) -> None:
         """Save the state at the end of `fit`, and say in the index that it is the end."""
         if self._files is None or self._was_done:
             return
         finite = _is_finite(logs)
         if finite:
-            self._save(self._files, f"last-{self._progress.epoch:05d}.h5", epochs_when_done=epochs)
-        self._by_chief(functools.partial(self._files.add_last, epochs, written=finite))
+            name = f"last-{self._progress.epoch:05d}.h5"
+            self._save(self._files, name, epochs_when_done=self._epochs)
+        self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
         """A sentence for a person: the last checkpoint, and the command that goes on from it."""

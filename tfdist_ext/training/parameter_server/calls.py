@@ -23,6 +23,7 @@ from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
+    "BATCHES_IN_A_CALL",
     "BatchChunk",
     "Calls",
     "ConcreteFunction",
@@ -36,6 +37,12 @@ __all__ = [
 
 
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+
+
+BATCHES_IN_A_CALL = 8  # at most
+
+
+_SILENCE = 60.0  # seconds without an answer from any worker, after which there is a warning
 
 
 class Call:
@@ -63,11 +70,9 @@ class Calls:
     A call whose worker dies is made again on another one.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, silence: float = 60.0):
-        """`silence`: seconds without an answer from any worker after which there is a warning."""
+    def __init__(self, strategy: tf.distribute.Strategy):
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.workers = _worker_tasks()
-        self._silence = silence
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Call]:
@@ -99,9 +104,9 @@ class Calls:
         while not self.coordinator.done():
             time.sleep(pause)
             pause = min(pause * 2, 0.005)
-            if time.monotonic() - silent_since > self._silence:
+            if time.monotonic() - silent_since > _SILENCE:
                 warnings.warn(
-                    f"no worker has finished its calls for {self._silence:.0f} s; waiting. Are the"
+                    f"no worker has finished its calls for {_SILENCE:.0f} s; waiting. Are the"
                     " worker processes alive?",
                     stacklevel=2,
                 )

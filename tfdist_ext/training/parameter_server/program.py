@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
     BatchChunk,
     Calls,
     ConcreteFunction,
@@ -47,10 +48,7 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["BATCHES_IN_A_CALL", "ParameterServerPredictor", "ParameterServerProgram"]
-
-
-BATCHES_IN_A_CALL = 8
+__all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
 
 
 # By the number of batches in a chunk, and their form.
@@ -89,7 +87,6 @@ class ParameterServerProgram(ProgramBase):
             [variable.aggregation == "sum" for variable in self._metrics],
             self._number_and_rate,
             lambda: self._counted,
-            BATCHES_IN_A_CALL,
         )
 
     def reset(self, *, resume: bool = False) -> None:

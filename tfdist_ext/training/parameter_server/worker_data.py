@@ -28,7 +28,12 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import find_py_functions_in_graph, without_autotune
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.parameter_server.calls import Calls, ConcreteFunction, on_worker
+from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
+    Calls,
+    ConcreteFunction,
+    on_worker,
+)
 from tfdist_ext.training.protocols import Structure
 
 __all__ = [
@@ -363,7 +368,6 @@ class WorkerLoop:
         adds: for each of them, whether steps add to it.
         number_and_rate: specs of a step's number and of the learning rate.
         counted: how often a step counts itself; known when `one` has been traced.
-        most: batches in a call.
     """
 
     calls: Calls
@@ -372,7 +376,6 @@ class WorkerLoop:
     adds: Sequence[bool]
     number_and_rate: Sequence[tf.TensorSpec]
     counted: Callable[[], int]
-    most: int
     _functions: dict[tuple[str, int], tuple[ConcreteFunction, ConcreteFunction]] = field(
         default_factory=dict
     )
@@ -392,7 +395,7 @@ class WorkerLoop:
         done = 0
         heard = dict.fromkeys(data.unfinished, time.monotonic())
         while done < n and data.unfinished:
-            most = max(1, min(self.most, (n - done) // (4 * self.calls.workers)))
+            most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * self.calls.workers)))
             with self.calls.joined() as call:
                 for start in range(done, n, most):
                     step = np.int64(first + start * self.counted())

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.strategies.liveness import say
+from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.inputs import Part, Parts
@@ -85,6 +86,10 @@ class SynchronousProgram(ProgramBase):
     Args:
         step: draws random numbers for the replica that runs it.
         timer: is told when steps begin, and when they are done.
+
+    Attributes:
+        reduction: over the replicas that run it.
+        timer: as given.
     """
 
     def __init__(
@@ -97,8 +102,8 @@ class SynchronousProgram(ProgramBase):
     ):
         super().__init__(model, kind, step)
         self._strategy = reduction.strategy
-        self._reduction = reduction
-        self._timer = timer
+        self.reduction = reduction
+        self.timer = timer
         # An apply of the object alone gets its gradients summed.
         self._keras_step = uses_keras_step(model, kind) and not has_own_apply(model.optimizer)
         self._replaced = [*step_targets(), *exact.own_applies(model)]
@@ -122,7 +127,7 @@ class SynchronousProgram(ProgramBase):
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
         if not resume:
             self._model.reset_metrics()
-        self._states = self._reduction.split_states(self._metrics)
+        self._states = self.reduction.split_states(self._metrics)
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
@@ -145,9 +150,9 @@ class SynchronousProgram(ProgramBase):
     def _reporting_compilation(self) -> contextlib.AbstractContextManager[None]:
         """Scope of an execution; the first one may take minutes, which the chief says."""
         first, self._compiles = self._compiles, False
-        if not first or not self._reduction.is_chief:
+        if not first or not self.reduction.is_chief:
             return contextlib.nullcontext()
-        return reporting_progress(f"compiling the first step ({self._reduction.replicas} replicas)")
+        return reporting_progress(f"compiling the first step ({self.reduction.replicas} replicas)")
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
@@ -176,7 +181,7 @@ class SynchronousProgram(ProgramBase):
         def run(
             iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
         ) -> Finished:
-            batches = self._timer.timed_iterator(iterator)
+            batches = self.timer.timed_iterator(iterator)
 
             def body(
                 i: tf.Tensor, _: tf.Tensor, before: Carried
@@ -198,21 +203,21 @@ class SynchronousProgram(ProgramBase):
 
     def _next_if_any(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
         batch = batches.get_next_as_optional()
-        more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
+        more = self.timer.synchronize(self.reduction.on_all_workers, batch.has_value())
         step = functools.partial(self._one_step, states=before[0], turn=turn)
         return more, tf.cond(more, lambda: step(batch.get_value()), lambda: before)
 
     def _next_agreed(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
         batch = next(batches)
-        rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
+        rows, real = self.timer.synchronize(self.reduction.rows_of_all, batch)
         step = functools.partial(self._one_step, batch, before[0], rows, turn)
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
     def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
         done, states = 0, self._states
         outputs: Outputs = {}
-        batches = self._timer.timed_iterator(data.iterator)
-        count = functools.partial(self._timer.synchronize, self._reduction.rows_of_all)
+        batches = self.timer.timed_iterator(data.iterator)
+        count = functools.partial(self.timer.synchronize, self.reduction.rows_of_all)
         while done < n:
             try:
                 batch = next(batches)
@@ -241,11 +246,11 @@ class SynchronousProgram(ProgramBase):
             functions_in_place(self._replaced),
             metric_methods(self._metric_objects, eager=eager),
         ):
-            new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
+            new, written, outputs, notes = self.reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         assign_written(self._strategy, self._others, written)
-        if self._timer.records:
-            self._timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
+        if self.timer.records:
+            self.timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
         by_replica = zip(*(local(value) for value in new), strict=True)
         # An empty zip has lost how many replicas there were.
         states = [list(state) for state in by_replica] or states
@@ -259,11 +264,11 @@ class SynchronousProgram(ProgramBase):
         Args:
             rows_of_all: of the global batch, where the part itself does not know.
         """
-        mine = self._reduction.of_this_replica(states)
+        mine = self.reduction.of_this_replica(states)
         here = None
-        timer = self._timer.replica_timer()
+        timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
-            on = self._reduction
+            on = self.reduction
             # Keys are those of collectives between workers.
             turn = self._turn if on.multi_worker else None
             here = _context(on, part, rows_of_all, self._rows, self._keras_step, turn, timer)
@@ -304,7 +309,7 @@ class SynchronousProgram(ProgramBase):
         else:
             states = enumerate(self._metrics)
             final = {scope.get_current_value(variable).name: i for i, variable in states}
-            warns = self._reduction.replicas > 1
+            warns = self.reduction.replicas > 1
             derived = self._derive_logs(logs, scope.versions, final, has_mean, warns=warns)
             values = {str(i): value for i, value in enumerate(derived.returned)}
         carried = {}
@@ -338,11 +343,11 @@ class SynchronousProgram(ProgramBase):
             return {}
         trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
         # This step is never run: nobody notes when it began.
-        timer, self._timer = self._timer, NullStepTimer()
+        timer, self.timer = self.timer, NullStepTimer()
         try:
             spec_of = trace.get_concrete_function(iterator).structured_outputs
         finally:
-            self._timer = timer
+            self.timer = timer
         return {
             name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
             for name, spec in spec_of.items()
@@ -351,10 +356,10 @@ class SynchronousProgram(ProgramBase):
     def _finish(
         self, states: States, outputs: Outputs, steps: tf.Tensor, seconds: tf.Tensor
     ) -> Finished:
-        values, last, chief_seconds = self._reduction.over_all(
+        values, last, chief_seconds = self.reduction.over_all(
             self._metrics, states, outputs, seconds
         )
-        self._timer.execution_is_done(steps)
+        self.timer.execution_is_done(steps)
         return self._logs(values, last), values, states, steps, chief_seconds
 
 
@@ -488,12 +493,6 @@ def _if_any(rows: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         return value
     length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
     return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
-
-
-FIRST_AFTER = 10.0  # seconds; then after ever longer ones
-
-
-LONGEST_PAUSE = 120.0
 
 
 @contextlib.contextmanager

@@ -130,6 +130,12 @@ class SynchronousReduction:
 
         # What is one value a worker already goes in with its first replica only.
         names = [name for name, value in outputs.items() if value.dtype != tf.string]
+        shared = [
+            value if value.dtype.is_floating or self.is_chief else tf.zeros_like(value)
+            for value in (_addable(outputs[name]) for name in names)
+        ]
+        shared.append(seconds if self.is_chief else tf.zeros_like(seconds))
+        nothing = [tf.zeros_like(value) for value in shared]
         mine: list[list[tf.Tensor]] = []
         for replica, state in enumerate(states):
             first = self.is_chief and replica == 0
@@ -137,14 +143,7 @@ class SynchronousReduction:
                 contribution(variable, value, self.replicas, first)
                 for variable, value in zip(variables, state, strict=True)
             ]
-            shared = [
-                value if value.dtype.is_floating or first else tf.zeros_like(value)
-                for value in (_addable(outputs[name]) for name in names)
-            ]
-            shared.append(seconds if first else tf.zeros_like(seconds))
-            if replica > 0:
-                shared = [tf.zeros_like(value) for value in shared]
-            mine.append(values + shared)
+            mine.append(values + (nothing if replica else shared))
         reduced = self._sum_of_replicas(mine)
         values = [
             tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
