@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -55,13 +55,17 @@ __all__ = [
 ]
 
 
+# Makes a model once more; None where there is only the model itself.
+Builder: TypeAlias = Callable[[], keras.Model] | None
+
+
 class SavingMixin:
     """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
 
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
-    _builder: Callable[[], keras.Model] | None
+    _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
 
@@ -140,11 +144,7 @@ _NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeE
 
 
 def export(
-    model: keras.Model,
-    filepath: str,
-    builder: Callable[[], keras.Model] | None,
-    spec: Specs,
-    **arguments: Any,
+    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
 ) -> None:
     """As `keras.Model.export`, on this task alone.
 
@@ -171,28 +171,9 @@ def export(
         thread.submit(copy_and_export).result()
 
 
-def _plain_copy(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
-) -> keras.Model:
+def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Model:
     """The model with its weights in ordinary variables of this process, not compiled."""
     _check_has_variables(model, "export")
-    copy = _made_again(model, builder, spec)
-    copy_flags_and_assets(model, copy)
-    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
-    if list(values) != list(targets):
-        differs = sorted({*values} ^ {*targets})
-        raise TrainingError(
-            f"the copy of {model.name!r} to export has other variables than the model itself:"
-            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
-        )
-    for name, target in targets.items():
-        assign_whole(target, whole_value(values[name]))
-    return copy
-
-
-def _made_again(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
-) -> keras.Model:
     try:
         copy = clone_model(model)
     except _NO_COPY as error:
@@ -204,6 +185,16 @@ def _made_again(
         copy = builder()
     if len(copy.variables) != len(model.variables) and spec is not None:
         build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+    copy_flags_and_assets(model, copy)
+    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
+    if list(values) != list(targets):
+        differs = sorted({*values} ^ {*targets})
+        raise TrainingError(
+            f"the copy of {model.name!r} to export has other variables than the model itself:"
+            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
+        )
+    for name, target in targets.items():
+        assign_whole(target, whole_value(values[name]))
     return copy
 
 

@@ -462,15 +462,14 @@ class WorkerLoop:
         return self._functions[key]
 
     def _loop(
-        self,
-        data: WorkerBatches,
-        iterator: tf.data.Iterator,
-        worker: tf.Tensor,
-        count: tf.Tensor,
-        first: tf.Tensor,
-        rate: tf.Tensor,
+        self, data: WorkerBatches, iterator: tf.data.Iterator, worker: tf.Tensor, *span: tf.Tensor
     ) -> Answer:
-        """In a graph: `count` steps, or fewer where the data ends or the iterator is elsewhere."""
+        """In a graph: steps, or fewer where the data ends or the iterator is elsewhere.
+
+        Args:
+            span: how many steps, the number of the first one, the learning rate.
+        """
+        count, first, rate = span
         start: list[tf.Tensor] = [tf.constant(value) for value in self.start]
         # Traced beforehand: a loop must know what comes out of it, and how steps count.
         spec = self.one.get_concrete_function(data.element_spec, first, rate, start)

@@ -119,7 +119,7 @@ class SynchronousProgram(ProgramBase):
         self._agreed = self._in_graph(self._next_agreed)
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._states: States = []
-        self._turn: tf.Tensor | None = None
+        self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
 
@@ -170,13 +170,9 @@ class SynchronousProgram(ProgramBase):
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
     def _in_graph(
-        self, next_step: Callable[[BatchIterator, tf.Tensor, Carried], Turn]
+        self, next_step: Callable[[BatchIterator, Carried], Turn]
     ) -> Callable[..., Finished]:
-        """An execution: the function of a loop.
-
-        Args:
-            next_step: (batches, number of the turn, what the step before gave) -> its turn.
-        """
+        """An execution: a loop of `next_step(batches, what the step before gave)`."""
 
         def run(
             iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
@@ -186,31 +182,30 @@ class SynchronousProgram(ProgramBase):
             def body(
                 i: tf.Tensor, _: tf.Tensor, before: Carried
             ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
-                more, after = next_step(batches, i, before)
+                self._turn = i
+                more, after = next_step(batches, before)
                 return i + tf.cast(more, tf.int32), more, after
 
-            empty = self._empty_outputs(iterator, states)
-            start = (tf.constant(0), tf.constant(True), (states, empty))
-            done, _, (states, outputs) = tf.while_loop(
-                lambda i, more, _: (i < n) & more, body, start
-            )
-            return self._finish(states, outputs, done, seconds)
+            last = states, self._empty_outputs(iterator, states)
+            start = (tf.constant(0), tf.constant(True), last)
+            done, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
+            return self._finish(last, done, seconds)
 
         return tf.function(run, autograph=False, reduce_retracing=True)
 
-    def _next_counted(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
-        return tf.constant(True), self._one_step(next(batches), before[0], turn=turn)
+    def _next_counted(self, batches: BatchIterator, before: Carried) -> Turn:
+        return tf.constant(True), self._one_step(next(batches), before[0])
 
-    def _next_if_any(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
+    def _next_if_any(self, batches: BatchIterator, before: Carried) -> Turn:
         batch = batches.get_next_as_optional()
         more = self.timer.synchronize(self.reduction.on_all_workers, batch.has_value())
-        step = functools.partial(self._one_step, states=before[0], turn=turn)
+        step = functools.partial(self._one_step, states=before[0])
         return more, tf.cond(more, lambda: step(batch.get_value()), lambda: before)
 
-    def _next_agreed(self, batches: BatchIterator, turn: tf.Tensor, before: Carried) -> Turn:
+    def _next_agreed(self, batches: BatchIterator, before: Carried) -> Turn:
         batch = next(batches)
         rows, real = self.timer.synchronize(self.reduction.rows_of_all, batch)
-        step = functools.partial(self._one_step, batch, before[0], rows, turn)
+        step = functools.partial(self._one_step, batch, before[0], rows)
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
     def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
@@ -230,17 +225,10 @@ class SynchronousProgram(ProgramBase):
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
-        return self._finish(states, outputs, tf.constant(done), tf.constant(seconds))
+        return self._finish((states, outputs), tf.constant(done), tf.constant(seconds))
 
-    def _one_step(
-        self,
-        batch: Parts,
-        states: States,
-        rows: tf.Tensor | None = None,
-        turn: tf.Tensor | None = None,
-    ) -> Carried:
-        """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
-        self._turn = turn
+    def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
+        """One global batch, in cross-replica context."""
         eager = bool(self._own_outputs and self._model.run_eagerly)
         with (
             functions_in_place(self._replaced),
@@ -343,7 +331,7 @@ class SynchronousProgram(ProgramBase):
             return {}
         trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
         # This step is never run: nobody notes when it began.
-        timer, self.timer = self.timer, NullStepTimer()
+        timer, self.timer, self._turn = self.timer, NullStepTimer(), None
         try:
             spec_of = trace.get_concrete_function(iterator).structured_outputs
         finally:
@@ -353,14 +341,10 @@ class SynchronousProgram(ProgramBase):
             for name, spec in spec_of.items()
         }
 
-    def _finish(
-        self, states: States, outputs: Outputs, steps: tf.Tensor, seconds: tf.Tensor
-    ) -> Finished:
-        values, last, chief_seconds = self.reduction.over_all(
-            self._metrics, states, outputs, seconds
-        )
+    def _finish(self, last: Carried, steps: tf.Tensor, seconds: tf.Tensor) -> Finished:
+        values, outputs, chief_seconds = self.reduction.over_all(self._metrics, *last, seconds)
         self.timer.execution_is_done(steps)
-        return self._logs(values, last), values, states, steps, chief_seconds
+        return self._logs(values, outputs), values, last[0], steps, chief_seconds
 
 
 def _sum(values: tuple[tf.Tensor, ...]) -> tf.Tensor:
