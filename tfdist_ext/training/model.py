@@ -184,6 +184,7 @@ class DistributedModel(SavingMixin):
             (x, y, sample_weight), validation_data = kp.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
+        sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
         if (cluster := evaluates(self._strategy)) is not None:
             evaluate_checkpoints(
                 self,
@@ -191,10 +192,9 @@ class DistributedModel(SavingMixin):
                 checkpoint_dir=checkpoint_dir,
                 epochs=epochs,
                 validation_data=validation_data,
-                batch_size=validation_batch_size or batch_size,
-                steps=validation_steps,
                 callbacks=callbacks,
                 verbose=verbose,
+                **sizes,
             )
         data = x if self._engine.keeps_position(x) else None
         saved = CheckpointManager(
@@ -216,7 +216,6 @@ class DistributedModel(SavingMixin):
         validate = None
         if validation_data is not None:
             arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
-            sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
             validation = self._epochs(
                 self._engine.read(*arrays, **sizes), validation_steps, "fit", "validation "
             )

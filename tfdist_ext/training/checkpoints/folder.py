@@ -93,7 +93,7 @@ class CheckpointFolder:
         with naming_unwritable(self.path, "checkpoint_dir"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._owner, before = claim(self.path, after=self.index.generation)
-            if before is not None and before.may_be_running():
+            if before.may_be_running():
                 self._warn_of(before)
             self._remove_unfinished()
             self.index, faults = Index.checked(self.path)
@@ -199,7 +199,7 @@ class CheckpointFolder:
             newest = newest_owner(self.path)
         except OSError:
             return False
-        by_the_newest = self.index.generation >= (newest.generation if newest else 0)
+        by_the_newest = self.index.generation >= newest.generation
         return fault is None and by_the_newest and self.last_state(epochs) is not None
 
     def _remove_unfinished(self) -> None:
@@ -332,10 +332,10 @@ class Index:
         """
         index, fault = cls.stored(folder)
         owner = newest_owner(folder)
-        if fault is None and index.generation >= (owner.generation if owner else 0):
+        if fault is None and index.generation >= owner.generation:
             return index
         found, damaged = _look_into_files(folder, verify=False)
-        return _made_from(found, damaged, folder, owner.training if owner else "", index)[0]
+        return _made_from(found, damaged, folder, [owner.training, index.training])[0]
 
     @classmethod
     def checked(cls, folder: Path) -> tuple[Index, list[str]]:
@@ -348,8 +348,7 @@ class Index:
             TrainingError: no checkpoint can be read, or they are of several trainings.
         """
         index, fault = cls.stored(folder)
-        owner = newest_owner(folder)
-        training = owner.training if owner else ""
+        training = newest_owner(folder).training
         found, damaged = _look_into_files(folder, verify=False)
         fault = fault or _disagreement(index, found, training)
         if fault is None:
@@ -357,7 +356,7 @@ class Index:
         if not found and not damaged:
             return cls(), [] if fault == _MISSING else [f"{INDEX} {fault}"]
         found, damaged = _look_into_files(folder, verify=True)
-        index, others = _made_from(found, damaged, folder, training, index)
+        index, others = _made_from(found, damaged, folder, [training, index.training])
         files = ", ".join(index.files)
         return index, [f"{INDEX} {fault}", f"made again from {files}", *others]
 
@@ -505,17 +504,13 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
 
 
 def _made_from(
-    found: dict[str, _Found],
-    damaged: dict[str, TrainingError],
-    folder: Path,
-    training: str,
-    stored: Index,
+    found: dict[str, _Found], damaged: dict[str, TrainingError], folder: Path, known: list[str]
 ) -> tuple[Index, list[str]]:
     """(an index of these files, what to say of those that are left alone).
 
     Args:
-        training: whose files they are by the folder's owner; empty where nobody knows.
-        stored: the index that was there, which may tell as well.
+        known: whose files they are, by the folder's owner and by the index that was there, which
+            may tell as well; empty where they do not know.
     """
     if not found and damaged:
         raise TrainingError(
@@ -526,7 +521,7 @@ def _made_from(
     trainings: dict[str, list[str]] = {}
     for name, file in found.items():
         trainings.setdefault(file.training, []).append(name)
-    known = [one for one in (training, stored.training) if one and one in trainings]
+    known = [one for one in known if one and one in trainings]
     if not known and len(trainings) > 1:
         groups = " and ".join(f"({', '.join(names)})" for names in trainings.values())
         raise TrainingError(
@@ -615,12 +610,12 @@ class Owner:
             FolderTakenError: a newer job has opened the folder.
         """
         newest = newest_owner(folder)
-        if newest is None:  # somebody has emptied the folder
+        if not newest.generation:  # somebody has emptied the folder
             folder.mkdir(parents=True, exist_ok=True)
             if _create(folder, self):
                 return
             newest = newest_owner(folder)
-        if newest is None or newest.generation < self.generation or newest.id == self.id:
+        if newest.generation < self.generation or newest.id == self.id:
             return
         if newest.id or newest.generation > self.generation:
             raise FolderTakenError(
@@ -643,7 +638,7 @@ class Owner:
         return updated
 
 
-def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
+def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner]:
     """(this job as the newest owner of the folder, the owner before it).
 
     Args:
@@ -654,7 +649,7 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
     """
     while True:
         before = newest_owner(folder)
-        generation = max(after, before.generation if before else 0) + 1
+        generation = max(after, before.generation) + 1
         boot, container = _machine()
         owner = Owner(
             generation,
@@ -664,7 +659,7 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
             pid=os.getpid(),
             started=_started(os.getpid()),
             since=time.time(),
-            training=before.training if before else "",
+            training=before.training,
         )
         # One that is removed as old, by a job that came meanwhile, can be created twice.
         if _create(folder, owner) and newest_owner(folder) == owner:
@@ -675,11 +670,11 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
     return owner, before
 
 
-def newest_owner(folder: Path) -> Owner | None:
-    """The owner of the highest generation; None where no job has opened the folder."""
-    newest = max(_generations(folder), default=None)
-    if newest is None:
-        return None
+def newest_owner(folder: Path) -> Owner:
+    """The owner of the highest generation, which is 0 where no job has opened the folder."""
+    newest = max(_generations(folder), default=0)
+    if not newest:
+        return Owner(0)
     try:
         read = json.loads((folder / _file_of(newest)).read_text(encoding="utf-8"))
         return replace(Owner(**read), generation=newest)

@@ -32,7 +32,7 @@ from tfdist_ext.training.parameter_server.worker_data import (
     why_not_remote,
 )
 from tfdist_ext.training.programs import EngineBase, step_of
-from tfdist_ext.training.protocols import BatchSource, NullStepTimer, SingleTask, StepProgram
+from tfdist_ext.training.protocols import BatchSource, NullStepTimer, SingleTask
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = ["CoordinatorReduction", "ParameterServerEngine"]
@@ -155,7 +155,9 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
         with default_strategy_scope(), updates_on_servers(WorkerScope([]), model):
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
+    def _make_program(
+        self, model: keras.Model, kind: str, timer: NullStepTimer
+    ) -> ParameterServerProgram:
         del timer  # of steps that wait for each other
         return ParameterServerProgram(model, self._calls, kind, step_of(model, kind))
 
