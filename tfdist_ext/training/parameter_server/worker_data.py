@@ -377,7 +377,7 @@ class WorkerLoop:
     number_and_rate: Sequence[tf.TensorSpec]
     counted: Callable[[], int]
     _functions: dict[tuple[str, int], tuple[ConcreteFunction, ConcreteFunction]] = field(
-        default_factory=dict
+        default_factory=dict, init=False
     )
 
     def run(
@@ -410,9 +410,8 @@ class WorkerLoop:
                 data.restart()
             before, done = done, self._done(data, begun)
             if done == before and data.unfinished:  # only workers that are done have answered
-                late = [
-                    w for w in sorted(data.unfinished) if time.monotonic() - heard[w] > PATIENCE
-                ]
+                limit = time.monotonic() - PATIENCE
+                late = [worker for worker in sorted(data.unfinished) if heard[worker] < limit]
                 for worker in late:
                     span = np.int64(n - done), np.int64(first + done), rate
                     outputs = self._take_over(data, worker, rest, *span)
