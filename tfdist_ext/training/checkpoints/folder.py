@@ -75,7 +75,7 @@ class CheckpointFolder:
     def __init__(self, path: Path):
         self.path = path
         self.index = Index()
-        self._owner: Owner | None = None
+        self._owner = Owner(0)  # this job, where it has opened the folder
         self._listed: set[str] = set()  # by the index that this job has read, or written last
         self.written = ""
 
@@ -123,7 +123,7 @@ class CheckpointFolder:
     @property
     def attributes(self) -> dict[str, int | str]:
         """What a checkpoint of this job says of itself, so that an index can be made from it."""
-        if self._owner is None:  # not the chief
+        if not self._owner.generation:  # not the chief
             return {}
         return {"training": self._owner.training, "generation": self._owner.generation}
 
@@ -137,7 +137,6 @@ class CheckpointFolder:
             FolderTakenError: a newer job has the folder.
             TrainingError: the file cannot be written, as on a full disk.
         """
-        assert self._owner is not None
         generation = f"{self._owner.generation:05d}"
         beside = path.with_name(f".{path.name}.{generation}.unfinished")
         with self._writing(path.name), on_disk(beside) as unfinished:
@@ -177,7 +176,6 @@ class CheckpointFolder:
             FolderTakenError: a newer job has the folder.
             TrainingError: it cannot be written, as on a full disk.
         """
-        assert self._owner is not None
         self.index.training = self._owner.training
         self.index.generation = self._owner.generation
         with self._writing(INDEX):
@@ -189,7 +187,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Say that this job will not write any more; the next one need not ask about it."""
-        if self._owner is not None:
+        if self._owner.generation:
             with contextlib.suppress(OSError, TrainingError):  # it is a courtesy
                 self._owner.update(self.path, ended=True)
 
@@ -203,7 +201,6 @@ class CheckpointFolder:
         return fault is None and by_the_newest and self.last_state(epochs) is not None
 
     def _remove_unfinished(self) -> None:
-        assert self._owner is not None
         for path in list(self.path.iterdir()):
             match = _UNFINISHED.fullmatch(path.name)
             if match and int(match["job"] or 0) < self._owner.generation:
@@ -223,7 +220,6 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        assert self._owner is not None
         try:
             self._owner.check(self.path)
             yield
