@@ -69,8 +69,6 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._timer: Any = None
         self._reduction: Any = None
         self._writer: Any = None
-        self._step = 0
-        self._first_epoch = True
         self.own_ms = np.empty(0)
 
     def follow(self, program: SynchronousProgram) -> None:
