@@ -78,11 +78,11 @@ class TestPace:
         assert [pace.next(n) for n in (10, 6, 2, None)] == [4, 4, 2, 4]
 
     def test_grows_from_one_by_a_factor(self) -> None:
-        pace = StepsPerExecutionTuner(growth=4)
+        pace = StepsPerExecutionTuner()
         assert [pace.next(None) for _ in range(4)] == [1, 4, 16, 64]
 
     def test_aims_at_the_target(self) -> None:
-        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4), [], 0.0
         for _ in range(8):
             steps.append(pace.next(None))
             pace.record(before)
@@ -91,7 +91,7 @@ class TestPace:
         assert steps == [1, 4, 1, 16, 64, 40, 40, 40]
 
     def test_slow_steps_go_one_by_one(self) -> None:
-        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4), [], 0.0
         for _ in range(6):
             steps.append(pace.next(None))
             pace.record(before)
@@ -99,7 +99,7 @@ class TestPace:
         assert steps == [1, 4, 1, 1, 1, 1]
 
     def test_a_short_rest_of_an_epoch_does_not_slow_the_next(self) -> None:
-        pace, steps, before = StepsPerExecutionTuner(target=0.4, growth=4), [], 0.0
+        pace, steps, before = StepsPerExecutionTuner(target=0.4), [], 0.0
         for left in (500, 500, 500, 500, 500, 500, 3, 500, 500, 500):
             steps.append(pace.next(left))
             pace.record(before)

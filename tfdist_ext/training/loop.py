@@ -23,7 +23,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -83,11 +82,8 @@ class Loop:
         self._stop_flag = "stop_training" if kind == "train" else "stop_evaluating"
         self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
         requested = model.steps_per_execution
-        if requested > 1:
-            self._pace = StepsPerExecutionTuner(fixed=requested)
-        else:
-            fixed = 1 if self._by_batch else None
-            self._pace = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
+        fixed = requested if requested > 1 else 1 if self._by_batch else None
+        self._pace = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
 
     @property
     def _stopped(self) -> bool:
@@ -96,59 +92,45 @@ class Loop:
     def run(self, program: StepProgram, data: Epoch, where: str = "") -> tuple[Logs, int]:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
-            return self._run(program, data, raise_if_interrupted, where)
-
-    def _run(
-        self,
-        program: StepProgram,
-        data: Epoch,
-        raise_if_interrupted: Callable[[], None],
-        where: str,
-    ) -> tuple[Logs, int]:
-        peers = self._reduction.peers
-        logs: Logs = {}
-        done, seconds = 0, 0.0
-        with peers.meeting(f"{where}before its first step"):
-            # Told to stop before the first batch, Keras still runs that one.
-            one_only = self._reduction.any_worker(self._stopped)
-            program.reset(resume=data.resumed)
-        while data.steps is None or done < data.steps:
-            left = None if data.steps is None else data.steps - done
-            if self._listener is not None and (most := self._listener.max_steps()) is not None:
-                left = most if left is None else min(left, most)
-            n = self._pace.next(1 if one_only else left)
-            self._begin(done)
-            started = time.perf_counter()
-            with peers.meeting(f"{where}steps after {done}"):
-                result = program.run(
-                    data.iterator,
-                    n,
-                    seconds=seconds,
-                    known_length=data.known_length,
-                    needs_row_count=data.needs_row_count,
-                )
-            seconds = time.perf_counter() - started
-            raise_if_interrupted()
-            self._pace.record(result.chief_seconds)
-            if result.steps == 0:
-                logs = result.logs if data.resumed else logs
-                break
-            done += result.steps
-            peers.reached(f"{where}step {done}")
-            logs = result.logs
-            data.advance(result.steps)
-            if self._listener is not None:
-                self._listener.steps_done(result.steps, logs, epoch_ends=done == data.steps)
-            self._end(done - 1, logs)
-            stop = self._stopped or one_only
-            with peers.meeting(f"{where}stop after {done}?") if self._by_batch else nullcontext():
-                stop = self._reduction.any_worker(stop) if self._by_batch else stop
-            if stop:
-                setattr(self._model, self._stop_flag, True)
-                break
-            if result.steps < n:
-                break
-        return logs, done
+            peers = self._reduction.peers
+            logs: Logs = {}
+            done, seconds = 0, 0.0
+            with peers.meeting(f"{where}before its first step"):
+                # Told to stop before the first batch, Keras still runs that one.
+                one_only = self._reduction.any_worker(self._stopped)
+                program.reset(resume=data.resumed)
+            while data.steps is None or done < data.steps:
+                left = None if data.steps is None else data.steps - done
+                if self._listener is not None and (most := self._listener.max_steps()) is not None:
+                    left = most if left is None else min(left, most)
+                n = self._pace.next(1 if one_only else left)
+                self._begin(done)
+                started = time.perf_counter()
+                with peers.meeting(f"{where}steps after {done}"):
+                    result = program.run(data, n, seconds)
+                seconds = time.perf_counter() - started
+                raise_if_interrupted()
+                self._pace.record(result.chief_seconds)
+                if result.steps == 0:
+                    logs = result.logs if data.resumed else logs
+                    break
+                done += result.steps
+                peers.reached(f"{where}step {done}")
+                logs = result.logs
+                data.advance(result.steps)
+                if self._listener is not None:
+                    self._listener.steps_done(result.steps, logs, epoch_ends=done == data.steps)
+                self._end(done - 1, logs)
+                stop = self._stopped or one_only
+                if self._by_batch:
+                    with peers.meeting(f"{where}stop after {done}?"):
+                        stop = self._reduction.any_worker(stop)
+                if stop:
+                    setattr(self._model, self._stop_flag, True)
+                    break
+                if result.steps < n:
+                    break
+            return logs, done
 
 
 _EMPTY = "the data holds no batch at all: nothing can be done with it."
@@ -182,11 +164,6 @@ class Epochs:
             inspect: see `DatasetPasses`; called only where each task reads whole global batches.
         """
         requested = requested or None  # as Keras: 0 is all there is
-        if requested is not None and requested < 0:
-            raise TrainingError(
-                f"the steps of an epoch must be 1 or more, got {requested}: leave them out for all"
-                " of the data."
-            )
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
                 "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
@@ -229,16 +206,10 @@ class Epochs:
         batches.on_epoch_begin()
         try:
             self._begin(steps, known)
-            yield Epoch(
-                self._iterator,
-                steps,
-                known,
-                batches.needs_row_count,
-                completed > 0,
-                batches.advance,
-            )
+            resumed, counts_rows = completed > 0, batches.needs_row_count
+            yield Epoch(self._iterator, steps, known, counts_rows, resumed, batches.advance)
         finally:
-            self._batches.on_epoch_end()
+            batches.on_epoch_end()
             if in_pass is not None:
                 self._position = after
 
@@ -267,7 +238,7 @@ class Epochs:
             self._dataset = self._feed(batches)
         return self._dataset
 
-    def begin_after(self, epochs: int, feed: Callable[[GlobalBatches], Any]) -> bool:
+    def begin_after(self, epochs: int) -> bool:
         """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
         batches, in_pass = self._batches, self._batches.steps
         if not isinstance(batches, GlobalBatches) or not batches.from_step or in_pass is None:
@@ -276,10 +247,10 @@ class Epochs:
         for _ in range(epochs):
             steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
             passed += steps
-        self._dataset = feed(replace(batches, parts_of=batches.from_step(passed)))
+        self._dataset = self._feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
-    def begin_at_position(self, feed: Callable[[GlobalBatches], Any], *, completed: int) -> None:
+    def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
         assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
@@ -287,7 +258,7 @@ class Epochs:
         self._position = batches.begin
         self._batches = replace(self._batches, begin=batches.begin)
         self._completed = completed
-        self._dataset = feed(batches)
+        self._dataset = self._feed(batches)
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
@@ -369,11 +340,8 @@ class DatasetPasses:
         self._in_steps = in_steps
         self._inspect = inspect
         self._iterator: Any = None  # a tf.data.Iterator
-        self._rest: tuple[tf.data.Iterator | None, int | None, tf.data.Dataset | None] = (
-            None,
-            None,
-            None,
-        )  # iterator, steps, dataset
+        self._rest: tf.data.Dataset | None = None
+        self._rest_of: tuple[tf.data.Iterator | None, int | None] = (None, None)
 
     def begins_a_pass(self) -> bool:
         """Whether the next epoch makes an iterator of its own."""
@@ -394,10 +362,10 @@ class DatasetPasses:
         if self.begins_a_pass():
             self._iterator = self._new_iterator()
         if self._inspect is None:
-            if self._rest[:2] != (self._iterator, steps):  # else iterating again reads on
-                rest = _rest_of(self._iterator, steps, known_length)
-                self._rest = (self._iterator, steps, rest)
-            return self._rest[2]
+            if self._rest_of != (self._iterator, steps):  # else iterating again reads on
+                self._rest = _rest_of(self._iterator, steps, known_length)
+                self._rest_of = self._iterator, steps
+            return self._rest
         inspect, self._inspect = self._inspect, None
         first = next(self._iterator, None)
         inspect(first)
@@ -424,15 +392,15 @@ class DatasetPasses:
             return iter(self._dataset.with_options(options))
 
 
+@tf.autograph.experimental.do_not_convert
 def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
     """What an iterator yields from here on, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
-    untouched = tf.autograph.experimental.do_not_convert
     if known_length:
-        return turns.map(untouched(lambda _: iterator.get_next()))
-    options = turns.map(untouched(lambda _: iterator.get_next_as_optional()))
-    there = options.take_while(untouched(lambda option: option.has_value()))
-    return there.map(untouched(lambda option: option.get_value()))
+        return turns.map(lambda _: iterator.get_next())
+    options = turns.map(lambda _: iterator.get_next_as_optional())
+    there = options.take_while(lambda option: option.has_value())
+    return there.map(lambda option: option.get_value())
 
 
 def predict(
@@ -472,17 +440,19 @@ def predict(
     return keras.tree.map_structure(rows, *collected)
 
 
+_GROWTH = 4  # times the longest execution before
+
+
 class StepsPerExecutionTuner:
     """Grows the steps of an execution until one takes about `target` seconds.
 
     It is fed the chief's times only, so that every task of a cluster counts the same.
     """
 
-    def __init__(self, *, fixed: int | None = None, target: float = 0.4, growth: int = 4):
+    def __init__(self, *, fixed: int | None = None, target: float = 0.4):
         """`fixed` steps each time, or as many as fit into `target` seconds."""
         self._fixed = fixed
         self._target = target
-        self._growth = growth
         self._steps: list[int] = []  # of the last two executions
         self._largest = 0
         self._most: int | None = None  # that fit into the target, once a time has told
@@ -492,7 +462,7 @@ class StepsPerExecutionTuner:
     def next(self, remaining: int | None) -> int:
         """Steps for the next execution, at least 1 and at most `remaining`."""
         # The first execution compiles; a short one shows early that all is well.
-        steps = self._fixed or max(1, self._largest * self._growth)
+        steps = self._fixed or max(1, self._largest * _GROWTH)
         if self._fixed is None and self._most is not None:
             steps = min(steps, self._most)
         steps = steps if remaining is None else min(steps, remaining)

@@ -64,6 +64,7 @@ from tfdist_ext.training.protocols import (
     on_every_worker,
 )
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
+from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
@@ -157,36 +158,33 @@ class DistributedModel(SavingMixin):
                 writes to.
             ValueError: what Keras itself refuses; the model is not compiled.
         """
-        check_counts(
-            batch_size=batch_size,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-        )
+        counts = {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "steps_per_epoch": steps_per_epoch,
+            "validation_steps": validation_steps,
+            "validation_batch_size": validation_batch_size,
+        }
+        check_counts(**counts)
         self._check_compiled("fit")
         self._check_same_call(
             "fit",
             x=x,
-            batch_size=batch_size,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
             validation_data="none" if validation_data is None else "given",
             validation_split=validation_split,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
             checkpoint_every=checkpoint_every,
+            **counts,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
+        sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
         if (cluster := evaluates(self._strategy)) is not None:
             evaluate_checkpoints(
                 self,
@@ -194,20 +192,13 @@ class DistributedModel(SavingMixin):
                 checkpoint_dir=checkpoint_dir,
                 epochs=epochs,
                 validation_data=validation_data,
-                batch_size=validation_batch_size or batch_size,
-                steps=validation_steps,
                 callbacks=callbacks,
                 verbose=verbose,
+                **sizes,
             )
-        positioned = x if self._engine.keeps_position(x) else None
+        data = x if self._engine.keeps_position(x) else None
         saved = CheckpointManager(
-            checkpoint_dir,
-            self._model,
-            self._reduction,
-            callbacks,
-            positioned,
-            checkpoint_every,
-            epochs,
+            checkpoint_dir, self._model, self._reduction, callbacks, data, checkpoint_every, epochs
         )
         self._engine.saves_to(None if checkpoint_dir is None else Path(checkpoint_dir))
         batches = self._engine.read(
@@ -224,27 +215,19 @@ class DistributedModel(SavingMixin):
         self._build(batches, "train")
         validate = None
         if validation_data is not None:
-            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
-            val_batches = self._engine.read(
-                val_x, val_y, val_weight, batch_size=size, steps=validation_steps
+            arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
+            validation = self._epochs(
+                self._engine.read(*arrays, **sizes), validation_steps, "fit", "validation "
             )
-            validation = self._epochs(val_batches, validation_steps, "fit", "validation ")
             # What Keras's fit gives to an evaluate() of the model's own.
-            given = {
-                "x": val_x,
-                "y": val_y,
-                "sample_weight": val_weight,
-                "batch_size": size,
-                "steps": validation_steps,
-            }
+            given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
             validate = functools.partial(self._validate, validation, given)
 
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
         )
         self._model.stop_training = False
-        initial_epoch = saved.resume(train, self._engine.feed, initial_epoch, epochs)
+        initial_epoch = saved.resume(train, initial_epoch)
         with (
             saved.reporting_failure(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
@@ -266,12 +249,11 @@ class DistributedModel(SavingMixin):
         model = self._model
         loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
-        if board is None:
-            program = self._engine.program(model, "train", NullStepTimer())
-        else:
-            timer = self._engine.step_timer()
-            program = self._engine.program(model, "train", timer)
-            board.follow(program, timer, self._strategy, self._reduction)
+        timer = NullStepTimer() if board is None else self._engine.step_timer()
+        program = self._engine.program(model, "train", timer)
+        if board is not None:
+            assert isinstance(program, SynchronousProgram)  # other engines have no timer
+            board.follow(program)
         logs: Logs = {}
         for epoch in epochs:
             hooks.on_epoch_begin(epoch)
@@ -289,7 +271,7 @@ class DistributedModel(SavingMixin):
             self._engine.finalize(model)
         hooks.on_train_end(logs)
         self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
-        saved.training_is_done(epochs.stop, logs)
+        saved.training_is_done(logs)
         return model.history
 
     @overridable
@@ -544,11 +526,9 @@ def distribute(
             " with create_strategy(name)."
         )
     if strategy is None:
-        if tf.distribute.has_strategy():
-            strategy = tf.distribute.get_strategy()
-        else:
-            # None, and not False, which would go over flags and the file.
-            strategy = create_strategy(alone=alone or None)
+        inside = tf.distribute.has_strategy()
+        # None, and not False, which would go over flags and the file.
+        strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
     if not (alone or is_apart(strategy) or evaluates(strategy)):
         check_spans_cluster(strategy, type(strategy).__name__)
     _warn_of_untested_versions()

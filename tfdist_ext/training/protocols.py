@@ -92,27 +92,14 @@ class StepProgram(Protocol):
     def reset(self, *, resume: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
 
-    def run(
-        self,
-        iterator: BatchIterator,
-        n: int,
-        *,
-        seconds: float,
-        known_length: bool,
-        needs_row_count: bool,
-    ) -> Execution:
-        """Run `n` steps, or fewer where the data may end and does.
+    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
+        """Run `n` steps of an epoch, or fewer where its data may end and does.
 
         Args:
-            iterator: over this task's parts of global batches.
             n: global batches to use.
-            seconds: how long this task's last execution took.
-            known_length: there are `n` more batches for sure.
-            needs_row_count: the rows of each global batch are to be counted; see `BatchSource`.
+            seconds: how long this task's last execution took; the chief's figure comes back on
+                every task, so that all choose the same next `n`.
         """
-
-    def logs_of_this_task(self) -> dict[str, float]:
-        """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
 
 
 class PredictProgram(Protocol):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import keras
 
@@ -67,7 +67,7 @@ def callbacks_of_this_task(
     Raises:
         TrainingError: a callback writes for TensorBoard, which is not installed.
     """
-    given = keras.tree.flatten(callbacks) if callbacks else []
+    given = keras.tree.flatten(callbacks or [])
     if is_chief:
         for callback in given:
             if isinstance(callback, keras.callbacks.TensorBoard):
@@ -137,14 +137,11 @@ def redirect_model_methods(
     not the chief they return without doing anything. No task waits there for the chief, as other
     tasks may not run the callback.
     """
-    others = {} if is_chief else dict.fromkeys(_WRITING_METHODS, _nothing)
+    nothing = dict.fromkeys(_WRITING_METHODS, lambda *args, **kwargs: None)
+    others = {} if is_chief else nothing
     return redirect_methods(
         model, evaluate=distributed.evaluate, predict=distributed.predict, **others
     )
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
 
 
 # What a model's class may override and call by super().
@@ -161,7 +158,8 @@ TRAINER_METHODS = (
 _TARGETS = [Target(name, keras.Model, name) for name in TRAINER_METHODS]
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Function: TypeAlias = Callable[..., Any]
+Method = TypeVar("Method", bound=Function)
 
 
 def overrides(model: keras.Model, name: str) -> bool:
@@ -179,9 +177,7 @@ def overridable(method: Method) -> Method:
     return _Overridable(method)  # type: ignore[return-value]
 
 
-def redirected_method(
-    distributed: DistributedModel, method: Callable[..., Any]
-) -> Callable[..., Any]:
+def redirected_method(distributed: DistributedModel, method: Function) -> Function:
     """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
 
     @functools.wraps(method)
@@ -195,13 +191,11 @@ def redirected_method(
 class _Overridable:
     """A descriptor, so that a method that nothing overrides is called without a detour."""
 
-    def __init__(self, method: Callable[..., Any]):
+    def __init__(self, method: Function):
         self.method = method
         self.__doc__ = method.__doc__
 
-    def __get__(
-        self, distributed: DistributedModel | None, owner: type | None = None
-    ) -> Callable[..., Any]:
+    def __get__(self, distributed: DistributedModel | None, owner: type | None = None) -> Function:
         if distributed is None:
             return self.method
         bound = types.MethodType(self.method, distributed)
@@ -210,9 +204,7 @@ class _Overridable:
         return functools.wraps(bound)(functools.partial(_call_own, distributed, bound))
 
 
-def _call_own(
-    distributed: DistributedModel, bound: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _call_own(distributed: DistributedModel, bound: Function, *args: Any, **kwargs: Any) -> Any:
     model, name = distributed.keras_model, bound.__name__
     own = getattr(type(model), name)
     of_keras = inspect.signature(getattr(keras.Model, name)).parameters
@@ -237,35 +229,29 @@ def _call_own(
 
 
 @contextlib.contextmanager
-def _trained_by(distributed: DistributedModel, **instead: Callable[..., Any]) -> Iterator[None]:
+def _trained_by(distributed: DistributedModel, **instead: Function) -> Iterator[None]:
     """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
 
     Args:
         instead: other implementations, by name.
     """
 
-    def called(
-        name: str,
-        outer: Callable[..., Any] | None,
-        original: Callable[..., Any],
-        model: keras.Model,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if model is not distributed.keras_model:  # another one, in a method of this one's
-            unchanged = original if outer is None else functools.partial(outer, original)
-            return unchanged(model, *args, **kwargs)
-        return (instead.get(name) or _implementation(distributed, name))(*args, **kwargs)
+    def redirected(name: str) -> Function:
+        outer = substitute_of(name)
+        ours = instead.get(name) or types.MethodType(getattr(type(distributed), name), distributed)
 
-    functions = {
-        name: functools.partial(called, name, substitute_of(name)) for name in TRAINER_METHODS
-    }
+        def called(original: Function, model: keras.Model, *args: Any, **kw: Any) -> Any:
+            if model is distributed.keras_model:
+                return ours(*args, **kw)
+            # Another one, in a method of this one's.
+            unchanged = original if outer is None else functools.partial(outer, original)
+            return unchanged(model, *args, **kw)
+
+        return called
+
+    functions = {name: redirected(name) for name in TRAINER_METHODS}
     with functions_in_place(_TARGETS), substitutes(functions):
         yield
-
-
-def _implementation(distributed: DistributedModel, name: str) -> Callable[..., Any]:
-    return types.MethodType(getattr(type(distributed), name), distributed)
 
 
 def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Logs, Reduction, StepProgram
-from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
+from tfdist_ext.training.protocols import Logs
+from tfdist_ext.training.steps.step_timer import NO_ROWS
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.synchronous.program import SynchronousProgram
+    from tfdist_ext.training.synchronous.reduction import SynchronousReduction
 
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
 
@@ -65,25 +69,16 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._timer: Any = None
         self._reduction: Any = None
         self._writer: Any = None
-        self._step = 0
-        self._first_epoch = True
         self.own_ms = np.empty(0)
 
-    def follow(
-        self,
-        program: StepProgram,
-        timer: StepTimer,
-        strategy: tf.distribute.Strategy,
-        reduction: Reduction,
-    ) -> None:
-        """Called by `fit`: whose steps are timed, by what, and who the workers are."""
+    def follow(self, program: SynchronousProgram) -> None:
+        """Called by `fit`: whose steps are timed."""
         self._program = program
-        self._timer = timer
-        self._reduction = reduction
+        self._timer = program.timer
+        self._reduction = program.reduction
         self._first_epoch = True
         self._close()  # what a fit that broke off has left open
-        self._workers = _workers(strategy, reduction)
-        self._index = reduction.first_replica // reduction.local_replicas
+        self._workers = _workers(program.reduction)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._program = None
@@ -95,7 +90,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 " notes times inside the steps, which Keras's own fit has no place for."
             )
         if self._writer is None:
-            folder = self._workers[self._index].replace(":", "-")
+            folder = self._workers[self._reduction.worker].replace(":", "-")
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
             self._step = int(iterations)  # a training that goes on draws its curves further
@@ -125,7 +120,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
         self._first_epoch = False
         mine = np.zeros((len(self._workers), 2))
-        mine[self._index] = own[later].mean(), step[later].mean()
+        mine[self._reduction.worker] = own[later].mean(), step[later].mean()
         self.own_ms, steps_ms = self._reduction.sum_over_workers(mine).T
         if self._reduction.is_chief:
             for line in slow_workers(self._workers, self.own_ms, steps_ms.mean() * self._slow):
@@ -153,12 +148,11 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
     return lines
 
 
-def _workers(strategy: tf.distribute.Strategy, reduction: Reduction) -> list[str]:
+def _workers(reduction: SynchronousReduction) -> list[str]:
     """The names of all tasks that train, in the order of their replicas; the chief is the first."""
-    count = reduction.replicas // reduction.local_replicas
-    resolver = getattr(strategy, "cluster_resolver", None) if reduction.multi_worker else None
-    jobs = resolver.cluster_spec().jobs if resolver is not None else []
-    names = [f"worker:{number}" for number in range(count)]
+    resolver = getattr(reduction.strategy, "cluster_resolver", None)
+    jobs = resolver.cluster_spec().jobs if resolver is not None and reduction.multi_worker else []
+    names = [f"worker:{number}" for number in range(reduction.workers)]
     return ["chief:0", *names[:-1]] if "chief" in jobs else names
 
 

@@ -155,8 +155,7 @@ def create_exclusively(path: Path, text: str, *, name: str) -> bool:
 def _write(path: Path, text: str) -> None:
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    to_disk(path)
 
 
 def to_disk(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -18,25 +18,17 @@ from tfdist_ext.training.checkpoints.atomic_write import check_writable, checkpo
 from tfdist_ext.training.checkpoints.folder import Index, Progress
 from tfdist_ext.training.protocols import Callbacks
 
+if TYPE_CHECKING:
+    from tfdist_ext.training.model import DistributedModel
+
 __all__ = ["evaluate_checkpoints"]
 
 
 _LOOK_EVERY = 1.0  # seconds
 
 
-class Evaluated(Protocol):
-    """What is used of a DistributedModel."""
-
-    @property
-    def keras_model(self) -> keras.Model: ...
-
-    def restore_checkpoint(self, path: str | Path) -> Progress: ...
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 def evaluate_checkpoints(
-    model: Evaluated,
+    model: DistributedModel,
     cluster: Described,
     *,
     checkpoint_dir: str | Path | None,
@@ -104,7 +96,7 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: Evaluated, folder: Path, epochs: int, me: str, cluster: Described
+    model: DistributedModel, folder: Path, epochs: int, me: str, cluster: Described
 ) -> Iterator[Progress]:
     """Restore the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)

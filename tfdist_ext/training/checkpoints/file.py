@@ -285,17 +285,13 @@ def _open(path: Path | _Sink, mode: str) -> h5py.File:
 
 def _write_variable(group: h5py.Group, place: str, key: str, variable: keras.Variable) -> None:
     shape = tuple(variable.shape)
-    dataset, crc = None, 0
+    dtype = np.dtype(kp.raw_value(variable).dtype.as_numpy_dtype)
+    stored = f"u{dtype.itemsize}" if _stored_as_bits(dtype) else dtype
+    dataset, crc = group.create_dataset(place, shape, stored), 0
     for start, stop in blocks(variable):
-        rows = read_rows(variable, start, stop)
-        if _stored_as_bits(rows.dtype):
-            rows = rows.view(f"u{rows.dtype.itemsize}")
-        if dataset is None:
-            dataset = group.create_dataset(place, shape, rows.dtype)
+        rows = read_rows(variable, start, stop).view(stored)
         dataset[slice(start, stop) if shape else ...] = rows if shape else rows[0]
         crc = _crc_of(rows, crc)
-    if dataset is None:  # no rows
-        dataset = group.create_dataset(place, shape, "float32")
     for name, text in {"name": key, "path": variable.path, "dtype": variable.dtype}.items():
         dataset.attrs[name] = _as_bytes(text)
     dataset.attrs["crc32"] = crc

@@ -75,7 +75,7 @@ class CheckpointFolder:
     def __init__(self, path: Path):
         self.path = path
         self.index = Index()
-        self._owner: Owner | None = None
+        self._owner = Owner(0)  # this job, where it has opened the folder
         self._listed: set[str] = set()  # by the index that this job has read, or written last
         self.written = ""
 
@@ -93,11 +93,11 @@ class CheckpointFolder:
         with naming_unwritable(self.path, "checkpoint_dir"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._owner, before = claim(self.path, after=self.index.generation)
-            if before is not None and before.may_be_running():
+            if before.may_be_running():
                 self._warn_of(before)
             self._remove_unfinished()
             self.index, faults = Index.checked(self.path)
-            self._listed = _names(self.index)
+            self._listed = set(self.index.files)
             training = self.index.training or uuid.uuid4().hex
             if training != self._owner.training:
                 self._owner = self._owner.update(self.path, training=training)
@@ -123,7 +123,7 @@ class CheckpointFolder:
     @property
     def attributes(self) -> dict[str, int | str]:
         """What a checkpoint of this job says of itself, so that an index can be made from it."""
-        if self._owner is None:  # not the chief
+        if not self._owner.generation:  # not the chief
             return {}
         return {"training": self._owner.training, "generation": self._owner.generation}
 
@@ -137,7 +137,6 @@ class CheckpointFolder:
             FolderTakenError: a newer job has the folder.
             TrainingError: the file cannot be written, as on a full disk.
         """
-        assert self._owner is not None
         generation = f"{self._owner.generation:05d}"
         beside = path.with_name(f".{path.name}.{generation}.unfinished")
         with self._writing(path.name), on_disk(beside) as unfinished:
@@ -177,19 +176,18 @@ class CheckpointFolder:
             FolderTakenError: a newer job has the folder.
             TrainingError: it cannot be written, as on a full disk.
         """
-        assert self._owner is not None
         self.index.training = self._owner.training
         self.index.generation = self._owner.generation
         with self._writing(INDEX):
             self.index.write(self.path)
-        replaced, self._listed = self._listed, _names(self.index)
+        replaced, self._listed = self._listed, set(self.index.files)
         for name in replaced - self._listed:
             self._owner.check(self.path)
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Say that this job will not write any more; the next one need not ask about it."""
-        if self._owner is not None:
+        if self._owner.generation:
             with contextlib.suppress(OSError, TrainingError):  # it is a courtesy
                 self._owner.update(self.path, ended=True)
 
@@ -199,11 +197,10 @@ class CheckpointFolder:
             newest = newest_owner(self.path)
         except OSError:
             return False
-        by_the_newest = self.index.generation >= (newest.generation if newest else 0)
+        by_the_newest = self.index.generation >= newest.generation
         return fault is None and by_the_newest and self.last_state(epochs) is not None
 
     def _remove_unfinished(self) -> None:
-        assert self._owner is not None
         for path in list(self.path.iterdir()):
             match = _UNFINISHED.fullmatch(path.name)
             if match and int(match["job"] or 0) < self._owner.generation:
@@ -223,7 +220,6 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        assert self._owner is not None
         try:
             self._owner.check(self.path)
             yield
@@ -250,10 +246,6 @@ class CheckpointFolder:
             " writes there again. Give each training a checkpoint_dir of its own.",
             stacklevel=3,
         )
-
-
-def _names(index: Index) -> set[str]:
-    return {*index.checkpoints, *filter(None, [index.last_state])}
 
 
 KEPT = 3
@@ -295,6 +287,11 @@ class Progress:
     batches: int = 0
     data: str = ""
 
+    @classmethod
+    def of(cls, file: CheckpointFile) -> Progress:
+        """The progress of the training that wrote a checkpoint."""
+        return cls(**{name: file.number(name) for name in cls().numbers}, data=file.text("data"))
+
     @property
     def numbers(self) -> dict[str, int]:
         """The fields that are numbers, by name."""
@@ -331,10 +328,10 @@ class Index:
         """
         index, fault = cls.stored(folder)
         owner = newest_owner(folder)
-        if fault is None and index.generation >= (owner.generation if owner else 0):
+        if fault is None and index.generation >= owner.generation:
             return index
         found, damaged = _look_into_files(folder, verify=False)
-        return _made_from(found, damaged, folder, owner.training if owner else "", index)[0]
+        return _made_from(found, damaged, folder, [owner.training, index.training])[0]
 
     @classmethod
     def checked(cls, folder: Path) -> tuple[Index, list[str]]:
@@ -347,8 +344,7 @@ class Index:
             TrainingError: no checkpoint can be read, or they are of several trainings.
         """
         index, fault = cls.stored(folder)
-        owner = newest_owner(folder)
-        training = owner.training if owner else ""
+        training = newest_owner(folder).training
         found, damaged = _look_into_files(folder, verify=False)
         fault = fault or _disagreement(index, found, training)
         if fault is None:
@@ -356,8 +352,8 @@ class Index:
         if not found and not damaged:
             return cls(), [] if fault == _MISSING else [f"{INDEX} {fault}"]
         found, damaged = _look_into_files(folder, verify=True)
-        index, others = _made_from(found, damaged, folder, training, index)
-        files = ", ".join([*index.checkpoints, *filter(None, [index.last_state])])
+        index, others = _made_from(found, damaged, folder, [training, index.training])
+        files = ", ".join(index.files)
         return index, [f"{INDEX} {fault}", f"made again from {files}", *others]
 
     @classmethod
@@ -372,21 +368,23 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Put it in the folder."""
-        with atomic_write(folder / INDEX) as unfinished:
-            unfinished.write_text(self._as_text(), encoding="utf-8")
-
-    def _as_text(self) -> str:
         content = {"format": _FORMAT, **asdict(self)}
-        return json.dumps({**content, "crc32": _checksum(content)}, indent=1)
+        text = json.dumps({**content, "crc32": _checksum(content)}, indent=1)
+        with atomic_write(folder / INDEX) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files that it lists."""
+        return [*self.checkpoints, *filter(None, [self.last_state])]
 
     @classmethod
     def _of_text(cls, text: str) -> Index:
         read = json.loads(text)
-        if read["format"] != _WITHOUT_CHECKSUM:
-            if read["format"] != _FORMAT:
-                raise ValueError(f"format {read['format']!r}")
-            if read.pop("crc32") != _checksum(read):
-                raise ValueError("its checksum is wrong")
+        if read["format"] not in (_FORMAT, _WITHOUT_CHECKSUM):
+            raise ValueError(f"format {read['format']!r}")
+        if read["format"] == _FORMAT and read.pop("crc32") != _checksum(read):
+            raise ValueError("its checksum is wrong")
         del read["format"]
         read["checkpoints"] = {k: Progress(**v) for k, v in read["checkpoints"].items()}
         return cls(**read)
@@ -463,12 +461,8 @@ def _look_into_files(
             continue
         try:
             with CheckpointFile(path) as file:
-                progress = Progress(
-                    **{name: file.number(name) for name in Progress().numbers},
-                    data=file.text("data"),
-                )
                 found[path.name] = _Found(
-                    progress,
+                    Progress.of(file),
                     file.text("training"),
                     file.number("generation"),
                     file.number("epochs_when_done"),
@@ -487,14 +481,12 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
     if training and index.training and training != index.training:
         return "is of another training"
     for name, listed in index.checkpoints.items():
-        file = found.get(name)
-        if file is None:
+        if (file := found.get(name)) is None:
             continue
-        if file.progress.numbers != listed.numbers or (
-            index.training and file.training not in ("", index.training)
-        ):
+        of_another = index.training and file.training not in ("", index.training)
+        if of_another or file.progress.numbers != listed.numbers:
             return f"does not describe {name}"
-    known = {*index.checkpoints, index.last_state}
+    known = set(index.files)
     if index.checkpoints and not known & found.keys() and any(f.of_epoch for f in found.values()):
         return "names no file that can be read"
     newest = max((file.order for name, file in found.items() if name in known), default=(-1, 0, 0))
@@ -508,17 +500,13 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
 
 
 def _made_from(
-    found: dict[str, _Found],
-    damaged: dict[str, TrainingError],
-    folder: Path,
-    training: str,
-    stored: Index,
+    found: dict[str, _Found], damaged: dict[str, TrainingError], folder: Path, known: list[str]
 ) -> tuple[Index, list[str]]:
     """(an index of these files, what to say of those that are left alone).
 
     Args:
-        training: whose files they are by the folder's owner; empty where nobody knows.
-        stored: the index that was there, which may tell as well.
+        known: whose files they are, by the folder's owner and by the index that was there, which
+            may tell as well; empty where they do not know.
     """
     if not found and damaged:
         raise TrainingError(
@@ -529,7 +517,7 @@ def _made_from(
     trainings: dict[str, list[str]] = {}
     for name, file in found.items():
         trainings.setdefault(file.training, []).append(name)
-    known = [one for one in (training, stored.training) if one and one in trainings]
+    known = [one for one in known if one and one in trainings]
     if not known and len(trainings) > 1:
         groups = " and ".join(f"({', '.join(names)})" for names in trainings.values())
         raise TrainingError(
@@ -618,12 +606,12 @@ class Owner:
             FolderTakenError: a newer job has opened the folder.
         """
         newest = newest_owner(folder)
-        if newest is None:  # somebody has emptied the folder
+        if not newest.generation:  # somebody has emptied the folder
             folder.mkdir(parents=True, exist_ok=True)
             if _create(folder, self):
                 return
             newest = newest_owner(folder)
-        if newest is None or newest.generation < self.generation or newest.id == self.id:
+        if newest.generation < self.generation or newest.id == self.id:
             return
         if newest.id or newest.generation > self.generation:
             raise FolderTakenError(
@@ -646,7 +634,7 @@ class Owner:
         return updated
 
 
-def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
+def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner]:
     """(this job as the newest owner of the folder, the owner before it).
 
     Args:
@@ -657,7 +645,7 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
     """
     while True:
         before = newest_owner(folder)
-        generation = max(after, before.generation if before else 0) + 1
+        generation = max(after, before.generation) + 1
         boot, container = _machine()
         owner = Owner(
             generation,
@@ -667,7 +655,7 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
             pid=os.getpid(),
             started=_started(os.getpid()),
             since=time.time(),
-            training=before.training if before else "",
+            training=before.training,
         )
         # One that is removed as old, by a job that came meanwhile, can be created twice.
         if _create(folder, owner) and newest_owner(folder) == owner:
@@ -678,11 +666,11 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner | None]:
     return owner, before
 
 
-def newest_owner(folder: Path) -> Owner | None:
-    """The owner of the highest generation; None where no job has opened the folder."""
-    newest = max(_generations(folder), default=None)
-    if newest is None:
-        return None
+def newest_owner(folder: Path) -> Owner:
+    """The owner of the highest generation, which is 0 where no job has opened the folder."""
+    newest = max(_generations(folder), default=0)
+    if not newest:
+        return Owner(0)
     try:
         read = json.loads((folder / _file_of(newest)).read_text(encoding="utf-8"))
         return replace(Owner(**read), generation=newest)

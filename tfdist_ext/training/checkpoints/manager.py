@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -58,19 +59,21 @@ class CheckpointManager:
         every: int | None = None,
         epochs: int = 1,
     ):
-        self._folder = None if folder is None else checkpoint_folder(folder)
+        folder = checkpoint_folder(folder)
+        # Opened on the chief alone.
+        self._files = None if folder is None else CheckpointFolder(folder)
         self._model = model
         self._reduction = reduction
         self._progress = Progress()
-        self._opened: CheckpointFolder | None = None
         self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
         self._was_done = False
         self._data = data
         self._every = every
+        self._epochs = epochs
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
         self._check_every()
-        if self._folder is None:
+        if self._files is None:
             return
         given = keras.tree.flatten(callbacks or [])
         if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given):
@@ -78,69 +81,60 @@ class CheckpointManager:
                 "both checkpoint_dir and the callback BackupAndRestore would restore the model:"
                 " give one of them."
             )
-        self._opened = CheckpointFolder(self._folder)  # opened on the chief alone
-        run_on_chief(reduction, lambda: self._files.open(epochs), f"open {self._folder}")
-
-    @property
-    def _files(self) -> CheckpointFolder:
-        assert self._opened is not None  # whoever asks has looked for a folder
-        return self._opened
+        opened = functools.partial(self._files.open, epochs)
+        run_on_chief(reduction, opened, f"open {self._files.path}")
 
     def seed(self) -> int:
         """Where the order of examples starts on all tasks: as in the job before, or anew.
 
         A new one comes from Python's generator, as Keras takes its seeds.
         """
-        latest = Progress()
-        if self._opened is not None:
-            latest = next(reversed(self._opened.index.checkpoints.values()), latest)
+        checkpoints = {} if self._files is None else self._files.index.checkpoints
+        latest = next(reversed(checkpoints.values()), Progress())
         seed = latest.seed or random.randint(1, 2**31 - 1)
         self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
         return self._progress.seed
 
-    def resume(
-        self, data: Epochs, feed: Callable[[Any], Any], initial_epoch: int, epochs: int
-    ) -> int:
+    def resume(self, data: Epochs, initial_epoch: int) -> int:
         """The epoch to begin with, model and data brought to where they were before it.
 
         Args:
-            feed: what makes global batches the data set that `data` iterates over.
             initial_epoch: the epoch where there is nothing to go on from.
-            epochs: of the whole training.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
-        if self._folder is None:
+        if self._files is None:
             return initial_epoch
         index = self._files.index
-        last = self._files.last_state(epochs)
+        last = self._files.last_state(self._epochs)
         name = last or next(reversed(index.checkpoints), None)
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
-        self._progress = restore_checkpoint(
-            self._model, self._reduction, self._folder / (name or "")
-        )
+        path = self._files.path / (name or "")
+        self._progress = restore_checkpoint(self._model, self._reduction, path)
         self._latest = (name or "", self._progress)
-        self._check_same_kind_of_data()
+        if self._progress.batches and self._data is None:
+            raise TrainingError(
+                f"the checkpoint in {self._files.path} is of the middle of an epoch: after"
+                f" {self._progress.batches} global batches of a ShardedDataset, and other data"
+                " arrived, which has no position. Go on with the data that was there."
+            )
         self._was_done = self._reduction.any_worker(last is not None)
-        self._say_what_is_resumed()
-        if self._was_done:
-            if self._data is not None and self._progress.data:
-                self._data.restore(json.loads(self._progress.data))
-            return max(epochs, self._progress.epoch)
-        index.epochs_when_done = None
-        self._by_chief(self._files.write_index)
+        if self._reduction.is_chief:
+            say(self._what_is_resumed(self._files, path))
+        done = self._progress.epoch - self._progress.first_epoch
         if self._data is not None and self._progress.data:
             self._data.restore(json.loads(self._progress.data))
-            self._in_epoch = self._progress.batches
-            data.begin_at_position(feed, completed=self._in_epoch)
-            return self._progress.epoch
-        done = self._progress.epoch - self._progress.first_epoch
-        if self._data is not None:  # it was other data, without a position
+        elif self._data is not None and not self._was_done:  # it was other data
             for _ in range(done):
                 self._data.end_epoch()
-            data.begin_at_position(feed, completed=0)
-            return self._progress.epoch
-        if not data.begin_after(done, feed):
+        if self._was_done:
+            return max(self._epochs, self._progress.epoch)
+        index.epochs_when_done = None
+        self._by_chief(self._files.write_index)
+        if self._data is not None:
+            self._in_epoch = self._progress.batches if self._progress.data else 0
+            data.begin_at_position(completed=self._in_epoch)
+        elif not data.begin_after(done):
             _read_past(data, done)
         return self._progress.epoch
 
@@ -172,36 +166,37 @@ class CheckpointManager:
         else:  # told to stop in the middle
             done = self._in_epoch if self._data.resumes_inside_epochs else 0
             self._progress = replace(self._progress, epoch=epoch, batches=done)
-        if self._folder is None:
+        if self._files is None:
             return self._progress
-        if not _is_finite(logs):
-            if self._reduction.is_chief:
-                warnings.warn(
-                    f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
-                    f" and those in {self._folder} stay.",
-                    stacklevel=3,
-                )
-            return self._progress
-        self._save_in_index()
+        if _is_finite(logs):
+            self._save_in_index()
+        elif self._reduction.is_chief:
+            warnings.warn(
+                f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
+                f" and those in {self._files.path} stay.",
+                stacklevel=3,
+            )
         return self._progress
 
-    def training_is_done(self, epochs: int, logs: Logs) -> None:
+    def training_is_done(self, logs: Logs) -> None:
         """Save the state at the end of `fit`, and say in the index that it is the end."""
-        if self._folder is None or self._was_done:
+        if self._files is None or self._was_done:
             return
         finite = _is_finite(logs)
         if finite:
-            self._save(f"last-{self._progress.epoch:05d}.h5", epochs_when_done=epochs)
-        self._by_chief(lambda: self._files.add_last(epochs, written=finite))
+            name = f"last-{self._progress.epoch:05d}.h5"
+            self._save(self._files, name, epochs_when_done=self._epochs)
+        self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
         """A sentence for a person: the last checkpoint, and the command that goes on from it."""
-        if self._folder is None:
+        if self._files is None:
             return "There is no checkpoint: fit() was called without checkpoint_dir."
+        folder = self._files.path
         if self._latest is None:
-            return f"There is no checkpoint in {self._folder} yet."
+            return f"There is no checkpoint in {folder} yet."
         name, progress = self._latest
-        what = str(self._folder / name) if name else f"in {self._folder} on the chief"
+        what = str(folder / name) if name else f"in {folder} on the chief"
         line = command_line()
         run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
         return (
@@ -218,43 +213,29 @@ class CheckpointManager:
         except BaseException as error:
             if isinstance(error, PeerError) and (hint := self.resume_hint()) not in str(error):
                 error.args = (f"{error} {hint}",)
-            if self._folder is not None and self._reduction.is_chief:
+            if self._files is not None and self._reduction.is_chief:
                 # After a line that a progress bar has not ended.
                 say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")
             raise
         finally:
-            if self._opened is not None:
-                self._opened.close()
+            if self._files is not None:
+                self._files.close()
 
     def _save_in_index(self) -> None:
+        assert self._files is not None  # whoever calls has looked
         progress = self._progress
         middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
-        self._progress = self._save(f"epoch-{progress.epoch:05d}{middle}.h5")
-        self._by_chief(lambda: self._files.add(self._progress))
+        self._progress = self._save(self._files, f"epoch-{progress.epoch:05d}{middle}.h5")
+        self._by_chief(functools.partial(self._files.add, self._progress))
         self._latest = (self._files.written, self._progress)
 
-    def _say_what_is_resumed(self) -> None:
-        if not self._reduction.is_chief or self._latest is None:
-            return
-        name, progress = self._latest
-        assert self._folder is not None
+    def _what_is_resumed(self, files: CheckpointFolder, path: Path) -> str:
+        progress = self._progress
         if self._was_done:
-            done = self._files.index.epochs_when_done
-            say(f"training in {self._folder} is complete after {done} epochs; nothing to do")
-            return
+            done = files.index.epochs_when_done
+            return f"training in {files.path} is complete after {done} epochs; nothing to do"
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
-        say(
-            f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of"
-            f" {self._folder / name}"
-        )
-
-    def _check_same_kind_of_data(self) -> None:
-        if self._progress.batches and self._data is None:
-            raise TrainingError(
-                f"the checkpoint in {self._folder} is of the middle of an epoch: after"
-                f" {self._progress.batches} global batches of a ShardedDataset, and other data"
-                " arrived, which has no position. Go on with the data that was there."
-            )
+        return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"
 
     def _check_every(self) -> None:
         every = self._every
@@ -262,28 +243,27 @@ class CheckpointManager:
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise TrainingError(f"checkpoint_every is 1 or more batches; {every!r} arrived.")
-        if self._folder is None or self._data is None or not self._data.resumes_inside_epochs:
+        if self._files is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
                 " epoch: of tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
                 " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
             )
 
-    def _save(self, name: str, **attributes: int) -> Progress:
-        assert self._folder is not None
+    def _save(self, files: CheckpointFolder, name: str, **attributes: int) -> Progress:
         data = "" if self._data is None else json.dumps(self._data.state())
-        progress = replace(self._progress, data=data)
         return save_checkpoint(
             self._model,
             self._reduction,
-            self._folder / name,
-            progress,
-            place=self._files.new_file,
-            attributes={**self._files.attributes, **attributes},
+            files.path / name,
+            replace(self._progress, data=data),
+            place=files.new_file,
+            attributes={**files.attributes, **attributes},
         )
 
     def _by_chief(self, action: Callable[[], None]) -> None:
-        run_on_chief(self._reduction, action, f"write to {self._folder}")
+        assert self._files is not None
+        run_on_chief(self._reduction, action, f"write to {self._files.path}")
 
 
 def _completed(progress: Progress) -> str:

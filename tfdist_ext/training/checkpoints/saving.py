@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -55,13 +55,17 @@ __all__ = [
 ]
 
 
+# Makes a model once more; None where there is only the model itself.
+Builder: TypeAlias = Callable[[], keras.Model] | None
+
+
 class SavingMixin:
     """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
 
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
-    _builder: Callable[[], keras.Model] | None
+    _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
 
@@ -140,11 +144,7 @@ _NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeE
 
 
 def export(
-    model: keras.Model,
-    filepath: str,
-    builder: Callable[[], keras.Model] | None,
-    spec: Specs,
-    **arguments: Any,
+    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
 ) -> None:
     """As `keras.Model.export`, on this task alone.
 
@@ -171,32 +171,9 @@ def export(
         thread.submit(copy_and_export).result()
 
 
-def _plain_copy(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
-) -> keras.Model:
+def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Model:
     """The model with its weights in ordinary variables of this process, not compiled."""
-    if not model.built:
-        raise TrainingError(
-            f"export() needs the model's variables, and {model.name!r} has none yet: begin it with"
-            " keras.Input(shape), or call fit() or predict() first."
-        )
-    copy = _made_again(model, builder, spec)
-    copy_flags_and_assets(model, copy)
-    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
-    if list(values) != list(targets):
-        differs = sorted({*values} ^ {*targets})
-        raise TrainingError(
-            f"the copy of {model.name!r} to export has other variables than the model itself:"
-            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
-        )
-    for name, target in targets.items():
-        assign_whole(target, whole_value(values[name]))
-    return copy
-
-
-def _made_again(
-    model: keras.Model, builder: Callable[[], keras.Model] | None, spec: Specs
-) -> keras.Model:
+    _check_has_variables(model, "export")
     try:
         copy = clone_model(model)
     except _NO_COPY as error:
@@ -208,6 +185,16 @@ def _made_again(
         copy = builder()
     if len(copy.variables) != len(model.variables) and spec is not None:
         build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+    copy_flags_and_assets(model, copy)
+    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
+    if list(values) != list(targets):
+        differs = sorted({*values} ^ {*targets})
+        raise TrainingError(
+            f"the copy of {model.name!r} to export has other variables than the model itself:"
+            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
+        )
+    for name, target in targets.items():
+        assign_whole(target, whole_value(values[name]))
     return copy
 
 
@@ -237,15 +224,10 @@ def save_checkpoint(
     optimizer = getattr(model, "optimizer", None)  # there is none before compile
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
+    written = {**asdict(progress), **(attributes or {})}
     run_on_chief(
         reduction,
-        lambda: write_checkpoint(
-            path,
-            state_of(model),
-            kinds_of(model),
-            {**asdict(progress), **(attributes or {})},
-            place,
-        ),
+        lambda: write_checkpoint(path, state_of(model), kinds_of(model), written, place),
         f"write the checkpoint {path}",
     )
     return progress
@@ -260,25 +242,22 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
             Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")
-    progress, data = list(Progress().numbers.values()), ""
+    progress = Progress()
 
     def read() -> None:
+        nonlocal progress
         with CheckpointFile(path) as file:
             pairs = matching(file, model, path)
-            numbers = [file.number(name) for name in Progress().numbers]
-            of_data = file.text("data")
+            progress = Progress.of(file)
             file.verify()  # nothing is changed before all is known to be good
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.rows(saved, start, stop))
-            progress[:] = numbers
-            nonlocal data
-            data = of_data
 
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
-    numbers = reduction.from_chief(np.array(progress, np.int64)).tolist()
-    return replace(Progress(*numbers), data=broadcast_text(reduction, data))
+    numbers = reduction.from_chief(np.array([*progress.numbers.values()], np.int64)).tolist()
+    return replace(Progress(*numbers), data=broadcast_text(reduction, progress.data))
 
 
 def _check_has_variables(model: keras.Model, call: str) -> None:

@@ -15,18 +15,10 @@ import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.file import (
-    CheckpointFile,
-    Saved,
-)
+from tfdist_ext.training.checkpoints.file import CheckpointFile, Saved
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = [
-    "MODEL",
-    "kinds_of",
-    "matching",
-    "state_of",
-]
+__all__ = ["MODEL", "kinds_of", "matching", "state_of"]
 
 
 MODEL, METRICS = "model", "metrics"
@@ -196,15 +188,12 @@ def _pairs(
         for old, new in pairs
         if old.shape != tuple(new.shape) or old.dtype != new.dtype
     ]
-    differences = [
-        f"{words} {_list(paths)}"
-        for words, paths in (
-            ("the checkpoint lacks", missing),
-            ("only the checkpoint has", extra),
-            ("of another shape or dtype:", other),
-        )
-        if paths
-    ]
+    found = {
+        "the checkpoint lacks": missing,
+        "only the checkpoint has": extra,
+        "of another shape or dtype:": other,
+    }
+    differences = [f"{words} {_list(paths)}" for words, paths in found.items() if paths]
     if differences:
         raise TrainingError(f"{what}: {'; '.join(differences)}.")
     return pairs

@@ -7,12 +7,13 @@ its way back to the coordinator has added to it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -22,9 +23,10 @@ from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
+    "BATCHES_IN_A_CALL",
     "BatchChunk",
-    "Call",
     "Calls",
+    "ConcreteFunction",
     "batch_chunks",
     "batch_of",
     "on_worker",
@@ -34,6 +36,15 @@ __all__ = [
 ]
 
 
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+
+
+BATCHES_IN_A_CALL = 8  # at most
+
+
+_SILENCE = 60.0  # seconds without an answer from any worker, after which there is a warning
+
+
 class Call:
     """Makes the calls of one execution, and keeps what they return, in the order of the calls."""
 
@@ -41,15 +52,16 @@ class Call:
         self._coordinator = coordinator
         self._results: list[tf.distribute.coordinator.RemoteValue] = []
 
-    def __call__(
-        self, function: tf.types.experimental.ConcreteFunction, args: Sequence[Any]
-    ) -> None:
-        self._results.append(self._coordinator.schedule(function, args=tuple(args)))
+    def __call__(self, function: ConcreteFunction, *args: Any) -> None:
+        self._results.append(self._coordinator.schedule(function, args=args))
 
     def results(self) -> Iterator[Any]:
         """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
         for result in self._results:
-            yield keras.tree.map_structure(_array, result.fetch())
+            yield keras.tree.map_structure(
+                lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
+                result.fetch(),
+            )
 
 
 class Calls:
@@ -58,11 +70,9 @@ class Calls:
     A call whose worker dies is made again on another one.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, silence: float = 60.0):
-        """`silence`: seconds without an answer from any worker after which there is a warning."""
+    def __init__(self, strategy: tf.distribute.Strategy):
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.workers = _worker_tasks()
-        self._silence = silence
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Call]:
@@ -94,18 +104,16 @@ class Calls:
         while not self.coordinator.done():
             time.sleep(pause)
             pause = min(pause * 2, 0.005)
-            if time.monotonic() - silent_since > self._silence:
+            if time.monotonic() - silent_since > _SILENCE:
                 warnings.warn(
-                    f"no worker has finished its calls for {self._silence:.0f} s; waiting. Are the"
+                    f"no worker has finished its calls for {_SILENCE:.0f} s; waiting. Are the"
                     " worker processes alive?",
                     stacklevel=2,
                 )
                 silent_since = time.monotonic()
 
 
-def on_worker(
-    function: Callable[..., Any], *specs: Specs
-) -> tf.types.experimental.ConcreteFunction:
+def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
     """The function traced as workers run it: no strategy in sight, each worker a device."""
     with default_strategy_scope():
         return tf.function(function, autograph=False).get_concrete_function(*specs)
@@ -115,10 +123,6 @@ def _worker_tasks() -> int:
     """Workers that this process is connected to; the strategy does not tell."""
     devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
     return len({device.task for device in devices if device.job == "worker"})
-
-
-def _array(value: object) -> object:
-    return value.numpy() if isinstance(value, tf.Tensor) else value
 
 
 # The message of an operation stands before its name. Operations that were given up do not count.
@@ -252,12 +256,8 @@ def _go_together(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
 
 def _packed(batches: list[list[tf.Tensor]], most: int) -> Iterator[BatchChunk]:
     """One chunk of `most` batches, or one for each: two sizes, so two functions to compile."""
-    if len(batches) < most:
-        for tensors in batches:
-            yield BatchChunk(tensors, [0])
-        return
-    ends, end = [], 0
-    for tensors in batches:
-        end += int(tensors[0].shape[0]) if len(batches) > 1 else 0
-        ends.append(end)
-    yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)
+    if len(batches) < most or most == 1:
+        yield from (BatchChunk(tensors, [0]) for tensors in batches)
+    else:
+        ends = list(itertools.accumulate(int(tensors[0].shape[0]) for tensors in batches))
+        yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)

@@ -123,9 +123,9 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
             return batches_of_function(data, self.reduction, *beside, **options)
         given = (options.get("batch_size"), options.get("class_weight"))
         check_says_nothing_else(data, beside, *given)
-        shards = [Shard(worker, self._calls.workers) for worker in range(self._calls.workers)]
+        workers = self._calls.workers
         return WorkerBatches(
-            self._calls, self._spare, lambda worker: data.made(shards[worker], alone=True)
+            self._calls, self._spare, lambda worker: data.made(Shard(worker, workers), alone=True)
         )
 
     def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:

@@ -8,8 +8,8 @@ Predictions are in input order, whichever worker made them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -17,15 +17,17 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
     BatchChunk,
     Calls,
+    ConcreteFunction,
     batch_chunks,
     batch_of,
     on_worker,
     specs_of,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
-from tfdist_ext.training.parameter_server.worker_data import Steps, WorkerIterators, WorkerLoop
+from tfdist_ext.training.parameter_server.worker_data import StepValues, WorkerIterators, WorkerLoop
 from tfdist_ext.training.programs import ProgramBase
 from tfdist_ext.training.protocols import (
     BatchIterator,
@@ -46,10 +48,11 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["BATCHES_IN_A_CALL", "ParameterServerPredictor", "ParameterServerProgram"]
+__all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
 
 
-BATCHES_IN_A_CALL = 8
+# By the number of batches in a chunk, and their form.
+Functions: TypeAlias = dict[tuple[int, str], ConcreteFunction]
 
 
 class ParameterServerProgram(ProgramBase):
@@ -72,17 +75,19 @@ class ParameterServerProgram(ProgramBase):
         ]
         self._counted = 0  # how often a step counts itself
         self._logs_in_graph: Any = None
-        self._functions: dict[tuple[int, str], tf.types.experimental.ConcreteFunction] = {}
+        self._functions: Functions = {}
         self._start = self._reset_values()
         self.reset(resume=True)
-        steps = Steps(
+        rate = "float32" if self._rate is None else self._rate.dtype
+        self._number_and_rate = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], rate)]
+        self._on_own_data = WorkerLoop(
+            calls,
             tf.function(self._one_step, autograph=False),
             self._start,
             [variable.aggregation == "sum" for variable in self._metrics],
-            "float32" if self._rate is None else self._rate.dtype,
+            self._number_and_rate,
             lambda: self._counted,
         )
-        self._on_own_data = WorkerLoop(calls, steps, BATCHES_IN_A_CALL)
 
     def reset(self, *, resume: bool = False) -> None:
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
@@ -105,24 +110,35 @@ class ParameterServerProgram(ProgramBase):
             raw.assign(value)
         return start
 
-    def run(
-        self,
-        iterator: BatchIterator | WorkerIterators,
-        n: int,
-        *,
-        seconds: float,
-        known_length: bool,
-        needs_row_count: bool,
-    ) -> Execution:
+    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
         Raises:
             TrainingError: a parameter server is gone.
         """
-        del known_length, needs_row_count  # workers do not wait for each other
-        if isinstance(iterator, WorkerIterators):
-            return self._run_where_data_is(iterator, n, seconds)
-        first, rate = self._number_and_rate()
+        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
+        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
+        passed_over = 0
+        if isinstance(data.iterator, WorkerIterators):
+            done, states, outputs = self._on_own_data.run(data.iterator, n, first, rate)
+        else:
+            done, passed_over, states, outputs = self._run_on_chunks(data.iterator, n, first, rate)
+        for each in states:
+            self._add(each)
+        if self._training and self._counter is not None and done:
+            kp.raw_value(self._counter).assign(first + done * self._counted)
+        values = [  # over the epoch, in the metrics' own types
+            tf.constant(value.astype(start.dtype))
+            for value, start in zip(self._totals, self._start, strict=True)
+        ]
+        for variable, value in zip(self._metrics, values, strict=True):
+            kp.raw_value(variable).assign(value)
+        return Execution(self._logs(values, outputs), done + passed_over, seconds)
+
+    def _run_on_chunks(
+        self, iterator: BatchIterator, n: int, first: int, rate: np.floating
+    ) -> tuple[int, int, list[list[np.ndarray]], dict[str, np.ndarray]]:
+        """(steps done, batches without rows, metrics' states of each call, the last outputs)."""
         done = passed_over = 0
         with self._calls.joined() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
@@ -130,90 +146,28 @@ class ParameterServerProgram(ProgramBase):
                 if not chunk.ends:
                     passed_over += 1
                     continue
-                function = self._function(iterator, chunk)
+                function = _function(
+                    self._functions, iterator, chunk, self._steps, *self._number_and_rate
+                )
                 step = np.int64(first + done * self._counted)
-                call(function, [chunk.tensors, chunk.ends, step, rate])
+                call(function, chunk.tensors, chunk.ends, step, rate)
                 done += len(chunk.ends)
-        outputs: dict[str, np.ndarray] = {}
-        for packed, of_call in call.results():
-            self._add(_unpacked(packed, self._start))
-            outputs = of_call
-        return self._finish(first, done, outputs, seconds, passed_over)
+        found = list(call.results())
+        states = [_unpacked(packed, self._start) for packed, _ in found]
+        return done, passed_over, states, found[-1][1] if found else {}
 
-    def logs_of_this_task(self) -> dict[str, float]:
-        """The metrics of the epoch so far: the coordinator has those of all workers."""
-        values = self._states_so_far()
-        return {name: v for name, v in self._logs(values, {}).items() if isinstance(v, float)}
-
-    def _run_where_data_is(self, data: WorkerIterators, n: int, seconds: float) -> Execution:
-        """The same with batches that the workers read for themselves."""
-        first, rate = self._number_and_rate()
-        done, of_workers, outputs = self._on_own_data.run(data, n, first, rate)
-        for states in of_workers:
-            self._add(states)
-        return self._finish(first, done, outputs, seconds)
-
-    def _number_and_rate(self) -> tuple[int, np.floating]:
-        """(steps before this execution, learning rate in it)."""
-        first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
-        rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
-        return first, rate
-
-    def _finish(
-        self,
-        first: int,
-        done: int,
-        outputs: dict[str, np.ndarray],
-        seconds: float,
-        passed_over: int = 0,
-    ) -> Execution:
-        if self._training and self._counter is not None and done:
-            kp.raw_value(self._counter).assign(first + done * self._counted)
-        values = self._states_so_far()
-        for variable, value in zip(self._metrics, values, strict=True):
-            kp.raw_value(variable).assign(value)
-        return Execution(self._logs(values, outputs), done + passed_over, seconds)
-
-    def _states_so_far(self) -> list[tf.Tensor]:
-        """The metrics' states over the epoch, in the metrics' own types."""
-        return [
-            tf.constant(value.astype(start.dtype))
-            for value, start in zip(self._totals, self._start, strict=True)
-        ]
-
-    def _function(
-        self, iterator: BatchIterator, chunk: BatchChunk
-    ) -> tf.types.experimental.ConcreteFunction:
-        structure, specs = specs_of(iterator)
-        count = len(chunk.ends)
-        key = (count, str(specs))
-        if key not in self._functions:
-            one = tf.function(self._one_step, autograph=False)
-
-            def steps(
-                tensors: list[tf.Tensor], ends: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
-            ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-                states: list[tf.Tensor] = [tf.constant(value) for value in self._start]
-                outputs: dict[str, tf.Tensor] = {}
-                for number in range(count):
-                    batch = batch_of(structure, tensors, ends, number, count)
-                    step = first + number * self._counted
-                    states, outputs = one(batch, step, rate, states)
-                return _packed(states), outputs
-
-            rate = self._rate.dtype if self._rate is not None else "float32"
-            self._functions[key] = on_worker(
-                steps,
-                specs,
-                tf.TensorSpec([count], tf.int64),
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([], rate),
-            )
-        return self._functions[key]
+    def _steps(self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor) -> StepValues:
+        """In a graph: steps one after another, their metrics' states in one vector a dtype."""
+        one = tf.function(self._one_step, autograph=False)
+        states: list[tf.Tensor] = [tf.constant(value) for value in self._start]
+        outputs: dict[str, tf.Tensor] = {}
+        for number, batch in enumerate(batches):
+            states, outputs = one(batch, first + number * self._counted, rate, states)
+        return _packed(states), outputs
 
     def _one_step(
         self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
+    ) -> StepValues:
         values = list(zip(self._metrics, states, strict=True))
         if self._training and self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
@@ -254,9 +208,7 @@ class ParameterServerProgram(ProgramBase):
         if self._derived is not None:
             carried = [
                 # Zeros where no worker had a batch left.
-                outputs.get(
-                    str(i), np.zeros([n or 0 for n in value.shape], value.dtype.as_numpy_dtype)
-                )
+                outputs.get(str(i), tf.zeros([n or 0 for n in value.shape], value.dtype))
                 for i, (value, _) in enumerate(self._derived.returned)
             ]
             outputs, of_metrics = self._logs_in_graph(values, carried), self._derived.names
@@ -276,13 +228,11 @@ def _packed(states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _unpacked(packed: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    vectors = {vector.dtype: vector for vector in packed}
-    places = dict.fromkeys(vectors, 0)
+    left = {vector.dtype: vector for vector in packed}
     states = []
     for value in like:
-        start = places[value.dtype]
-        places[value.dtype] += value.size
-        states.append(vectors[value.dtype][start : start + value.size].reshape(value.shape))
+        state, left[value.dtype] = np.split(left[value.dtype], [value.size])
+        states.append(state.reshape(value.shape))
     return states
 
 
@@ -299,7 +249,7 @@ class ParameterServerPredictor:
         self._step = step
         # Layers may write while they predict: masked kernels, counters.
         self._watched = [v for v in metrics_and_others(model)[1] if not v.trainable]
-        self._functions: dict[tuple[int, str], tf.types.experimental.ConcreteFunction] = {}
+        self._functions: Functions = {}
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order; None for one without a row that is whole."""
@@ -307,42 +257,25 @@ class ParameterServerPredictor:
         turn = self._calls.workers  # a short one first: it shows early that all is well
         while data.steps is None or done < data.steps:
             n = turn if data.steps is None else min(turn, data.steps - done)
-            outputs, read = self._outputs(data.iterator, n)
-            done += read
+            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
+            read = 0
+            with self._calls.joined() as call:
+                for chunk in batch_chunks(data.iterator, n, most):
+                    read += max(1, len(chunk.ends))
+                    if chunk.ends:
+                        function = _function(self._functions, data.iterator, chunk, self._batches)
+                        call(function, chunk.tensors, chunk.ends)
+            outputs = [outputs for of_call in call.results() for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
             if read < n:
                 return
+            done += read
             turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
 
-    def _outputs(self, iterator: BatchIterator, n: int) -> tuple[list[Structure], int]:
-        """(outputs, batches read) of the next `n` global batches, or of fewer where data ends."""
-        read = 0
-        with self._calls.joined() as call:
-            most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
-            for chunk in batch_chunks(iterator, n, most):
-                read += max(1, len(chunk.ends))
-                if chunk.ends:
-                    call(self._function(iterator, chunk), [chunk.tensors, chunk.ends])
-        return [outputs for of_call in call.results() for outputs in of_call], read
-
-    def _function(
-        self, iterator: BatchIterator, chunk: BatchChunk
-    ) -> tf.types.experimental.ConcreteFunction:
-        structure, specs = specs_of(iterator)
-        count = len(chunk.ends)
-        key = (count, str(specs))
-        if key not in self._functions:
-            one = tf.function(self._one_batch, autograph=False)
-
-            def batches(tensors: list[tf.Tensor], ends: tf.Tensor) -> list[Structure]:
-                return [
-                    one(batch_of(structure, tensors, ends, number, count))
-                    for number in range(count)
-                ]
-
-            self._functions[key] = on_worker(batches, specs, tf.TensorSpec([count], tf.int64))
-        return self._functions[key]
+    def _batches(self, batches: Sequence[Structure]) -> list[Structure]:
+        one = tf.function(self._one_batch, autograph=False)
+        return [one(batch) for batch in batches]
 
     def _one_batch(self, batch: Structure) -> Structure:
         scope = WorkerScope([], self._watched)
@@ -350,3 +283,25 @@ class ParameterServerPredictor:
             outputs = self._step(batch)
         scope.write_watched()
         return outputs
+
+
+def _function(
+    functions: Functions,
+    iterator: BatchIterator,
+    chunk: BatchChunk,
+    of_batches: Callable[..., Structure],
+    *specs: tf.TensorSpec,
+) -> ConcreteFunction:
+    """`of_batches(batches, *args)` for chunks like this one; `specs` are those of `args`."""
+    structure, of_tensors = specs_of(iterator)
+    count = len(chunk.ends)
+    key = (count, str(of_tensors))
+    if key not in functions:
+
+        def of_chunk(tensors: list[tf.Tensor], ends: tf.Tensor, *args: tf.Tensor) -> Structure:
+            numbers = range(count)
+            batches = [batch_of(structure, tensors, ends, number, count) for number in numbers]
+            return of_batches(batches, *args)
+
+        functions[key] = on_worker(of_chunk, of_tensors, tf.TensorSpec([count], tf.int64), *specs)
+    return functions[key]

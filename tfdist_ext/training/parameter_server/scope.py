@@ -19,7 +19,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.steps.context import current_graph
+from tfdist_ext.training.steps.context import current_graph, outside_of_inner_graphs
 from tfdist_ext.training.steps.logs import MetricVersions
 from tfdist_ext.training.steps.replaced import (
     functions_in_place,
@@ -95,7 +95,8 @@ class WorkerScope(keras.StatelessScope):
         read = self._read_of(raw)
         if read.written and not self._in_step():  # in a cond of the optimizer
             return read.whole_now()
-        with self._step():  # not in a loop of a layer, whose gradient has the shape of its inputs
+        # Not in a loop of a layer, whose gradient has the shape of its inputs.
+        with outside_of_inner_graphs(self._graph):
             return read.whole()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -191,7 +192,7 @@ class WorkerScope(keras.StatelessScope):
 
     def _read_of(self, raw: tf.Variable) -> ShardedRead:
         if id(raw) not in self._reads:
-            with self._step():
+            with outside_of_inner_graphs(self._graph):
                 read = self._reads[id(raw)] = ShardedRead(raw)
             self._sources[id(read.handle)] = raw
         return self._reads[id(raw)]
@@ -203,9 +204,6 @@ class WorkerScope(keras.StatelessScope):
             if self._piece is not None:
                 raw = raw.variables[self._piece]
         _add_difference(raw, value, tf.convert_to_tensor(raw))
-
-    def _step(self) -> contextlib.AbstractContextManager[Any]:
-        return self._graph.as_default() if self._graph else contextlib.nullcontext()
 
     def _in_step(self) -> bool:
         return current_graph() is self._graph

@@ -18,7 +18,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -27,18 +28,21 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_in, without_autotune
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.parameter_server.calls import Calls, on_worker
-from tfdist_ext.training.protocols import Specs, Structure
+from tfdist_ext.training.parameter_server.calls import (
+    BATCHES_IN_A_CALL,
+    Calls,
+    ConcreteFunction,
+    on_worker,
+)
+from tfdist_ext.training.protocols import Structure
 
 __all__ = [
     "PATIENCE",
     "SpareRecords",
-    "Steps",
+    "StepValues",
     "WorkerBatches",
     "WorkerIterators",
     "WorkerLoop",
-    "WorkerRecords",
-    "captures_resources",
     "datasets_of_function",
     "interleave",
     "why_function_not_remote",
@@ -53,34 +57,21 @@ class WorkerIterators:
     """
 
     def __init__(self, batches: WorkerBatches):
-        self._batches = batches
+        self.batches = batches
         self.unfinished = set(range(batches.workers))
         self.of_workers: tf.distribute.coordinator.PerWorkerValue | None = None
-
-    @property
-    def records(self) -> WorkerRecords:
-        return self._batches.records
 
     def begin(self, start: Sequence[np.ndarray]) -> np.ndarray:
         """Begin an execution in which metrics start like that; returns the workers' positions."""
         if self.of_workers is None:
-            self._batches.keep_records_of(start)
-            self.records.begin_pass()
+            self.batches.keep_records_of(start)
+            self.batches.records.begin_pass()
             self.restart()
-        return self.records.begin_execution(start)
-
-    @property
-    def element_spec(self) -> Specs:
-        """Specs of one batch."""
-        return self._batches.element_spec
+        return self.batches.records.begin_execution(start)
 
     def restart(self) -> None:
         """Let all workers go on where the records say that they are."""
-        self.of_workers = self._batches.iterators()
-
-    def of_worker(self, worker: tf.Tensor) -> tf.data.Iterator:
-        """In a graph: an iterator over the rest of a worker's data, on whichever worker it runs."""
-        return iter(self._batches.rest_of(worker))
+        self.of_workers = self.batches.iterators()
 
     def __next__(self) -> NoReturn:
         raise TrainingError(
@@ -155,8 +146,9 @@ class WorkerBatches:
         )
 
     def _captures_resources(self) -> bool:
+        """Whether the data sets use lookup tables or variables made outside."""
         with tf.init_scope():
-            return captures_resources(lambda: self._dataset_of(0))
+            return tf.resource in _captured_dtypes(_traced(lambda: self._dataset_of(0)))
 
     def iterators(self) -> tf.distribute.coordinator.PerWorkerValue:
         """An iterator on each worker; one for a worker that is started again is made by itself."""
@@ -170,17 +162,13 @@ class WorkerBatches:
     def __iter__(self) -> WorkerIterators:
         return WorkerIterators(self)
 
-    def on_epoch_begin(self) -> None:
-        pass
+    def ended(self) -> None:
+        """Nothing is to be done: the records say where each worker is."""
 
-    def on_epoch_end(self) -> None:
-        pass
+    on_epoch_begin = on_epoch_end = ended
 
     def advance(self, steps: int) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
+        """The same."""
 
 
 def datasets_of_function(
@@ -265,18 +253,13 @@ def why_function_not_remote(make: Callable[[], tf.data.Dataset]) -> str:
     return ""
 
 
-def captures_resources(make: Callable[[], tf.data.Dataset]) -> bool:
-    """Whether the data set that `make` returns uses lookup tables or variables made outside."""
-    return tf.resource in _captured_dtypes(_traced(make))
-
-
-def _traced(make: Callable[[], tf.data.Dataset]) -> tf.types.experimental.ConcreteFunction:
+def _traced(make: Callable[[], tf.data.Dataset]) -> ConcreteFunction:
     return tf.function(
         lambda: tf.data.experimental.to_variant(make()), autograph=False
     ).get_concrete_function()
 
 
-def _captured_dtypes(traced: tf.types.experimental.ConcreteFunction) -> set[tf.DType]:
+def _captured_dtypes(traced: ConcreteFunction) -> set[tf.DType]:
     return {tensor.dtype for tensor in traced.captured_inputs}
 
 
@@ -365,23 +348,8 @@ class SpareRecords:
 PATIENCE = 10.0
 
 
-class Steps(NamedTuple):
-    """What a step is, to the loop.
-
-    Args:
-        one: tf.function of (batch, number of the step, learning rate, metrics' states), which
-            gives (states, outputs).
-        start: the metrics' states at first.
-        adds: for each of them, whether steps add to it.
-        rate: dtype of the learning rate.
-        counted: how often a step counts itself; known when `one` has been traced.
-    """
-
-    one: tf.types.experimental.GenericFunction
-    start: Sequence[np.ndarray]
-    adds: Sequence[bool]
-    rate: tf.DType | str
-    counted: Callable[[], int]
+# The metrics' states after a step, and what it returned.
+StepValues: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor]]
 
 
 # A call's worker, steps done, whether the data has ended, whether the iterator is not where the
@@ -389,17 +357,28 @@ class Steps(NamedTuple):
 Answer: TypeAlias = tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]
 
 
+@dataclass
 class WorkerLoop:
-    """The remote calls of steps on the data of each worker, `batches_in_a_call` at most."""
+    """The remote calls of steps on the data of each worker.
 
-    def __init__(self, calls: Calls, steps: Steps, batches_in_a_call: int):
-        self._calls = calls
-        self._steps = steps
-        self._most = batches_in_a_call
-        self._functions: dict[
-            tuple[str, int],
-            tuple[tf.types.experimental.ConcreteFunction, tf.types.experimental.ConcreteFunction],
-        ] = {}
+    Attributes:
+        one: tf.function of (batch, number of the step, learning rate, metrics' states), which
+            gives `StepValues`.
+        start: the metrics' states at first.
+        adds: for each of them, whether steps add to it.
+        number_and_rate: specs of a step's number and of the learning rate.
+        counted: how often a step counts itself; known when `one` has been traced.
+    """
+
+    calls: Calls
+    one: tf.types.experimental.GenericFunction
+    start: Sequence[np.ndarray]
+    adds: Sequence[bool]
+    number_and_rate: Sequence[tf.TensorSpec]
+    counted: Callable[[], int]
+    _functions: dict[tuple[str, int], tuple[ConcreteFunction, ConcreteFunction]] = field(
+        default_factory=dict, init=False
+    )
 
     def run(
         self, data: WorkerIterators, n: int, first: int, rate: np.floating
@@ -410,17 +389,17 @@ class WorkerLoop:
             n: steps to do; fewer are done where all workers' data ends.
             first: number of the first step.
         """
-        begun = data.begin(self._steps.start)
+        begun = data.begin(self.start)
         own, rest = self._functions_for(data)
         outputs: dict[str, np.ndarray] = {}
         done = 0
         heard = dict.fromkeys(data.unfinished, time.monotonic())
         while done < n and data.unfinished:
-            most = max(1, min(self._most, (n - done) // (4 * self._calls.workers)))
-            with self._calls.joined() as call:
+            most = max(1, min(BATCHES_IN_A_CALL, (n - done) // (4 * self.calls.workers)))
+            with self.calls.joined() as call:
                 for start in range(done, n, most):
-                    step = np.int64(first + start * self._steps.counted())
-                    call(own, [data.of_workers, np.int64(min(most, n - start)), step, rate])
+                    step = np.int64(first + start * self.counted())
+                    call(own, data.of_workers, np.int64(min(most, n - start)), step, rate)
             left_behind = False
             for worker, steps, ended, elsewhere, of_call in call.results():
                 outputs = of_call if steps else outputs
@@ -431,102 +410,78 @@ class WorkerLoop:
                 data.restart()
             before, done = done, self._done(data, begun)
             if done == before and data.unfinished:  # only workers that are done have answered
-                silent = [
-                    worker
-                    for worker in sorted(data.unfinished)
-                    if time.monotonic() - heard[worker] > PATIENCE
-                ]
-                for worker in silent:
-                    outputs = self._take_over(data, rest, worker, n - done, first + done, rate)
+                limit = time.monotonic() - PATIENCE
+                late = [worker for worker in sorted(data.unfinished) if heard[worker] < limit]
+                for worker in late:
+                    span = np.int64(n - done), np.int64(first + done), rate
+                    outputs = self._take_over(data, worker, rest, *span)
                     done = self._done(data, begun)
                 time.sleep(0.1)
-        _, states = data.records.read(self._steps.start)
+        _, states = data.batches.records.read(self.start)
         return done, states, outputs
 
     def _take_over(
-        self,
-        data: WorkerIterators,
-        rest: tf.types.experimental.ConcreteFunction,
-        worker: int,
-        n: int,
-        first: int,
-        rate: np.floating,
+        self, data: WorkerIterators, worker: int, rest: ConcreteFunction, *span: np.number
     ) -> dict[str, np.ndarray]:
         warnings.warn(
             f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
             " are done with their data: one of them goes on with the rest of its data.",
             stacklevel=2,
         )
-        with self._calls.joined() as call:
-            call(rest, [np.int64(worker), np.int64(n), np.int64(first), rate])
+        with self.calls.joined() as call:
+            call(rest, np.int64(worker), *span)
         ((_, _, ended, _, outputs),) = call.results()
         data.unfinished -= {worker} if ended else set()
         return dict(outputs)
 
     def _done(self, data: WorkerIterators, begun: np.ndarray) -> int:
-        positions, _ = data.records.read(self._steps.start)
+        positions, _ = data.batches.records.read(self.start)
         return int((positions - begun).sum())
 
-    def _functions_for(
-        self, data: WorkerIterators
-    ) -> tuple[tf.types.experimental.ConcreteFunction, tf.types.experimental.ConcreteFunction]:
+    def _functions_for(self, data: WorkerIterators) -> tuple[ConcreteFunction, ConcreteFunction]:
         """(calls on the worker's own iterator, calls on the rest of another one's data)."""
-        key = (str(data.element_spec), id(data.records))
+        batches = data.batches
+        key = (str(batches.element_spec), id(batches.records))
         if key not in self._functions:
-            number = tf.TensorSpec([], tf.int64)
-            rate = tf.TensorSpec([], self._steps.rate)
             index = tf.TensorSpec([], tf.int64)
-            element = (index, data.element_spec)
+            iterator_spec = tf.data.IteratorSpec((index, batches.element_spec))
 
-            def own(
-                iterator: tf.data.Iterator, count: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
-            ) -> Answer:
+            def own(iterator: tf.data.Iterator, *span: tf.Tensor) -> Answer:
                 worker = tf.distribute.coordinator.experimental_get_current_worker_index()
-                return self._loop(data, iterator, tf.identity(worker), count, first, rate)
+                return self._loop(batches, iterator, tf.identity(worker), *span)
 
-            def rest(
-                worker: tf.Tensor, count: tf.Tensor, first: tf.Tensor, rate: tf.Tensor
-            ) -> Answer:
-                iterator = data.of_worker(worker)
-                return self._loop(data, iterator, worker, count, first, rate)
+            def rest(worker: tf.Tensor, *span: tf.Tensor) -> Answer:
+                # Over the rest of a worker's data, on whichever worker it runs.
+                return self._loop(batches, iter(batches.rest_of(worker)), worker, *span)
 
             self._functions[key] = (
-                on_worker(own, tf.data.IteratorSpec(element), number, number, rate),
-                on_worker(rest, index, number, number, rate),
+                on_worker(own, iterator_spec, index, *self.number_and_rate),
+                on_worker(rest, index, index, *self.number_and_rate),
             )
         return self._functions[key]
 
     def _loop(
-        self,
-        data: WorkerIterators,
-        iterator: tf.data.Iterator,
-        worker: tf.Tensor,
-        count: tf.Tensor,
-        first: tf.Tensor,
-        rate: tf.Tensor,
+        self, data: WorkerBatches, iterator: tf.data.Iterator, worker: tf.Tensor, *span: tf.Tensor
     ) -> Answer:
-        """In a graph: `count` steps, or fewer where the data ends or the iterator is elsewhere.
+        """In a graph: steps, or fewer where the data ends or the iterator is elsewhere.
 
-        Returns (worker, steps done, whether the data has ended, whether the iterator is not where
-        the records say, what the last step returned).
+        Args:
+            span: how many steps, the number of the first one, the learning rate.
         """
-        start: list[tf.Tensor] = [tf.constant(value) for value in self._steps.start]
+        count, first, rate = span
+        start: list[tf.Tensor] = [tf.constant(value) for value in self.start]
         # Traced beforehand: a loop must know what comes out of it, and how steps count.
-        spec = self._steps.one.get_concrete_function(data.element_spec, first, rate, start)
+        spec = self.one.get_concrete_function(data.element_spec, first, rate, start)
         empty = {
             name: tf.zeros([n or 0 for n in output.shape], output.dtype)
             for name, output in spec.structured_outputs[1].items()
         }
-        counted = self._steps.counted()
+        counted = self.counted()
         position = data.records.position(worker)
 
         def body(
-            i: tf.Tensor,
-            _: tf.Tensor,
-            __: tf.Tensor,
-            states: list[tf.Tensor],
-            outputs: dict[str, tf.Tensor],
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, list[tf.Tensor], dict[str, tf.Tensor]]:
+            i: tf.Tensor, _: tf.Tensor, __: tf.Tensor, last: StepValues
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, StepValues]:
             element = iterator.get_next_as_optional()
             more = element.has_value()
             expected = tf.cond(
@@ -535,18 +490,18 @@ class WorkerLoop:
                 lambda: tf.constant(True),
             )
             go_on = tf.logical_and(more, expected)
-            states, outputs = tf.cond(
+            last = tf.cond(
                 go_on,
-                lambda: self._steps.one(element.get_value()[1], first + i * counted, rate, states),
-                lambda: (states, outputs),
+                lambda: self.one(element.get_value()[1], first + i * counted, rate, last[0]),
+                lambda: last,
             )
-            return i + tf.cast(go_on, tf.int64), more, expected, states, outputs
+            return i + tf.cast(go_on, tf.int64), more, expected, last
 
-        done, more, expected, states, outputs = tf.while_loop(
-            lambda i, more, expected, *_: (i < count) & more & expected,
+        done, more, expected, (states, outputs) = tf.while_loop(
+            lambda i, more, expected, _: (i < count) & more & expected,
             body,
-            (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), start, empty),
+            (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), (start, empty)),
         )
         with tf.control_dependencies([done]):  # all that the steps have written is written
-            data.records.write(worker, done, states, self._steps.start, self._steps.adds)
+            data.records.write(worker, done, states, self.start, self.adds)
         return worker, done, tf.logical_not(more), tf.logical_not(expected), outputs

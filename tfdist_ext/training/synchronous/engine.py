@@ -2,7 +2,7 @@
 
 Random numbers without a seed (`keras.random.normal(shape)` in a layer's call) are drawn by Keras
 from one generator of the calling thread, which it would make in the thread of each replica,
-inside of the step. So each replica has one from the beginning (`Seeds`): a plain variable of its
+inside of the step. So each replica has one from the beginning: a plain variable of its
 own that its steps advance, alike on all replicas of all workers.
 """
 
@@ -35,7 +35,7 @@ from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction
 
-__all__ = ["Seeds", "SynchronousEngine"]
+__all__ = ["SynchronousEngine"]
 
 
 class SynchronousEngine(EngineBase[SynchronousReduction]):
@@ -45,7 +45,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, SynchronousReduction(strategy))
-        self._seeds = Seeds(strategy, self.reduction)
+        self._generators: list[keras.random.SeedGenerator] | None = None
         self._timer: StepTimer | None = None
         self._warned_of_xla = False
 
@@ -95,29 +95,20 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
             self._warned_of_xla = True
 
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        step = self._seeds.around(step_of(model, kind))
-        return SynchronousProgram(model, self._strategy, self.reduction, kind, step, timer)
+        step = self._seeded(step_of(model, kind))
+        return SynchronousProgram(model, self.reduction, kind, step, timer)
 
     def _make_predictor(self, model: keras.Model) -> PredictProgram:
-        step = self._seeds.around(step_of(model, "predict"))
-        return Predictor(model, self._strategy, self.reduction, step)
+        step = self._seeded(step_of(model, "predict"))
+        return Predictor(model, self.reduction, step)
 
-
-class Seeds:
-    """The generators of a model's replicas on this worker; none where Keras's own serves."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, reduction: SynchronousReduction):
-        self._strategy = strategy
-        self._reduction = reduction
-        self._generators: list[keras.random.SeedGenerator] | None = None
-
-    def around(self, step: StepFunction) -> StepFunction:
+    def _seeded(self, step: StepFunction) -> StepFunction:
         """The same step, drawing from the generator of the replica that runs it.
 
         Every worker must call, where it may be the first time.
         """
         if self._generators is None:
-            self._generators = self._made()
+            self._generators = self._new_generators()
         if not (generators := self._generators):
             return step
 
@@ -130,20 +121,20 @@ class Seeds:
 
         return seeded
 
-    def _made(self) -> list[keras.random.SeedGenerator]:
-        if isinstance(self._strategy, tf.distribute.TPUStrategy):
-            return []  # steps cannot write what was made outside; they run in the calling thread
-        try:
-            devices = list(self._strategy.extended.worker_devices)
-        except RuntimeError:  # the default strategy: one replica, in the calling thread
+    def _new_generators(self) -> list[keras.random.SeedGenerator]:
+        """Those of this worker's replicas; none where Keras's own serves."""
+        # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
+        # the one replica of the default strategy, which has no devices.
+        on_tpu = isinstance(self._strategy, tf.distribute.TPUStrategy)
+        if on_tpu or not self.reduction.devices:
             return []
         # From Python's random numbers, as Keras takes seeds.
-        seed = int(self._reduction.from_chief(random.randint(1, 2**31 - 1)))
+        seed = int(self.reduction.from_chief(random.randint(1, 2**31 - 1)))
+
+        def generator(device: str) -> keras.random.SeedGenerator:
+            with tf.device(device):
+                return keras.random.SeedGenerator(seed)
+
         # A new thread is outside of all scopes and graphs that are open in this one.
         with ThreadPoolExecutor(1) as thread:
-            return list(thread.map(lambda device: _generator(seed, device), devices))
-
-
-def _generator(seed: int, device: str) -> keras.random.SeedGenerator:
-    with tf.device(device):
-        return keras.random.SeedGenerator(seed)
+            return list(thread.map(generator, self.reduction.devices))

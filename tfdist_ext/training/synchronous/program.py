@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.strategies.liveness import say
+from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.inputs import Part, Parts
@@ -72,46 +73,54 @@ Finished: TypeAlias = tuple[dict[str, tf.Tensor], list[tf.Tensor], States, tf.Te
 Outputs: TypeAlias = dict[str, tf.Tensor]
 
 
+# What a step gives to the next one.
+Carried: TypeAlias = tuple[States, Outputs]
+
+
+# Whether there was a batch for a step, and what it gives to the next one.
+Turn: TypeAlias = tuple[tf.Tensor, Carried]
+
+
 class SynchronousProgram(ProgramBase):
     """The compiled executions of one step of a model, on all replicas of a strategy.
 
     Args:
         step: draws random numbers for the replica that runs it.
         timer: is told when steps begin, and when they are done.
+
+    Attributes:
+        reduction: over the replicas that run it.
+        timer: as given.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        strategy: tf.distribute.Strategy,
         reduction: SynchronousReduction,
         kind: str,
         step: StepFunction,
         timer: NullStepTimer,
     ):
         super().__init__(model, kind, step)
-        self._strategy = strategy
-        self._reduction = reduction
-        self._timer = timer
+        self._strategy = reduction.strategy
+        self.reduction = reduction
+        self.timer = timer
         # An apply of the object alone gets its gradients summed.
         self._keras_step = uses_keras_step(model, kind) and not has_own_apply(model.optimizer)
         self._replaced = [*step_targets(), *exact.own_applies(model)]
         self._metric_objects = metrics_of(model)
-        self._own = LocalVariables(strategy, reduction.local_replicas)
-        self._rows = rows_of_shared(strategy, reduction.local_replicas)
+        self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
+        self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         self._replica = self._one_replica
         # XLA knows no time of day.
         if model.jit_compile and not model.run_eagerly and not timer.records:
             self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
-        compiled: Callable[[Any], Any] = lambda function: function  # noqa: E731
-        if not model.run_eagerly:
-            compiled = tf.function(autograph=False, reduce_retracing=True)
-        self._counted = compiled(self._run_counted)
-        self._open_ended = compiled(self._run_open_ended)
-        self._agreed = compiled(self._run_agreed)
+        self._counted = self._in_graph(self._next_counted)
+        self._open_ended = self._in_graph(self._next_if_any)
+        self._agreed = self._in_graph(self._next_agreed)
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._states: States = []
-        self._turn: tf.Tensor | None = None
+        self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
 
@@ -119,32 +128,17 @@ class SynchronousProgram(ProgramBase):
         """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
         if not resume:
             self._model.reset_metrics()
-        start = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
-        self._states = self._reduction.split_states(self._metrics, start)
+        self._states = self.reduction.split_states(self._metrics)
 
-    def run(
-        self,
-        iterator: BatchIterator,
-        n: int,
-        *,
-        seconds: float,
-        known_length: bool,
-        needs_row_count: bool,
-    ) -> Execution:
-        """Run `n` steps, or fewer where the data may end and does.
-
-        Args:
-            iterator: over this task's parts of global batches.
-            n: global batches to use.
-            seconds: how long this task's last execution took; the chief's figure comes back on
-                every task, so that all choose the same next `n`.
-            known_length: there are `n` more batches for sure.
-            needs_row_count: the rows of each global batch are to be counted; see `GlobalBatches`.
-        """
-        run = self._counted if known_length else self._open_ended
-        run = self._agreed if needs_row_count else run
-        with self._reporting_compilation():
-            result = run(iterator, tf.constant(n), tf.constant(seconds), self._states)
+    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
+        """Run `n` steps of an epoch, or fewer where its data may end and does."""
+        if self._model.run_eagerly:
+            result = self._run_eagerly(data, n, seconds)
+        else:
+            run = self._counted if data.known_length else self._open_ended
+            run = self._agreed if data.needs_row_count else run
+            with self._reporting_compilation():
+                result = run(data.iterator, tf.constant(n), tf.constant(seconds), self._states)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
@@ -157,9 +151,9 @@ class SynchronousProgram(ProgramBase):
     def _reporting_compilation(self) -> contextlib.AbstractContextManager[None]:
         """Scope of an execution; the first one may take minutes, which the chief says."""
         first, self._compiles = self._compiles, False
-        if not first or not self._reduction.is_chief or self._model.run_eagerly:
+        if not first or not self.reduction.is_chief:
             return contextlib.nullcontext()
-        return reporting_progress(f"compiling the first step ({self._reduction.replicas} replicas)")
+        return reporting_progress(f"compiling the first step ({self.reduction.replicas} replicas)")
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
@@ -176,121 +170,76 @@ class SynchronousProgram(ProgramBase):
             logs.update(tf.function(self._derived.of_states, autograph=False)(values))
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
-    def _run_counted(
-        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
-    ) -> Finished:
-        if self._model.run_eagerly:
-            return self._run_eagerly(iterator, n, seconds, states)
-        batches = self._timer.timed_iterator(iterator)
+    def _in_graph(
+        self, next_step: Callable[[BatchIterator, Carried], Turn]
+    ) -> Callable[..., Finished]:
+        """An execution: a loop of `next_step(batches, what the step before gave)`."""
 
-        def body(
-            i: tf.Tensor, states: States, outputs: Outputs
-        ) -> tuple[tf.Tensor, States, Outputs]:
-            states, outputs = self._one_step(next(batches), states, turn=i)
-            return i + 1, states, outputs
+        def run(
+            iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
+        ) -> Finished:
+            batches = self.timer.timed_iterator(iterator)
 
-        start = (tf.constant(0), states, self._empty_outputs(iterator, states))
-        done, states, outputs = tf.while_loop(lambda i, *_: i < n, body, start)
-        return self._finish(states, outputs, done, seconds)
+            def body(
+                i: tf.Tensor, _: tf.Tensor, before: Carried
+            ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
+                self._turn = i
+                more, after = next_step(batches, before)
+                return i + tf.cast(more, tf.int32), more, after
 
-    def _run_open_ended(
-        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
-    ) -> Finished:
-        if self._model.run_eagerly:
-            return self._run_eagerly(iterator, n, seconds, states)
-        batches = self._timer.timed_iterator(iterator)
+            last = states, self._empty_outputs(iterator, states)
+            start = (tf.constant(0), tf.constant(True), last)
+            done, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
+            return self._finish(last, done, seconds)
 
-        def body(
-            i: tf.Tensor, more: tf.Tensor, states: States, outputs: Outputs
-        ) -> tuple[tf.Tensor, tf.Tensor, States, Outputs]:
-            batch = batches.get_next_as_optional()
-            more = self._timer.synchronize(self._reduction.on_all_workers, batch.has_value())
-            states, outputs = tf.cond(
-                more,
-                lambda: self._one_step(batch.get_value(), states, turn=i),
-                lambda: (states, outputs),
-            )
-            return i + tf.cast(more, tf.int32), more, states, outputs
+        return tf.function(run, autograph=False, reduce_retracing=True)
 
-        empty = self._empty_outputs(iterator, states)
-        start = (tf.constant(0), tf.constant(True), states, empty)
-        done, _, states, outputs = tf.while_loop(
-            lambda i, more, *_: tf.logical_and(i < n, more), body, start
-        )
-        return self._finish(states, outputs, done, seconds)
+    def _next_counted(self, batches: BatchIterator, before: Carried) -> Turn:
+        return tf.constant(True), self._one_step(next(batches), before[0])
 
-    def _run_agreed(
-        self, iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
-    ) -> Finished:
-        if self._model.run_eagerly:
-            return self._run_eagerly(iterator, n, seconds, states, needs_row_count=True)
-        batches = self._timer.timed_iterator(iterator)
+    def _next_if_any(self, batches: BatchIterator, before: Carried) -> Turn:
+        batch = batches.get_next_as_optional()
+        more = self.timer.synchronize(self.reduction.on_all_workers, batch.has_value())
+        step = functools.partial(self._one_step, states=before[0])
+        return more, tf.cond(more, lambda: step(batch.get_value()), lambda: before)
 
-        def body(
-            i: tf.Tensor, more: tf.Tensor, states: States, outputs: Outputs
-        ) -> tuple[tf.Tensor, tf.Tensor, States, Outputs]:
-            batch = next(batches)
-            rows, real = self._timer.synchronize(self._reduction.rows_of_all, batch)
-            more = real > 0
-            states, outputs = tf.cond(
-                rows > 0,
-                lambda: self._one_step(batch, states, rows, turn=i),
-                lambda: (states, outputs),
-            )
-            return i + tf.cast(more, tf.int32), more, states, outputs
+    def _next_agreed(self, batches: BatchIterator, before: Carried) -> Turn:
+        batch = next(batches)
+        rows, real = self.timer.synchronize(self.reduction.rows_of_all, batch)
+        step = functools.partial(self._one_step, batch, before[0], rows)
+        return real > 0, tf.cond(rows > 0, step, lambda: before)
 
-        start = (tf.constant(0), tf.constant(True), states, self._empty_outputs(iterator, states))
-        done, _, states, outputs = tf.while_loop(
-            lambda i, more, *_: tf.logical_and(i < n, more), body, start
-        )
-        return self._finish(states, outputs, done, seconds)
-
-    def _run_eagerly(
-        self,
-        iterator: BatchIterator,
-        n: tf.Tensor,
-        seconds: tf.Tensor,
-        states: States,
-        *,
-        needs_row_count: bool = False,
-    ) -> Finished:
-        done = 0
+    def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
+        done, states = 0, self._states
         outputs: Outputs = {}
-        batches = self._timer.timed_iterator(iterator)
-        count = functools.partial(self._timer.synchronize, self._reduction.rows_of_all)
-        while done < int(n):
+        batches = self.timer.timed_iterator(data.iterator)
+        count = functools.partial(self.timer.synchronize, self.reduction.rows_of_all)
+        while done < n:
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            rows, real = count(batch) if needs_row_count else (None, 1)
+            rows, real = count(batch) if data.needs_row_count else (None, 1)
             if real == 0:
                 break
             done += 1
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
-        return self._finish(states, outputs, tf.constant(done), seconds)
+        return self._finish((states, outputs), tf.constant(done), tf.constant(seconds))
 
-    def _one_step(
-        self,
-        batch: Parts,
-        states: States,
-        rows: tf.Tensor | None = None,
-        turn: tf.Tensor | None = None,
-    ) -> tuple[States, Outputs]:
-        """One global batch, in cross-replica context; `turn` of the loop in the graph, if any."""
-        self._turn = turn
+    def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
+        """One global batch, in cross-replica context."""
         eager = bool(self._own_outputs and self._model.run_eagerly)
         with (
             functions_in_place(self._replaced),
             metric_methods(self._metric_objects, eager=eager),
         ):
-            new, written, outputs, notes = self._reduction.run(self._replica, batch, states, rows)
+            new, written, outputs, notes = self.reduction.run(self._replica, batch, states, rows)
         local = self._strategy.experimental_local_results
         assign_written(self._strategy, self._others, written)
-        if self._timer.records:
-            self._timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
+        if self.timer.records:
+            self.timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
         by_replica = zip(*(local(value) for value in new), strict=True)
         # An empty zip has lost how many replicas there were.
         states = [list(state) for state in by_replica] or states
@@ -304,18 +253,14 @@ class SynchronousProgram(ProgramBase):
         Args:
             rows_of_all: of the global batch, where the part itself does not know.
         """
-        mine = self._reduction.of_this_replica(states)
-        rows, of, batch = part
-        of = of if rows_of_all is None else rows_of_all
+        mine = self.reduction.of_this_replica(states)
         here = None
-        timer = self._timer.replica_timer()
+        timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
-            on = self._reduction
+            on = self.reduction
             # Keys are those of collectives between workers.
-            turn = self._turn if on.replicas > on.local_replicas else None
-            size = on.replicas, on.local_replicas
-            here = StepContext(rows, of, *size, batch, self._keras_step, turn, timer)
-            here.substitutes = exact.substitutes_of(here, self._rows)
+            turn = self._turn if on.multi_worker else None
+            here = _context(on, part, rows_of_all, self._rows, self._keras_step, turn, timer)
         recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if here and self._model.run_eagerly:
             recording = here.dependence.recording()
@@ -324,16 +269,8 @@ class SynchronousProgram(ProgramBase):
             recording,
             ReplicaScope(zip(self._metrics, mine, strict=True), self._others, self._own) as scope,
         ):
-            returned = self._step(batch)
-            logs = own_outputs(self._model, returned) if self._own_outputs else {}
-            outputs = self._carried(logs, returned, scope, here)
-        self._check_passed(here, scope)
-        self._updated |= scope.updated
-        new, written = scope.outcome(here)
-        notes = () if timer is None else timer.notes(new)
-        return new, written, outputs, notes
-
-    def _check_passed(self, here: StepContext | None, scope: ReplicaScope) -> None:
+            returned = self._step(part[-1])
+            outputs = self._carried(returned, scope, here) if self._own_outputs else {}
         if here is not None and not (self._passed and tf.executing_eagerly()):
             record = scope.record(here.called)
             check_passed(self._model, self._kind, record)
@@ -342,17 +279,20 @@ class SynchronousProgram(ProgramBase):
                 check_activity_regularizers(self._model)
             self._passed = True
         scope.forget_losses(self._model)
+        self._updated |= scope.updated
+        new, written = scope.outcome(here)
+        notes = () if timer is None else timer.notes(new)
+        return new, written, outputs, notes
 
-    def _carried(
-        self,
-        logs: dict[str, tf.Tensor],
-        returned: Any,
-        scope: ReplicaScope,
-        here: StepContext | None,
-    ) -> Outputs:
+    def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
         """What a replica adds to the values from which the logs are computed in the end."""
-        if not self._own_outputs:
-            return {}
+
+        def has_mean(value: tf.Tensor) -> bool:
+            if not is_carried(value):
+                return False
+            return here is None or here.replicas == 1 or not here.has_rows(value)
+
+        logs = own_outputs(self._model, returned)
         values = {name: (value, None) for name, value in logs.items()}
         if tf.executing_eagerly():
             results = {id(value) for value in scope.results}
@@ -360,8 +300,7 @@ class SynchronousProgram(ProgramBase):
         else:
             states = enumerate(self._metrics)
             final = {scope.get_current_value(variable).name: i for i, variable in states}
-            warns = self._reduction.replicas > 1
-            has_mean = _has_mean(here)
+            warns = self.reduction.replicas > 1
             derived = self._derive_logs(logs, scope.versions, final, has_mean, warns=warns)
             values = {str(i): value for i, value in enumerate(derived.returned)}
         carried = {}
@@ -395,35 +334,20 @@ class SynchronousProgram(ProgramBase):
             return {}
         trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
         # This step is never run: nobody notes when it began.
-        timer, self._timer = self._timer, NullStepTimer()
+        timer, self.timer, self._turn = self.timer, NullStepTimer(), None
         try:
             spec_of = trace.get_concrete_function(iterator).structured_outputs
         finally:
-            self._timer = timer
+            self.timer = timer
         return {
             name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
             for name, spec in spec_of.items()
         }
 
-    def _finish(
-        self, states: States, outputs: Outputs, steps: tf.Tensor, seconds: tf.Tensor
-    ) -> Finished:
-        values, last, chief_seconds = self._reduction.over_all(
-            self._metrics, states, outputs, seconds
-        )
-        self._timer.execution_is_done(steps)
-        return self._logs(values, last), values, states, steps, chief_seconds
-
-
-def _has_mean(here: StepContext | None) -> Callable[[tf.Tensor], bool]:
-    """Whether values of a tensor, one of each replica, have a mean."""
-
-    def has_mean(value: tf.Tensor) -> bool:
-        if not is_carried(value):
-            return False
-        return here is None or here.replicas == 1 or not here.has_rows(value)
-
-    return has_mean
+    def _finish(self, last: Carried, steps: tf.Tensor, seconds: tf.Tensor) -> Finished:
+        values, outputs, chief_seconds = self.reduction.over_all(self._metrics, *last, seconds)
+        self.timer.execution_is_done(steps)
+        return self._logs(values, outputs), values, last[0], steps, chief_seconds
 
 
 def _sum(values: tuple[tf.Tensor, ...]) -> tf.Tensor:
@@ -440,24 +364,20 @@ class Predictor:
         step: draws random numbers for the replica that runs it.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: tf.distribute.Strategy,
-        reduction: SynchronousReduction,
-        step: StepFunction,
-    ) -> None:
+    def __init__(self, model: keras.Model, reduction: SynchronousReduction, step: StepFunction):
         self._model = model
-        self._strategy = strategy
+        self._strategy = reduction.strategy
         self._reduction = reduction
-        self._rows = rows_of_shared(strategy, reduction.local_replicas)
+        self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         # Layers may write while they predict: masked kernels, counters, metrics of their own.
         self._metrics, self._watched = metrics_and_others(model)
-        self._own = LocalVariables(strategy, reduction.local_replicas)
+        self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = step
         self._of_batch: Callable[..., Structure] = self._outputs_of_batch
-        self._of_next: Callable[..., Structure] = self._outputs_of_next
+        self._of_next: Callable[..., Structure] = lambda iterator, needs_row_count: (
+            self._outputs_of_batch(next(iterator), needs_row_count)
+        )
         if not model.run_eagerly:
             self._of_batch = tf.function(self._of_batch, autograph=False, reduce_retracing=True)
             self._of_next = tf.function(self._of_next, autograph=False, reduce_retracing=True)
@@ -479,14 +399,10 @@ class Predictor:
             raise StopIteration
         return self._of_batch(batch.get_value(), data.needs_row_count)
 
-    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
-        return self._outputs_of_batch(next(iterator), needs_row_count)
-
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         on = self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
-        values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in self._metrics]
-        states = on.split_states(self._metrics, values)
+        states = on.split_states(self._metrics)
         with functions_in_place(step_targets()):
             outputs, new, written = on.run(self._of_one_part, batch, states, rows_of_all)
         assign_written(self._strategy, self._watched, written)
@@ -513,31 +429,49 @@ class Predictor:
     ) -> tuple[Structure, list[tf.Tensor], dict[str, tf.Tensor]]:
         """(outputs, metrics' states, values written) of one replica, in its context."""
         mine = self._reduction.of_this_replica(states)
-        rows, of, batch = part
-        of = of if rows_of_all is None else rows_of_all
         here = None
         if tf.distribute.has_strategy():
-            here = StepContext(
-                rows, of, self._reduction.replicas, self._reduction.local_replicas, batch
-            )
-            here.substitutes = exact.substitutes_of(here, self._rows)
+            here = _context(self._reduction, part, rows_of_all, self._rows)
         with (
             running_step(here),
             ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
         ):
-            outputs = self._step(batch)
+            outputs = self._step(part[-1])
         if here is not None:
             check_lookups(self._model, scope.record(here.called))
         scope.forget_losses(self._model)
         self._updated |= scope.updated
-        outputs = keras.tree.map_structure(lambda value: _if_any(rows, value), outputs)
+        outputs = keras.tree.map_structure(lambda value: _if_any(part[0], value), outputs)
         return outputs, *scope.outcome(here)
 
     def _whole(self, value: tf.Tensor) -> tf.Tensor:
         if self._reduction.multi_worker:
             return self._strategy.gather(value, axis=0)
         parts = self._strategy.experimental_local_results(value)
-        return parts[0] if len(parts) == 1 else _concat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(parts[0], tf.SparseTensor):
+            return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+        return tf.concat(parts, axis=0)
+
+
+def _context(
+    on: SynchronousReduction,
+    part: Part,
+    rows_of_all: tf.Tensor | None,
+    take: Callable[..., tf.Tensor],
+    *more: Any,
+) -> StepContext:
+    """That of the replica that runs; `more` are further arguments of StepContext.
+
+    Args:
+        rows_of_all: of the global batch, where the part itself does not know.
+    """
+    rows, of, batch = part
+    of = of if rows_of_all is None else rows_of_all
+    here = StepContext(rows, of, on.replicas, on.local_replicas, batch, *more)
+    here.substitutes = exact.substitutes_of(here, take)
+    return here
 
 
 def _if_any(rows: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
@@ -546,18 +480,6 @@ def _if_any(rows: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         return value
     length = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
     return value[: tf.where(rows > 0, length, tf.zeros_like(length))]
-
-
-def _concat(parts: tuple[tf.Tensor, ...]) -> tf.Tensor:
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
-    return tf.concat(parts, axis=0)
-
-
-FIRST_AFTER = 10.0  # seconds; then after ever longer ones
-
-
-LONGEST_PAUSE = 120.0
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.strategies.explanation import computing_tasks
 from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import _addable, contribution
@@ -29,7 +30,7 @@ class SynchronousReduction:
     """Reductions over the replicas of a strategy, a few tensors at a time."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        self._strategy = strategy
+        self.strategy = strategy
         self.replicas = strategy.num_replicas_in_sync
         # The concrete function: calls of the other kind are counted, and warned of, as retracing.
         ids = tf.function(lambda: strategy.run(_replica_id), autograph=False)
@@ -40,9 +41,10 @@ class SynchronousReduction:
         self.multi_worker = self.replicas > self.local_replicas
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
-        devices = _devices(strategy)
+        self.devices = _devices(strategy)  # of this worker's replicas
         # CPU replicas are fed from a plain iterator on the host.
-        self.feeds_on_host = bool(devices) and all("CPU" in name.upper() for name in devices)
+        on_cpus = all("CPU" in name.upper() for name in self.devices)
+        self.feeds_on_host = bool(self.devices) and on_cpus
         # TensorFlow's own word for "this task is the one that writes".
         self.is_chief = bool(strategy.extended.should_checkpoint)
         self._sums: dict[tf.TensorSpec, tf.types.experimental.ConcreteFunction] = {}
@@ -69,7 +71,7 @@ class SynchronousReduction:
 
     def task_names(self) -> list[str]:
         """The tasks that compute, in the order of their replicas, as "worker 1"."""
-        return computing_tasks(self._strategy, self.workers)
+        return computing_tasks(self.strategy, self.workers)
 
     def run(self, step: Callable[..., Any], batch: Parts, *args: Any) -> Any:
         """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
@@ -77,10 +79,10 @@ class SynchronousReduction:
         `batch` is from an iterator over parts of global batches.
         """
         if self.feeds_on_host:
-            return self._strategy.run(
+            return self.strategy.run(
                 lambda parts, *rest: step(self.of_this_replica(parts), *rest), args=(batch, *args)
             )
-        return self._strategy.run(step, args=(batch, *args))
+        return self.strategy.run(step, args=(batch, *args))
 
     def of_this_replica(self, per_replica: Sequence[Any]) -> Any:
         """The entry of the replica that runs, in its context."""
@@ -94,20 +96,19 @@ class SynchronousReduction:
         which = number % self.local_replicas
         return [tf.stack(values)[which] for values in zip(*per_replica, strict=True)]
 
-    def split_states(
-        self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]
-    ) -> States:
+    def split_states(self, variables: Sequence[keras.Variable]) -> States:
         """For each local replica, the metric states from which its steps start.
 
         What is summed over replicas starts from its value on the first replica, and from zero on
         all others, so that `over_all` counts the value once.
         """
+        values = [tf.convert_to_tensor(kp.raw_value(variable)) for variable in variables]
         zeros = [
             tf.zeros_like(value) if variable.aggregation == "sum" else value
             for variable, value in zip(variables, values, strict=True)
         ]
         others = [list(zeros) for _ in range(self.local_replicas)]
-        return [list(values), *others[1:]] if self.is_chief else others
+        return [values, *others[1:]] if self.is_chief else others
 
     def over_all(
         self,
@@ -127,24 +128,22 @@ class SynchronousReduction:
         if self.replicas == 1:
             return states[0], outputs, seconds
 
-        first_worker = self.is_chief
         # What is one value a worker already goes in with its first replica only.
         names = [name for name, value in outputs.items() if value.dtype != tf.string]
+        shared = [
+            value if value.dtype.is_floating or self.is_chief else tf.zeros_like(value)
+            for value in (_addable(outputs[name]) for name in names)
+        ]
+        shared.append(seconds if self.is_chief else tf.zeros_like(seconds))
+        nothing = [tf.zeros_like(value) for value in shared]
         mine: list[list[tf.Tensor]] = []
         for replica, state in enumerate(states):
-            first = first_worker and replica == 0
+            first = self.is_chief and replica == 0
             values = [
                 contribution(variable, value, self.replicas, first)
                 for variable, value in zip(variables, state, strict=True)
             ]
-            shared = [
-                value if value.dtype.is_floating or first else tf.zeros_like(value)
-                for value in (_addable(outputs[name]) for name in names)
-            ]
-            shared.append(seconds if first else tf.zeros_like(seconds))
-            if replica > 0:
-                shared = [tf.zeros_like(value) for value in shared]
-            mine.append(values + shared)
+            mine.append(values + (nothing if replica else shared))
         reduced = self._sum_of_replicas(mine)
         values = [
             tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
@@ -193,7 +192,7 @@ class SynchronousReduction:
             counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
             return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
 
-        summed = self._strategy.experimental_local_results(self.run(counted, batch))[0]
+        summed = self.strategy.experimental_local_results(self.run(counted, batch))[0]
         return summed[0], summed[1]
 
     def _sum_of_local(self, value: tf.Tensor) -> tf.Tensor:
@@ -217,8 +216,8 @@ class SynchronousReduction:
                     result[place] = value
             return result
 
-        summed = self._strategy.run(in_replica, args=(per_replica,))
-        return [self._strategy.experimental_local_results(value)[0] for value in summed]
+        summed = self.strategy.run(in_replica, args=(per_replica,))
+        return [self.strategy.experimental_local_results(value)[0] for value in summed]
 
 
 def _replica_id() -> tf.Tensor:
