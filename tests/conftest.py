@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from task_programs import CLUSTERS
@@ -45,13 +46,51 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate((*QUICK, *LONG))}
 
     def place(item: pytest.Item) -> int:
         return places.get(item.path.parent.name, places.get(item.path.name, len(places)))
 
     items.sort(key=place)
+    if not is_everything_run(config):
+        long = [item for item in items if is_long(item)]
+        items[:] = [item for item in items if not is_long(item)]
+        config.hook.pytest_deselected(items=long)
+        config.stash[DESELECTED] = len(long)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["deselected_long"] = len(long)
+
+
+DESELECTED = pytest.StashKey[int]()
+
+
+def is_everything_run(config: pytest.Config) -> bool:
+    """With --long, for a test that is named, and in a task, which runs the one test it is for."""
+    named = any("::" in argument for argument in config.args)
+    return config.getoption("--long") or named or in_task.supervisor() is not None
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether a `long` mark is for this test: with words, for names that contain one of them."""
+    marks = item.iter_markers("long")
+    return any(not m.args or any(word in item.name for word in m.args) for m in marks)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Of pytest-xdist: each worker collects all tests."""
+    if "deselected_long" in getattr(node, "workeroutput", ()):
+        node.config.stash[DESELECTED] = node.workeroutput["deselected_long"]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(DESELECTED, 0):
+        terminalreporter.write_line(f"{count} long tests were not run: scripts/test --long")
 
 
 @pytest.fixture(autouse=True)

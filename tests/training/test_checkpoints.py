@@ -158,6 +158,7 @@ def two(compiled: dict[Path, tfd.DistributedModel]) -> list[tfd.DistributedModel
     return list(compiled.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["default", "central_storage"])  # mirrored: the next test
 def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     whole, resumed = two_models(with_much_state(), strategy_of(name), strategy_of(name))
@@ -225,6 +226,7 @@ def shuffled() -> tf.data.Dataset:
     return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
 
 
+@pytest.mark.long("shuffled data set")
 @pytest.mark.parametrize(
     ("data", "arguments"),
     [
@@ -643,6 +645,7 @@ def test_big_variables_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
 
+@pytest.mark.long("default")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "BLOCK_BYTES", 24)

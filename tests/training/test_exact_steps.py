@@ -69,6 +69,7 @@ def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tu
     return assert_trains_as_keras(build, *data, strategy=mirrored(replicas), **{**FIT, **arguments})
 
 
+@pytest.mark.long("[sum]", "[mean]")
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]
 )
@@ -131,6 +132,13 @@ def test_several_outputs_with_loss_weights() -> None:
     same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights, eager=False)
 
 
+@pytest.mark.long(
+    "central_storage",
+    "[clipvalue",
+    "[global_clipnorm",
+    "[gradient_accumulation_steps-",
+    "[use_ema+ema_momentum-",
+)
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize(
     "settings",
@@ -189,6 +197,7 @@ class Overflows(keras.layers.Layer):
         return x * tf.cast(x[:, :1], x.dtype)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     def build() -> keras.Model:
@@ -214,6 +223,7 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     assert all(np.isfinite(weight).all() for weight in weights_of(ours))
 
 
+@pytest.mark.long("262144")
 @pytest.mark.parametrize("scale", [2.0**18, 2.0**19])
 def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> None:
     """The largest float16 is 65,504: what flows back to each row is scale / 8 in the first step."""
@@ -347,6 +357,7 @@ class LastSum(keras.metrics.Metric):
         return {"rows": self.rows, "level": self.level}  # variables, as Keras's guide returns them
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_metrics_over_all_rows(name: str) -> None:
     metrics = [
@@ -396,6 +407,7 @@ def test_moving_statistics_are_means_over_the_rows() -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), expected, atol=1e-6)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_synchronized_batch_normalization(name: str) -> None:
     def build(mask: bool) -> keras.Model:
@@ -414,6 +426,7 @@ def test_synchronized_batch_normalization(name: str) -> None:
     assert_trains_as_keras(lambda: build(mask=True), WORDS, NEXT, strategy=strategy, **FIT)
 
 
+@pytest.mark.long("mirrored")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_a_layer_that_writes_a_weight_in_its_call(name: str) -> None:
     def build() -> keras.Model:
@@ -456,11 +469,13 @@ class LossOfItsOwn(Net):
         return loss / replicas() if self.divided else loss
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_loss_of_ones_own_divided_or_not(divided: bool) -> None:
     same(lambda: compiled(LossOfItsOwn(divided)), X[:ROWS], Y[:ROWS])
 
 
+@pytest.mark.long("plain")
 @pytest.mark.parametrize("compile_it", [False, True], ids=["plain", "tf.function"])
 def test_a_step_with_a_metric_of_single_numbers(compile_it: bool) -> None:
     class Step(Net):
@@ -530,6 +545,7 @@ def test_eager_steps() -> None:
     same(build, X[:ROWS], Y[:ROWS])
 
 
+@pytest.mark.long("mirrored")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_embeddings_under_adam(name: str) -> None:
     def build() -> keras.Model:

@@ -24,6 +24,7 @@ def freeze(cluster: Tasks, victim: str) -> dict[str, int]:
     return {name: cluster.status(name, WITHIN) for name in NAMES if name != victim}
 
 
+@pytest.mark.long("fit-ps", "evaluate", "save")
 @pytest.mark.parametrize(
     ("doing", "victim"),
     [

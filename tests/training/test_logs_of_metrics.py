@@ -127,6 +127,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_allclose(one[name], other[name], rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.long("default", "central_storage", "template")
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [("default", 1), ("mirrored", 2), ("central_storage", 2), ("template", 3)],

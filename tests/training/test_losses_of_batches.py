@@ -45,6 +45,7 @@ def one_number(y: Any, p: Any) -> Any:
     return keras.ops.mean(keras.losses.binary_crossentropy(y, p))
 
 
+@pytest.mark.long("tversky, sum", "by name")
 @pytest.mark.parametrize(
     "loss",
     [
@@ -60,6 +61,7 @@ def test_ratios_over_the_batch(loss: Any) -> None:
     assert_trains_as_keras(classifier(loss), X[:ROWS], CLASSES, strategy=mirrored(3), **FIT)
 
 
+@pytest.mark.long("none-mean", "none-sum_over", "rows-sum", "classes-mean", "classes-sum]")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
 @pytest.mark.parametrize("weights", ["none", "rows", "classes"])
 def test_a_function_that_returns_one_number(reduction: str, weights: str) -> None:
@@ -120,6 +122,7 @@ def before_a_masked_loss() -> keras.Model:
     return model
 
 
+@pytest.mark.long("eager", "central_storage")
 @pytest.mark.parametrize(
     ("name", "eagerly"),
     [("mirrored", False), ("mirrored", True), ("central_storage", False)],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,24 +11,14 @@ pytestmark = pytest.mark.timeout(500)
 TOLERANCE = 5e-7
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Any]]]:
-    """Pieces of each variable -> the program's run. Both run at once: each keeps a core busy."""
-
-    def run(pieces: int) -> Any:
-        file = tmp_path_factory.mktemp("exact") / "model.keras"
-        (found,) = results_of(
-            "train_parameter_server_exact.py", str(pieces), str(file), timeout=450
-        )
-        return found
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {pieces: pool.submit(run, pieces) for pieces in (2, 0)}
-
-
-@pytest.fixture(scope="module", params=[0, 2], ids=["whole", "partitioned"])
-def result(request: pytest.FixtureRequest, runs: dict[int, Future[Any]]) -> Any:
-    found = runs[request.param].result()
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(0, id="whole", marks=pytest.mark.long), pytest.param(2, id="partitioned")],
+)
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pieces = str(request.param)
+    file = str(tmp_path_factory.mktemp("exact") / "model.keras")
+    (found,) = results_of("train_parameter_server_exact.py", pieces, file, timeout=450)
     assert found["pieces"] == max(1, request.param)
     return found
 

@@ -30,6 +30,7 @@ def error_of(cluster: Tasks, name: str) -> str:
     return str(found[-1])
 
 
+@pytest.mark.long("leaves-0")
 @pytest.mark.parametrize(
     ("event", "victim", "status", "says"),
     [

@@ -84,6 +84,7 @@ def assert_same_tables(build: Callable, strategy: Any, data: Any = None, **argum
 FIT = {"batch_size": 10, "epochs": 2}
 
 
+@pytest.mark.long("central_storage", "placed")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed"])
 def test_every_way_to_look_up_rows(name: str) -> None:
     if name == "placed":
@@ -111,6 +112,7 @@ class Clipping(keras.Model):
         return {"norm": norm}
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize(("name", "eager"), [("mirrored", True), ("central_storage", False)])
 def test_a_step_that_clips_slices_by_hand(name: str, eager: bool) -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05), eager, Clipping)
