@@ -27,22 +27,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # them come folders of quick tests, which also get TensorFlow's files from the disk for all others.
 QUICK = ("cluster", "launch", "data", "strategies")
 LONG = (
-    "test_exactness.py",
     "test_parameter_server.py",
+    "test_docs.py",
+    "test_exactness.py",
+    "test_workers.py",
+    "test_exact_steps.py",
+    "test_checkpoints.py",
+    "test_plugin.py",
+    "test_peers.py",
     "test_sharded_workers.py",
     "test_parameter_server_exact.py",
-    "test_configs.py",
-    "test_workers.py",
-    "test_memory_of_servers.py",
     "test_callbacks_in_cluster.py",
-    "test_roles_of_tasks.py",
+    "test_frozen_tasks.py",
     "test_sample_project.py",
-    "test_plugin.py",
     "test_new_strategy.py",
-    "test_docs.py",
+    "test_configs.py",
+    "test_memory_of_servers.py",
+    "test_roles_of_tasks.py",
+    "test_example_image_classifier.py",
     "test_example_recommender.py",
     "test_example_sync_async.py",
-    "test_example_image_classifier.py",
 )
 
 
@@ -58,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     if not is_everything_run(config):
+        check_words_of_long(items)
         long = [item for item in items if is_long(item)]
         items[:] = [item for item in items if not is_long(item)]
         config.hook.pytest_deselected(items=long)
@@ -79,6 +84,18 @@ def is_long(item: pytest.Item) -> bool:
     """Whether a `long` mark is for this test: with words, for names that contain one of them."""
     marks = item.iter_markers("long")
     return any(not m.args or any(word in item.name for word in m.args) for m in marks)
+
+
+def check_words_of_long(items: list[pytest.Item]) -> None:
+    """Each word of a `long` mark is in the name of a test: a case that is renamed stays marked."""
+    found: dict[int, tuple[pytest.Item, set[str]]] = {}
+    for item in items:
+        for mark in item.iter_markers("long"):
+            _, unused = found.setdefault(id(mark), (item, set(mark.args)))
+            unused -= {word for word in mark.args if word in item.name}
+    for item, unused in found.values():
+        if unused:
+            raise pytest.UsageError(f"{item.nodeid}: no case of it has {unused} in its name")
 
 
 @pytest.hookimpl(optionalhook=True)
