@@ -60,9 +60,8 @@ COLUMNS = {
     "Keras: central 3": Column("central_storage_3", by_keras=True),
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
 }
-QUICK = (
-    "mirrored 3",
-)  # what the suite runs without --long; workers: training/test_exact_workers.py
+# What the suite runs without --long; with workers: training/test_exact_workers.py.
+QUICK = [("mirrored 3", "CNN with BN"), ("mirrored 3", "own train_step")]
 
 
 def suite_sentence() -> str:
@@ -76,7 +75,8 @@ def suite_sentence() -> str:
     return (
         f"`scripts/exactness` runs all cells. `scripts/test --long` runs {len(parts)} of"
         f" {len(ours) * len(matrix.OPTIMIZERS)} combinations of a column and an optimizer, with all"
-        f" models and sizes: {'; '.join(parts)}. `scripts/test` runs the first of them."
+        f" models and sizes: {'; '.join(parts)}. Without --long, it runs"
+        f" {' and '.join(f'`{title}` with `{model}`' for title, model in QUICK)}."
     )
 
 
