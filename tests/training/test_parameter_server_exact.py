@@ -13,18 +13,24 @@ TOLERANCE = 5e-7
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(0, id="whole", marks=pytest.mark.long), pytest.param(2, id="partitioned")],
+    params=[
+        pytest.param((2, "few"), id="partitioned"),
+        pytest.param((2, "all"), id="partitioned, all optimizers", marks=pytest.mark.long),
+        pytest.param((0, "few"), id="whole", marks=pytest.mark.long),
+    ],
 )
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pieces = str(request.param)
+    pieces, optimizers = request.param
     file = str(tmp_path_factory.mktemp("exact") / "model.keras")
-    (found,) = results_of("train_parameter_server_exact.py", pieces, file, timeout=450)
-    assert found["pieces"] == max(1, request.param)
+    words = (str(pieces), file, optimizers)
+    (found,) = results_of("train_parameter_server_exact.py", *words, timeout=450)
+    assert found["pieces"] == max(1, pieces)
+    wanted = {(2, "few"): 5, (2, "all"): 10, (0, "few"): 2}[request.param]
+    assert len(found["optimizers"]) == wanted
     return found
 
 
 def test_training_is_plain_keras(result: dict[str, Any]) -> None:
-    assert len(result["optimizers"]) == (2 if result["pieces"] == 1 else 10)
     for name, found in result["optimizers"].items():
         assert max(found["weights"], found["slots"], found["history"]) < TOLERANCE, name
         assert found["steps"] == (4 if name == "accumulation" else 8), name
