@@ -26,7 +26,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("outputs")
 
 
-@pytest.mark.long("central_storage", "mirrored", "one_device")
+@pytest.mark.long("central_storage", "mirrored", "one_device", "parameter_server")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     output = outputs / config.stem

@@ -84,6 +84,7 @@ def test_tensorflow_takes_no_metric_of_keras() -> None:
         tf.train.Checkpoint(loss=keras.metrics.Mean())
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

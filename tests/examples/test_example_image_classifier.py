@@ -80,6 +80,7 @@ def test_two_workers_that_are_killed_train_like_one_device(
             assert loaded.evaluate(*test, verbose=0)[1] > 0.8
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(1)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_on_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def assert_copies_equal(model: Any) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.long("[mirrored]", "owned", "one device")
+@pytest.mark.long("[mirrored]", "owned", "one device", "mixed")
 @pytest.mark.parametrize("rules", RULES)
 def test_trained_as_on_one_device(rules: str) -> None:
     name = "AdamW, clipped, EMA"
@@ -124,7 +124,7 @@ def test_trained_as_on_one_device(rules: str) -> None:
     assert_copies_equal(model)
 
 
-@pytest.mark.long("[loss scaling-sharded", "EMA-mixed")
+@pytest.mark.long("[loss scaling-sharded", "EMA-mixed", "EMA-sharded")
 @pytest.mark.parametrize(("rules", "replicas"), [("sharded", 4), ("mixed", 2)])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in TESTED])
 def test_with_other_optimizers(optimizer: str, rules: str, replicas: int) -> None:
@@ -233,7 +233,7 @@ def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
     assert_equal(trained(PlacedStrategy(2, {".*": "owned"})), trained(StrategyTemplate(2)), 2e-6)
 
 
-@pytest.mark.long("rules0")
+@pytest.mark.long
 @pytest.mark.parametrize("rules", [{}, {".*": "device CPU:1"}])
 def test_averages_of_weights_in_keras_s_own_fit(rules: Any) -> None:
     """Replicas write them: the one copy takes what the first replica has, as all have the same."""

@@ -28,19 +28,19 @@ class TestMixed(StrategyConformance):
         return Mixed(3)
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestShared(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return Shared(2)
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestOwnedAndPairwise(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return OwnedAndPairwise(2)
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestInPieces(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return PlacedStrategy(3, {".*/(kernel|embeddings)": "sharded(2)"})

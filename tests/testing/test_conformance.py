@@ -16,30 +16,31 @@ class Less:
     test_trains_table_with_sgd = None
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long("trains_table_with_adamw", "training_checkpoint")
 class TestMirrored(Less, Mirrored):
     pass
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestCentralStorage(Less, CentralStorage):
     pass
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestOneDevice(Less, OneDevice):
     pass
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestTemplate(Less, Template):
     pass
 
 
+@pytest.mark.long("trains_table_with_adamw")
 class TestPlaced(Less, Placed):
     pass
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_saved")
+@pytest.mark.long
 class TestFrugal(Less, Frugal):
     pass

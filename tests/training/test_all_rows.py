@@ -258,7 +258,7 @@ def test_trains_as_one_device(cls: Any) -> None:
     assert_trains_as_one_device(builder(cls), strategy_of("mirrored"), VIEWS, LABELS)
 
 
-@pytest.mark.long("central_storage", "template", "three")
+@pytest.mark.long("central_storage", "template", "three", "placed")
 @pytest.mark.parametrize("case", ["central_storage", "placed", "template", "eager", "three"])
 def test_on_each_strategy(case: str) -> None:
     """Batches of 8, 8, 8 and 1 rows: in the last one a single replica has a row."""

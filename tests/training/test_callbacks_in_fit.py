@@ -250,9 +250,8 @@ def test_tensorboard_writes_events(frequency: str, tmp_path: Path) -> None:
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = tfd.distribute(classifier(), mirrored())
     arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
-    ours.fit(X, Y, verbose=0, **arguments)
+    ours, _ = distributed_fit(CLASSIFIER, X, Y, **arguments)
     ours.predict(X, verbose=0)
     ours.evaluate(X, Y, verbose=0)
     assert capsys.readouterr().out == ""

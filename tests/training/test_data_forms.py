@@ -61,6 +61,7 @@ def test_dicts_of_inputs_and_outputs() -> None:
     )
 
 
+@pytest.mark.long
 def test_lists_of_inputs_and_outputs() -> None:
     def build() -> keras.Model:
         inputs = [keras.Input((5,)), keras.Input((5,))]
@@ -185,6 +186,7 @@ class FourBatches(keras.utils.PyDataset):
         self.epochs_ended += 1
 
 
+@pytest.mark.long("[1]")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_py_dataset(workers: int) -> None:
     plain, expected = plain_fit(CLASSIFIER, FourBatches(workers=workers), epochs=3)

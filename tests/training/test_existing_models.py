@@ -160,7 +160,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.long("nested", "subclass with config")
+@pytest.mark.long("nested", "subclass with config", "sequential without")
 @pytest.mark.parametrize("build", MODELS)
 def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
     original, _ = plain_fit(build, X, Y, batch_size=16, epochs=2)
@@ -423,6 +423,7 @@ def two(kind: type[keras.Model], **settings) -> keras.Model:
     return model
 
 
+@pytest.mark.long("arguments under")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
 @pytest.mark.parametrize(
     ("kind", "settings"),

@@ -69,7 +69,7 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
-@pytest.mark.long("[0]", "[2]")
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [0, 2, 3])
 def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
     data = by_function()

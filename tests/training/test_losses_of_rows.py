@@ -153,7 +153,7 @@ class Penalized(Step):
 STEPS = [Rows, Weighted, RowsAndMean, TwoMeans, Flat, Ragged, Penalized]
 
 
-@pytest.mark.long("[Weighted", "TwoMeans")
+@pytest.mark.long("[Weighted", "TwoMeans", "[Rows]", "[Flat", "RowsAndMean")
 @pytest.mark.parametrize("model", STEPS)
 def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
     same(lambda: compiled(model()))

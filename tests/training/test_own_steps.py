@@ -224,6 +224,7 @@ def test_an_own_optimizer_without_variables_is_named() -> None:
         distributed_fit(build, X, **FIT)
 
 
+@pytest.mark.long
 def test_eager_steps() -> None:
     assert_trains_as_keras(lambda: compiled(Net(), run_eagerly=True, metrics=["mae"]), X, Y, **FIT)
     assert_trains_as_keras(lambda: compiled(OwnSteps(), run_eagerly=True), X, Y, **FIT)

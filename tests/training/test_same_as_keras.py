@@ -25,7 +25,7 @@ from training_cases import (
 import tfdist_ext as tfd
 
 
-@pytest.mark.long("one_device", "mirrored-2")
+@pytest.mark.long("one_device", "mirrored-2", "central_storage")
 @pytest.mark.parametrize(
     ("name", "replicas", "optimizer"),
     [
@@ -139,6 +139,7 @@ def test_validation_frequency() -> None:
         distributed_fit(CLASSIFIER, X, Y, validation_freq="all", **arguments)
 
 
+@pytest.mark.long("arrays")
 @pytest.mark.parametrize(
     "data",
     [

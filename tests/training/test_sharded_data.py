@@ -72,7 +72,7 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
-@pytest.mark.long("[0]", "[2]", "[4]")
+@pytest.mark.long("[0]", "[2]", "[4]", "[1]")
 @pytest.mark.parametrize("replicas", [0, 1, 2, 3, 4])
 def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: Any) -> None:
     strategy = mirrored(replicas) if replicas else strategy_of("default")

@@ -94,6 +94,7 @@ def test_every_way_to_look_up_rows(name: str) -> None:
     assert_same_tables(lookups(lambda: keras.optimizers.Adam(0.05)), strategy, **FIT)
 
 
+@pytest.mark.long
 def test_eager_steps() -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1), eager=True)
     assert_same_tables(build, mirrored(2), **FIT)

@@ -154,7 +154,7 @@ def pairs() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, X[::-1] * 0.5)).batch(12)
 
 
-@pytest.mark.long("default", "vae-central", "gan-mirrored")
+@pytest.mark.long("default", "vae-central", "gan-mirrored", "vae-mirrored")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 @pytest.mark.parametrize("build", [vae, gan])
 def test_models_without_a_call(build: Callable[[bool], keras.Model], name: str) -> None:
@@ -191,7 +191,7 @@ def test_a_model_called_with_pairs(name: str) -> None:
     assert tfd.distribute(lambda: siamese(False), strategy).evaluate(pairs(), verbose=0) > 0
 
 
-@pytest.mark.long("vae")
+@pytest.mark.long("vae", "siamese")
 @pytest.mark.parametrize(("build", "data"), [(vae, X), (gan, X), (siamese, None)])
 def test_layers_get_their_variables_from_the_step(build: Any, data: Any) -> None:
     """Layers without `keras.Input` too; their initial weights are other ones, so it must learn."""

@@ -65,6 +65,7 @@ def build_eager() -> keras.Model:
     "eager-mirrored",
     "eager-central",
     "eager-placed",
+    "eager-template",
 )
 @pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed", "template"])
 @pytest.mark.parametrize("builder", [build, build_eager])
