@@ -26,6 +26,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("outputs")
 
 
+@pytest.mark.long("central_storage", "mirrored", "one_device", "parameter_server")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_config_trains(config: Path, outputs: Path, tmp_path: Path) -> None:
     output = outputs / config.stem
@@ -57,7 +58,7 @@ def test_plain_keras_reads_what_they_wrote(outputs: Path) -> None:
     check = [sys.executable, "docs/examples/check_saved_model.py", *written]
     # In a Python that has not imported tfdist_ext, which the script asserts.
     run = subprocess.run(check, cwd=ROOT, env=env, capture_output=True, timeout=100, check=True)
-    assert run.stdout.count(b"plain Keras loads") == len(written) == len(CONFIGS)
+    assert run.stdout.count(b"plain Keras loads") == len(written) >= 1
 
 
 def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str]) -> list[str]:

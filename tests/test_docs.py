@@ -97,17 +97,48 @@ def is_run_here(command: str) -> bool:
     return not (command in ELSEWHERE or command.startswith(MEASURED) or of_example)
 
 
+# Pages whose commands start clusters as those of other pages do.
+CLUSTERS_AS_ELSEWHERE = {
+    "docs/data.md",  # data workers: training/test_sharded_workers.py
+    "docs/migrating_tf_distribute.md",  # README.md, docs/quickstart.md
+    "docs/placement.md",  # docs/parameter_servers.md
+}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
+def test_the_python_of_the_page_runs(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
-    here = tmp_path / "here"
+    for block in blocks:
+        if block.language in PYTHON and block.file:
+            compile(block.program, block.where, "exec")
+    if page not in PYTHON_BY:
+        here = folder_of_the_page(tmp_path)
+        given = GIVEN.get(page, "")
+        _run_as_one_program([block for block in blocks if not block.file], tmp_path, given)
+        if page == "README.md":
+            assert (here / "model.keras").exists()
+
+
+def folder_of_the_page(folder: Path) -> Path:
+    """What the code of a page finds where it runs."""
+    here = folder / "here"
     (here / "docs").mkdir(parents=True)
     for name in ("scripts", "configs", ".venv"):
         (here / name).symlink_to(sys.prefix if name == ".venv" else ROOT / name)
     (here / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
-    if page not in PYTHON_BY:
-        given = GIVEN.get(page, "")
-        _run_as_one_program([block for block in blocks if not block.file], tmp_path, given)
+    return here
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page in CLUSTERS_AS_ELSEWHERE else [])
+        for page in PAGES
+    ],
+)
+def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
+    blocks = blocks_of(page)
+    here = folder_of_the_page(tmp_path)
     for block in reversed(blocks):  # a page may show a file's text after the first command
         if block.language in PYTHON and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")
@@ -121,8 +152,6 @@ def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
                 folder.mkdir()
                 _compare(_printed_by(command, here, folder), lines, f"{block.where}: {command}")
                 run += 1
-    if page == "README.md":
-        assert (here / "model.keras").exists()
 
 
 def test_the_lines_for_two_machines_are_one_training(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
         len(data)
 
 
+@pytest.mark.long("[1]", "[4]")
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_training_loops_of_ones_own(replicas: int) -> None:
     """Weighted by rows, the steps of replicas are those of one device; after a break, too."""
@@ -98,6 +99,7 @@ def test_training_loops_of_ones_own(replicas: int) -> None:
     assert weight.numpy() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long("[3]")
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
     data = ordered()

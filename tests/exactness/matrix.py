@@ -194,17 +194,18 @@ class Trained(NamedTuple):
 def train_all(
     distribute: Callable[[Callable[[], keras.Model]], Any],
     optimizers: Iterable[str] = OPTIMIZERS,
+    models: Iterable[str] = MODELS,
     *,
     go_on: bool = False,
 ) -> Iterator[tuple[Cell, Trained | None]]:
-    """Train every cell of the given optimizers.
+    """Train every cell of the given optimizers and models.
 
     Args:
         distribute: builder -> something with Keras's fit, evaluate and predict.
         go_on: a training that raises gives None instead.
     """
     optimizers = list(optimizers)
-    for name in MODELS:
+    for name in models:
         for optimizer in optimizers:
             model, data, variables = None, None, []
             for size, (rows, batch) in SIZES.items():

@@ -31,7 +31,7 @@ class Column(NamedTuple):
         strategy: its name, as `train.py` takes it.
         workers: processes of its cluster, 0 without one.
         by_keras: trained by the `fit` of Keras, for comparison; nothing is promised of it.
-        in_suite: optimizers that the test suite runs on it.
+        in_suite: optimizers that the test suite runs on it, with --long where it is not in QUICK.
     """
 
     strategy: str
@@ -60,6 +60,8 @@ COLUMNS = {
     "Keras: central 3": Column("central_storage_3", by_keras=True),
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
 }
+# What the suite runs without --long; with workers: training/test_exact_workers.py.
+QUICK = [("mirrored 3", "CNN with BN"), ("mirrored 3", "own train_step")]
 
 
 def suite_sentence() -> str:
@@ -71,9 +73,10 @@ def suite_sentence() -> str:
         for optimizer in column.in_suite
     ]
     return (
-        f"`scripts/exactness` runs all cells. The test suite runs {len(parts)} of"
+        f"`scripts/exactness` runs all cells. `scripts/test --long` runs {len(parts)} of"
         f" {len(ours) * len(matrix.OPTIMIZERS)} combinations of a column and an optimizer, with all"
-        f" models and sizes: {'; '.join(parts)}."
+        f" models and sizes: {'; '.join(parts)}. Without --long, it runs"
+        f" {' and '.join(f'`{title}` with `{model}`' for title, model in QUICK)}."
     )
 
 

@@ -1,14 +1,12 @@
 """On every synchronous strategy the same numbers as on one device: the part that the suite runs.
 
-Which part is in `table.COLUMNS`; `scripts/exactness` runs all of it.
+Which part is in `table.COLUMNS` and `table.QUICK`; `scripts/exactness` runs all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
 from pathlib import Path
-from typing import Any
 
 import matrix
 import pytest
@@ -18,38 +16,41 @@ import train
 Cells = dict[matrix.Cell, matrix.Trained | None]
 
 IN_SUITE = {title: column for title, column in table.COLUMNS.items() if column.in_suite}
-# Those of clusters are trained in other processes meanwhile.
-ELSEWHERE = [title for title, column in IN_SUITE.items() if column.workers]
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 
 
-@pytest.fixture(scope="module")
-def elsewhere() -> Iterator[dict[str, Future[Cells]]]:
-    with ThreadPoolExecutor(1) as pool:
-        yield {
-            title: pool.submit(table.train_column, IN_SUITE[title], IN_SUITE[title].in_suite)
-            for title in ELSEWHERE
-        }
+@functools.cache
+def one_device(optimizer: str, model: str) -> Cells:
+    return dict(matrix.train_all(lambda build: build(), [optimizer], [model]))
 
 
-@pytest.fixture(scope="module")
-def one_device(four_cpus: None, elsewhere: Any) -> Cells:
-    used = {optimizer for column in IN_SUITE.values() for optimizer in column.in_suite}
-    optimizers = [optimizer for optimizer in matrix.OPTIMIZERS if optimizer in used]
-    return dict(matrix.train_all(lambda build: build(), optimizers))
+@functools.cache
+def trained(title: str) -> Cells:
+    """Of all models, in processes of their own."""
+    return table.train_column(IN_SUITE[title], IN_SUITE[title].in_suite)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("title", sorted(IN_SUITE, key=ELSEWHERE.__contains__))
-def test_every_cell(one_device: Cells, elsewhere: dict[str, Future[Cells]], title: str) -> None:
+@pytest.mark.parametrize(
+    ("title", "model"),
+    [
+        pytest.param(title, model, marks=[] if (title, model) in table.QUICK else pytest.mark.long)
+        for title in IN_SUITE
+        for model in matrix.MODELS
+    ],
+)
+def test_every_cell(four_cpus: None, title: str, model: str) -> None:
     column = IN_SUITE[title]
-    if title in elsewhere:
-        cells = elsewhere[title].result()
+    if column.workers:
+        cells = {cell: found for cell, found in trained(title).items() if cell.model == model}
     else:
         distribute = train.wrapper(column.strategy, by_keras=False)
-        cells = dict(matrix.train_all(distribute, column.in_suite))
-    found = {cell: matrix.difference(ours, one_device[cell]) for cell, ours in cells.items()}
-    assert len(found) == len(column.in_suite) * len(matrix.MODELS) * len(matrix.SIZES)
+        cells = dict(matrix.train_all(distribute, column.in_suite, [model]))
+    expected: Cells = {}
+    for optimizer in column.in_suite:
+        expected |= one_device(optimizer, model)
+    found = {cell: matrix.difference(ours, expected[cell]) for cell, ours in cells.items()}
+    assert len(found) == len(column.in_suite) * len(matrix.SIZES)
     assert table.over_the_bound({title: found}) == []
 
 

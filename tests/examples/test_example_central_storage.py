@@ -31,6 +31,7 @@ def one_device() -> tuple[Any, dict[str, list[float]]]:
     return model, history
 
 
+@pytest.mark.long("plain")
 @pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize("train", [example.plain, example.with_tfdist_ext])
 def test_numbers_of_one_device(train: Any, one_device: Any) -> None:
@@ -80,6 +81,7 @@ def test_a_metric_of_keras_is_wrong_here() -> None:
     assert found == [3.0, 12.0, 39.0, 120.0]  # and not 3, 6, 9, 12: the sum of each one's old + 1
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(3)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

@@ -37,6 +37,7 @@ def assert_same(weights: Any, losses: list[float], wanted: tuple[Any, list[float
     np.testing.assert_allclose(losses, wanted[1], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(4)
 def test_two_replicas_then_three(tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -83,6 +84,7 @@ def test_tensorflow_takes_no_metric_of_keras() -> None:
         tf.train.Checkpoint(loss=keras.metrics.Mean())
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

@@ -44,6 +44,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.long("sharded", "cut", "ours")
 @pytest.mark.tfdist_logical_cpus(4)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_numbers_of_one_device(loop: Callable[..., Any], one_device: Any) -> None:
@@ -52,6 +53,7 @@ def test_numbers_of_one_device(loop: Callable[..., Any], one_device: Any) -> Non
     assert_same(loop(strategy), one_device)
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(4)
 def test_a_shuffled_order_is_the_same_on_any_number_of_replicas() -> None:
     three = tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1", "CPU:2"])
@@ -67,10 +69,11 @@ def test_on_two_workers() -> None:
     strategy = tfd.create_strategy()
     assert strategy.num_replicas_in_sync == 2
     wanted = on_one_device()
-    for name in ("cut", "sharded", "ours"):
+    for name in ("sharded", "ours"):
         assert_same(LOOPS[name](strategy), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

@@ -80,6 +80,7 @@ def test_only_replicas_that_compute_together_may_all_reduce() -> None:
     assert [float(value) for value in found] == [3.0] * 3
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(3)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

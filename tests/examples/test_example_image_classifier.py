@@ -31,6 +31,7 @@ class KillsAllWorkers(keras.callbacks.Callback):
             self.cluster.restart("worker", 1)
 
 
+@pytest.mark.long
 # Keras's `save` reads variables of several workers by TensorFlow's `__array__` of before NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.tfdist_cluster(worker=2, timeout=120)
@@ -80,6 +81,19 @@ def test_two_workers_that_are_killed_train_like_one_device(
             assert loaded.evaluate(*test, verbose=0)[1] > 0.8
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.tfdist_cluster(worker=2, timeout=120)
+def test_its_main_on_two_workers(
+    tfdist_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path.parents[1]  # of both tasks
+    example.main(folder, rows=500, copies=1, epochs=1)
+    is_chief = tfdist_cluster.task.index == 0
+    assert ("on 50 images held out" in capsys.readouterr().out) == is_chief
+    assert not is_chief or (folder / "model.keras").exists()
+
+
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(1)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_on_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,7 @@ def test_what_the_page_says_is_wrong() -> None:
     assert list(example.copies(strategy, apart).values()) == [0.0, 1.0]
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_logical_cpus(2)
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()

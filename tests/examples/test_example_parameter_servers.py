@@ -20,6 +20,7 @@ def check(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"300 steps; variables on {ON_SERVER_0}")
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_cluster(worker=2, ps=2)
 def test_plain(tfdist_cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     import parameter_servers as example

@@ -78,12 +78,14 @@ def test_the_plot_has_what_was_measured(drawn: tuple[Curves, Path]) -> None:
     assert file.read_text().startswith("<?xml")
 
 
+@pytest.mark.long
 def test_plain_synchronous() -> None:
     found = run_tasks(example.plain_synchronous, {"worker": 2}, args=(40,))
     for curve in found.values():
         check_synchronous(curve)
 
 
+@pytest.mark.long
 @pytest.mark.tfdist_cluster(worker=2, ps=1)
 def test_plain_asynchronous(tfdist_cluster: Any) -> None:
     check_asynchronous(example.plain_asynchronous())  # workers and the server stay in here

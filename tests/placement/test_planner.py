@@ -281,6 +281,7 @@ def test_why_no_number_of_tasks_would_do(arguments: dict[str, Any], said: str) -
     plan(specs, 2, budget=error.value.smallest_budget, **arguments)
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_hundred_thousand_variables(loads: bool) -> None:
     """scripts/figures/placement_report has the seconds."""

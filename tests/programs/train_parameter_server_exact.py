@@ -1,7 +1,8 @@
 """Training on parameter servers with one worker, all in one process: step after step.
 
-Without a second worker nothing is asynchronous, so every number must be plain Keras's. Argument:
-the number of pieces that variables are partitioned into (0: whole).
+Without a second worker nothing is asynchronous, so every number must be plain Keras's. Arguments:
+the number of pieces that variables are partitioned into (0: whole), a file for the saved model, and
+"few" or "all" optimizers.
 """
 
 import os
@@ -60,8 +61,11 @@ OPTIMIZERS = {
     "adafactor": lambda: opt.Adafactor(0.1),  # its update of a row depends on other rows
     "loss scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), dynamic_growth_steps=3),
 }
-if not shards:  # optimizers take their pieces in many ways, and whole variables in one
-    OPTIMIZERS = {name: OPTIMIZERS[name] for name in ("sgd, schedule", "adamw, clipnorm, ema")}
+if sys.argv[3] == "few":
+    few = ("own apply", "adamw, clipnorm, ema", "global_clipnorm", "accumulation", "loss scale")
+    # Optimizers take their pieces in many ways, and whole variables in one.
+    few = few if shards else ("sgd, schedule", "adamw, clipnorm, ema")
+    OPTIMIZERS = {name: OPTIMIZERS[name] for name in few}
 random = np.random.default_rng(0)
 x = random.integers(0, 11, (61, 3))
 y = random.integers(0, 3, 61)

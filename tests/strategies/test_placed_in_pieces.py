@@ -179,6 +179,7 @@ def trained(strategy: Any, optimizer: str = "Adam") -> Any:
     return model
 
 
+@pytest.mark.long("Lamb")
 @pytest.mark.parametrize(("optimizer", "by_piece"), [("SGD", True), ("Lamb", False)])
 def test_an_update_is_computed_once_where_the_piece_is(
     optimizer: str, by_piece: bool, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +245,7 @@ def test_what_is_read_saved_and_assigned(tmp_path: Path) -> None:
     np.testing.assert_array_equal(users.numpy(), 2 * plain.get_layer("users").embeddings.numpy())
 
 
+@pytest.mark.long("mirrored")
 @pytest.mark.parametrize("target", ["fewer pieces", "mirrored"])
 def test_tensorflow_s_checkpoints(target: str, tmp_path: Path) -> None:
     """Of a variable, before and after it is created, and of a Keras model; there and back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def assert_equal(one: Any, other: Any, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def one_device(four_cpus: None) -> dict[str, Any]:
-    return {name: train(eager(build(name)), tested=name in TESTED) for name in OPTIMIZERS}
+@functools.cache
+def one_device(name: str) -> Any:
+    return train(eager(build(name)), tested=name in TESTED)
 
 
 def assert_copies_equal(model: Any) -> None:
@@ -114,28 +115,32 @@ def assert_copies_equal(model: Any) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long("[mirrored]", "owned", "one device", "mixed")
 @pytest.mark.parametrize("rules", RULES)
-def test_trained_as_on_one_device(rules: str, one_device: Any) -> None:
+def test_trained_as_on_one_device(rules: str) -> None:
     name = "AdamW, clipped, EMA"
     model = tfd.distribute(build, PlacedStrategy(3, RULES[rules]))
-    assert_equal(train(model), one_device[name])
+    assert_equal(train(model), one_device(name))
     assert_copies_equal(model)
 
 
+@pytest.mark.long("[loss scaling-sharded", "EMA-mixed", "EMA-sharded")
 @pytest.mark.parametrize(("rules", "replicas"), [("sharded", 4), ("mixed", 2)])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in TESTED])
-def test_with_other_optimizers(optimizer: str, rules: str, replicas: int, one_device: Any) -> None:
+def test_with_other_optimizers(optimizer: str, rules: str, replicas: int) -> None:
     model = tfd.distribute(lambda: build(optimizer), PlacedStrategy(replicas, RULES[rules]))
-    assert_equal(train(model, tested=False), one_device[optimizer])
+    assert_equal(train(model, tested=False), one_device(optimizer))
     assert_copies_equal(model)
 
 
+@pytest.mark.long("rules0")
 @pytest.mark.parametrize("rules", [{}, {"table/.*": "sharded", "hidden/kernel": "sharded(2)"}])
-def test_in_eager_steps(rules: Any, one_device: Any) -> None:
+def test_in_eager_steps(rules: Any) -> None:
     model = tfd.distribute(lambda: eager(build("SGD")), PlacedStrategy(2, rules, owned_from=64))
-    assert_equal(train(model), one_device["SGD"])
+    assert_equal(train(model), one_device("SGD"))
 
 
+@pytest.mark.long("sharded")
 @pytest.mark.parametrize(
     ("rules", "policy"), [("sharded", "mixed_bfloat16"), ("mixed", "mixed_float16")]
 )
@@ -199,7 +204,9 @@ def test_gradients_go_to_the_owner_alone() -> None:
     assert {tuple(devices) for shape, devices in asked if shape == [12, 4]} == {("CPU:2",)}
 
 
-def test_checkpoints_to_and_from_mirrored(tmp_path: Path) -> None:
+@pytest.mark.long("sharded")
+@pytest.mark.parametrize("rules", ["sharded", "mixed"])
+def test_checkpoints_to_and_from_mirrored(rules: str, tmp_path: Path) -> None:
     """One epoch under one strategy, the next under another."""
     plain = eager(build())
     train(plain, epochs=1, tested=False)
@@ -207,14 +214,13 @@ def test_checkpoints_to_and_from_mirrored(tmp_path: Path) -> None:
     mirrored = tfd.distribute(build, tfd.create_strategy("mirrored", devices=2))
     start, middle = str(tmp_path / "start"), str(tmp_path / "middle")
     mirrored.save_checkpoint(start)
-    for rules in ("sharded", "mixed"):
-        placed = tfd.distribute(build, PlacedStrategy(3, RULES[rules]))
-        for one, other in ((placed, mirrored), (mirrored, placed)):
-            one.restore_checkpoint(start)
-            train(one, epochs=1, tested=False)
-            one.save_checkpoint(middle)
-            other.restore_checkpoint(middle)
-            assert_equal(train(other, epochs=1, tested=False), expected)
+    placed = tfd.distribute(build, PlacedStrategy(3, RULES[rules]))
+    for one, other in ((placed, mirrored), (mirrored, placed)):
+        one.restore_checkpoint(start)
+        train(one, epochs=1, tested=False)
+        one.save_checkpoint(middle)
+        other.restore_checkpoint(middle)
+        assert_equal(train(other, epochs=1, tested=False), expected)
 
 
 def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
@@ -227,6 +233,7 @@ def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
     assert_equal(trained(PlacedStrategy(2, {".*": "owned"})), trained(StrategyTemplate(2)), 2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", [{}, {".*": "device CPU:1"}])
 def test_averages_of_weights_in_keras_s_own_fit(rules: Any) -> None:
     """Replicas write them: the one copy takes what the first replica has, as all have the same."""

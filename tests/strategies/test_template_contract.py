@@ -5,6 +5,7 @@ The template as it stands: `tests/testing`.
 
 from __future__ import annotations
 
+import pytest
 import tensorflow as tf
 from template_cases import Mixed, OwnedAndPairwise, Shared
 
@@ -21,21 +22,25 @@ class Less:
     test_trains_table_with_sgd = None
 
 
+@pytest.mark.long("trains_dense", "trains_table_with_sgd")
 class TestMixed(StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return Mixed(3)
 
 
+@pytest.mark.long
 class TestShared(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return Shared(2)
 
 
+@pytest.mark.long
 class TestOwnedAndPairwise(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return OwnedAndPairwise(2)
 
 
+@pytest.mark.long
 class TestInPieces(Less, StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return PlacedStrategy(3, {".*/(kernel|embeddings)": "sharded(2)"})

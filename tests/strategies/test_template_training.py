@@ -94,6 +94,7 @@ def test_updates_go_through_the_hook() -> None:
     assert model.keras_model.optimizer.iterations.value.name in updated
 
 
+@pytest.mark.long
 def test_keras_s_own_fit_does_what_it_does_under_mirrored() -> None:
     def trained(strategy: Any) -> Any:
         with strategy.scope():
@@ -107,10 +108,12 @@ def test_keras_s_own_fit_does_what_it_does_under_mirrored() -> None:
         assert_equal(trained(cls(2)), expected, 2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
 def test_saved_and_gone_on_with(tmp_path: Path) -> None:
     """One epoch under one strategy, the next under another; the model is plain Keras's."""
     plain = build()
+    plain.run_eagerly = True  # few small steps take less time than making a graph of one
     train(plain, epochs=1, and_test=False)
     _, expected = train(plain, epochs=1)
     first = tfd.distribute(build, Mixed(3))

@@ -4,6 +4,7 @@ The template with other hooks: `tests/strategies/test_template_contract.py`.
 `scripts/figures/conformance` runs all checks on all of them.
 """
 
+import pytest
 from conformance_matrix import CentralStorage, Frugal, Mirrored, OneDevice, Placed, Template
 
 
@@ -15,25 +16,31 @@ class Less:
     test_trains_table_with_sgd = None
 
 
+@pytest.mark.long("trains_table_with_adamw", "training_checkpoint")
 class TestMirrored(Less, Mirrored):
     pass
 
 
+@pytest.mark.long
 class TestCentralStorage(Less, CentralStorage):
     pass
 
 
+@pytest.mark.long
 class TestOneDevice(Less, OneDevice):
     pass
 
 
+@pytest.mark.long
 class TestTemplate(Less, Template):
     pass
 
 
+@pytest.mark.long
 class TestPlaced(Less, Placed):
     pass
 
 
+@pytest.mark.long
 class TestFrugal(Less, Frugal):
     pass

@@ -12,9 +12,19 @@ import tfdist_ext as tfd
 from tfdist_ext.testing.new_strategy import write_strategy
 
 ROOT = Path(__file__).parents[2]
+# The template passes all checks in tests/testing/test_conformance.py.
+FEW = "test_scope or test_all_reduce or test_update or test_keras_metrics"
 
 
-def test_it_passes_as_written(tmp_path: Path) -> None:
+@pytest.mark.long("everything")
+@pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(["-k", FEW], id="few checks"),
+        pytest.param([], id="everything"),
+    ],
+)
+def test_it_passes_as_written(checks: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "new_strategy"), "my_strategy.py"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert made.stdout == (
@@ -29,7 +39,7 @@ def test_it_passes_as_written(tmp_path: Path) -> None:
     assert again.stderr == (
         "scripts/new_strategy: my_strategy.py exists, and is not overwritten: take another name.\n"
     )
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", *checks]
     run = subprocess.run(test, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout[-5000:]
     assert " passed" in run.stdout

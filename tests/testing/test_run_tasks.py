@@ -137,6 +137,7 @@ def test_it():
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir=."]
 
 
+@pytest.mark.long("[SIGINT]", "[SIGTERM]", "pytest, SIGINT", "xdist")
 @pytest.mark.parametrize(
     ("text", "options", "number"),
     [

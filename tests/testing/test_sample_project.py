@@ -9,9 +9,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+def run_it(project: Path, python_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(python_path), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    where = "import tfdist_ext; print(tfdist_ext.__file__)"
+    python = [sys.executable, "-c", where]
+    used = subprocess.check_output(python, cwd=project, env=env, text=True, timeout=60)
+    assert Path(used.strip()).is_relative_to(python_path)
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
+    run = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert re.search(r"^6 passed in", run.stdout, re.M)
+
+
+def test_the_sample_project_passes_on_the_checkout(tmp_path: Path) -> None:
+    project = shutil.copytree(ROOT / "tests" / "sample_project", tmp_path / "project")
+    run_it(project, ROOT)
+
+
+@pytest.mark.long
 def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     source = tmp_path / "source"  # what a build writes beside its sources stays away from them
@@ -31,18 +52,8 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     provided = re.findall(r"^Provides-Extra: (.*)$", metadata.read_text(encoding="utf-8"), re.M)
     assert {"tensorboard", "pytest", "plot"} <= set(provided)
 
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "tests" / "sample_project", project)
-    where = "import tfdist_ext; print(tfdist_ext.__file__)"
-    env = {**os.environ, "PYTHONPATH": str(installed), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    python = [sys.executable, "-c", where]
-    used = subprocess.check_output(python, cwd=project, env=env, text=True, timeout=60)
-    assert Path(used.strip()).is_relative_to(installed)
-
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
-    run = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=250)
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert re.search(r"^6 passed in", run.stdout, re.M)
+    project = shutil.copytree(ROOT / "tests" / "sample_project", tmp_path / "project")
+    run_it(project, installed)
 
 
 def test_its_tests_are_those_of_the_page() -> None:

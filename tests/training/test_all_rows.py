@@ -251,12 +251,14 @@ def assert_trains_as_one_device(
     return ours
 
 
+@pytest.mark.long("NTXent", "SumOverRows", "SupervisedContrastive", "BarlowTwins", "NNCLR")
 @pytest.mark.parametrize("cls", LOSSES)
 def test_trains_as_one_device(cls: Any) -> None:
     """Batches of 12, 12, 12 and 5 rows."""
     assert_trains_as_one_device(builder(cls), strategy_of("mirrored"), VIEWS, LABELS)
 
 
+@pytest.mark.long("central_storage", "template", "three", "placed")
 @pytest.mark.parametrize("case", ["central_storage", "placed", "template", "eager", "three"])
 def test_on_each_strategy(case: str) -> None:
     """Batches of 8, 8, 8 and 1 rows: in the last one a single replica has a row."""
@@ -276,6 +278,7 @@ def test_on_each_strategy(case: str) -> None:
         np.testing.assert_array_equal(np.asarray(copy), ours.keras_model.queue.numpy())
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("of_rows", [True, False])
 def test_in_a_layer_and_a_loss_function(of_rows: bool) -> None:
     assert_trains_as_one_device(

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from training_cases import (
+    CLASSIFIER,
     X,
     Y,
     assert_same_history,
@@ -29,6 +30,7 @@ SAVES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationW
 FIT = {"batch_size": 16, "epochs": 3}
 
 
+@pytest.mark.long("central_storage")
 @SAVES
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_the_callbacks_of_every_day(name: str, tmp_path: Path) -> None:
@@ -94,13 +96,14 @@ class Watching(keras.callbacks.Callback):
 
 def test_a_callback_sees_each_batch_with_the_metrics_so_far() -> None:
     watching, expected = Watching(), Watching()
-    plain_fit(classifier(), X, Y, batch_size=16, epochs=2, callbacks=[expected])
-    distributed_fit(classifier(), X, Y, batch_size=16, epochs=2, callbacks=[watching])
+    plain_fit(CLASSIFIER, X, Y, batch_size=16, epochs=2, callbacks=[expected])
+    distributed_fit(CLASSIFIER, X, Y, batch_size=16, epochs=2, callbacks=[watching])
     assert len(watching.seen) == 8
     assert watching.names == expected.names
     np.testing.assert_allclose(watching.seen, expected.seen, atol=1e-6)
 
 
+@pytest.mark.long("default", "central_storage", "placed")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage", "placed"])
 def test_a_callback_reads_numbers_as_on_one_device(name: str) -> None:
     """`float` of Keras's variables, which ask their tf.Variable, in and outside of `fit`."""
@@ -188,8 +191,8 @@ def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
     def arguments():
         return {**FIT, "callbacks": [StopOn(hook)], "validation_data": (X[:16], Y[:16])}
 
-    plain, expected = plain_fit(classifier(), X, Y, **arguments())
-    ours, history = distributed_fit(classifier(), X, Y, **arguments())
+    plain, expected = plain_fit(CLASSIFIER, X, Y, **arguments())
+    ours, history = distributed_fit(CLASSIFIER, X, Y, **arguments())
     assert steps_taken(ours) == steps_taken(plain) == steps
     assert_same_history(expected, history)
 
@@ -197,9 +200,9 @@ def test_stop_training_stops_right_there(hook: str, steps: int) -> None:
 def test_stopped_before_an_epoch_one_batch_runs_however_long_executions_are() -> None:
     arguments = {"batch_size": 2, "epochs": 4}
     stop = [StopOn("on_epoch_begin", call=3)]
-    plain, _ = plain_fit(classifier(), X, Y, callbacks=stop, **arguments)
+    plain, _ = plain_fit(CLASSIFIER, X, Y, callbacks=stop, **arguments)
     stop = [StopOn("on_epoch_begin", call=3)]
-    ours, _ = distributed_fit(classifier(), X, Y, callbacks=stop, **arguments)
+    ours, _ = distributed_fit(CLASSIFIER, X, Y, callbacks=stop, **arguments)
     assert steps_taken(ours) == steps_taken(plain) == 65
 
 
@@ -211,7 +214,7 @@ def test_evaluating_and_predicting_stop_too() -> None:
         def on_predict_batch_end(self, batch, logs=None):
             self.model.stop_predicting = batch == 1
 
-    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
     arguments = {"batch_size": 16, "callbacks": [StopSecond()], "verbose": 0}
     np.testing.assert_allclose(
         ours.evaluate(X, Y, **arguments), plain.evaluate(X, Y, **arguments), rtol=1e-6
@@ -230,9 +233,9 @@ def test_backup_and_restore(tmp_path: Path) -> None:
         return keras.callbacks.BackupAndRestore(tmp_path / "backup")
 
     with pytest.raises(RuntimeError, match="third epoch"):
-        distributed_fit(classifier(), X, Y, callbacks=[backup(), Fails()], **FIT)
-    ours, _ = distributed_fit(classifier(), X, Y, callbacks=[backup()], **FIT)
-    plain, _ = plain_fit(classifier(), X, Y, **FIT)
+        distributed_fit(CLASSIFIER, X, Y, callbacks=[backup(), Fails()], **FIT)
+    ours, _ = distributed_fit(CLASSIFIER, X, Y, callbacks=[backup()], **FIT)
+    plain, _ = plain_fit(CLASSIFIER, X, Y, **FIT)
     assert ours.keras_model.history.epoch == [2]
     assert_same_weights(plain, ours)
 
@@ -241,15 +244,14 @@ def test_backup_and_restore(tmp_path: Path) -> None:
 @pytest.mark.parametrize("frequency", ["epoch", "batch"])
 def test_tensorboard_writes_events(frequency: str, tmp_path: Path) -> None:
     board = keras.callbacks.TensorBoard(tmp_path, update_freq=frequency, histogram_freq=1)
-    distributed_fit(classifier(), X, Y, callbacks=[board], validation_data=(X, Y), **FIT)
+    distributed_fit(CLASSIFIER, X, Y, callbacks=[board], validation_data=(X, Y), **FIT)
     for run in ("train", "validation"):
         assert len(list((tmp_path / run).glob("events.out.*"))) == 1
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = tfd.distribute(classifier(), mirrored())
     arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
-    ours.fit(X, Y, verbose=0, **arguments)
+    ours, _ = distributed_fit(CLASSIFIER, X, Y, **arguments)
     ours.predict(X, verbose=0)
     ours.evaluate(X, Y, verbose=0)
     assert capsys.readouterr().out == ""
@@ -265,6 +267,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_a_callback_evaluates_and_predicts_on_the_strategy(name: str) -> None:
     """In the middle of an epoch too, whose own logs and steps stay what they are."""

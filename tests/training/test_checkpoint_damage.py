@@ -196,6 +196,7 @@ def killed(jobs: Tasks) -> Path:
     return jobs.folder
 
 
+@pytest.mark.long
 def test_a_killed_save_leaves_the_checkpoint_before(killed: Path) -> None:
     import mlp
 
@@ -260,6 +261,7 @@ def test_a_paused_job_that_wakes_leaves_the_training_of_its_successor(jobs: Task
     assert_same_weights(model, other, tolerance=0)
 
 
+@pytest.mark.long
 def test_with_a_lost_index_the_numbers_are_those_of_one_training(tmp_path: Path) -> None:
     def copy(epoch: int, logs: Any) -> None:
         shutil.copytree(tmp_path / "whole", tmp_path / str(epoch))
@@ -294,6 +296,7 @@ def test_with_a_lost_index_the_numbers_are_those_of_one_training(tmp_path: Path)
         assert (folder / "epoch-00003.h5").read_bytes() == newest
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_checkpoints_before(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,8 @@ def with_much_state(dtype: str = "float32", **of_adam: Any) -> Callable[[], kera
         optimizer = keras.optimizers.Adam(0.02, **of_adam)
         if dtype == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
-        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
+        # Eager: what is saved is the same, and few steps take less time than making a graph of one.
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], run_eagerly=True)
         return model
 
     return build
@@ -158,6 +159,7 @@ def two(compiled: dict[Path, tfd.DistributedModel]) -> list[tfd.DistributedModel
     return list(compiled.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["default", "central_storage"])  # mirrored: the next test
 def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     whole, resumed = two_models(with_much_state(), strategy_of(name), strategy_of(name))
@@ -165,6 +167,7 @@ def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
     assert_same_state(whole, resumed, tolerance=1e-6)
 
 
+@pytest.mark.long("loss scale")
 @pytest.mark.parametrize(
     "build",
     [
@@ -188,6 +191,7 @@ def test_with_another_number_of_replicas(tmp_path: Path) -> None:
     assert_same_weights(whole, resumed)
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_the_finished_epochs(two: Any, tmp_path: Path) -> None:
     broken, resumed = two
     arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
@@ -225,6 +229,7 @@ def shuffled() -> tf.data.Dataset:
     return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
 
 
+@pytest.mark.long("shuffled data set", "epochs inside", "endless", "PyDataset")
 @pytest.mark.parametrize(
     ("data", "arguments"),
     [
@@ -262,7 +267,7 @@ def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path)
 
     def fit() -> tuple[tfd.DistributedModel, list[int]]:
         stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-        model = tfd.distribute(classifier(), mirrored())
+        model = tfd.distribute(classifier(run_eagerly=True), mirrored())
         worse = (X[48:], 1 - Y[48:])
         history = model.fit(
             X, Y, epochs=9, validation_data=worse, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
@@ -276,14 +281,14 @@ def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path)
     again, epochs = fit()
     assert epochs == []
     assert_same_weights(model, again)
-    last = tfd.distribute(classifier(), mirrored())
+    last = tfd.distribute(classifier(run_eagerly=True), mirrored())
     last.restore_checkpoint(finished_checkpoints(tmp_path)[-1])
     with pytest.raises(AssertionError):
         assert_same_weights(model, last)
 
 
-def test_the_last_three_stay(tmp_path: Path) -> None:
-    model = tfd.distribute(classifier(), mirrored())
+def test_the_last_three_stay(two: Any, tmp_path: Path) -> None:
+    model, _ = two
     (tmp_path / ".epoch-00001.h5.unfinished").write_bytes(b"of a job that was killed")
     seen = []
     look = keras.callbacks.LambdaCallback(
@@ -323,6 +328,7 @@ def test_what_is_no_number_is_not_saved(two: Any, tmp_path: Path) -> None:
     assert np.isfinite(history.history["loss"]).all()
 
 
+@pytest.mark.long
 def test_metrics_go_on_too(tmp_path: Path) -> None:
     model = tfd.distribute(classifier(), mirrored())
     expected = model.evaluate(X, Y, verbose=0)
@@ -584,6 +590,7 @@ def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_files_of_others_in_the_folder_stay(two: Any, tmp_path: Path) -> None:
     weights = keras.callbacks.ModelCheckpoint(
@@ -643,6 +650,7 @@ def test_big_variables_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
 
+@pytest.mark.long("default")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "BLOCK_BYTES", 24)

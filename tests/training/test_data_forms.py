@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from training_cases import (
+    CLASSIFIER,
     X,
     Y,
     assert_same_history,
@@ -60,6 +61,7 @@ def test_dicts_of_inputs_and_outputs() -> None:
     )
 
 
+@pytest.mark.long
 def test_lists_of_inputs_and_outputs() -> None:
     def build() -> keras.Model:
         inputs = [keras.Input((5,)), keras.Input((5,))]
@@ -145,14 +147,14 @@ def test_ragged_and_sparse_batches() -> None:
 )
 def test_epochs_have_the_steps_of_keras(data, steps) -> None:
     arguments = {"epochs": 3, "steps_per_epoch": steps}
-    plain, expected = plain_fit(classifier(), *data(), **arguments)
-    ours, history = distributed_fit(classifier(), *data(), **arguments)
+    plain, expected = plain_fit(CLASSIFIER, *data(), **arguments)
+    ours, history = distributed_fit(CLASSIFIER, *data(), **arguments)
     assert_same_weights(plain, ours)
     assert_same_history(expected, history)
 
 
 def test_steps_are_counted_exactly() -> None:
-    ours, _ = distributed_fit(classifier(), of_unknown_length(batches()), epochs=3)
+    ours, _ = distributed_fit(CLASSIFIER, of_unknown_length(batches()), epochs=3)
     assert steps_taken(ours) == 12  # Keras counts the steps for which there was no data, too
     every_four = classifier(steps_per_execution=4)
     ours, _ = distributed_fit(every_four, X[:60], Y[:60], batch_size=6, epochs=2)
@@ -163,10 +165,10 @@ def test_steps_are_counted_exactly() -> None:
 
 def test_too_few_steps_are_told() -> None:
     with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
-        ours, _ = distributed_fit(classifier(), batches(), steps_per_epoch=7)
+        ours, _ = distributed_fit(CLASSIFIER, batches(), steps_per_epoch=7)
     assert steps_taken(ours) == 4
     with pytest.warns(UserWarning, match="ended after 4 of the 7 steps"):
-        distributed_fit(classifier(), of_unknown_length(batches()), steps_per_epoch=7)
+        distributed_fit(CLASSIFIER, of_unknown_length(batches()), steps_per_epoch=7)
 
 
 class FourBatches(keras.utils.PyDataset):
@@ -184,12 +186,13 @@ class FourBatches(keras.utils.PyDataset):
         self.epochs_ended += 1
 
 
+@pytest.mark.long("[1]")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_py_dataset(workers: int) -> None:
-    plain, expected = plain_fit(classifier(), FourBatches(workers=workers), epochs=3)
+    plain, expected = plain_fit(CLASSIFIER, FourBatches(workers=workers), epochs=3)
     data = FourBatches(workers=workers)
     ours, history = distributed_fit(
-        classifier(), data, epochs=3, validation_data=FourBatches(workers=workers)
+        CLASSIFIER, data, epochs=3, validation_data=FourBatches(workers=workers)
     )
     assert data.epochs_ended == 3
     assert_same_weights(plain, ours)
@@ -205,8 +208,8 @@ def test_generator() -> None:
             yield from ((X[i : i + 16], Y[i : i + 16]) for i in range(0, 64, 16))
 
     arguments = {"epochs": 3, "steps_per_epoch": 3}
-    plain, expected = plain_fit(classifier(), endless(), **arguments)
-    ours, history = distributed_fit(classifier(), endless(), **arguments)
+    plain, expected = plain_fit(CLASSIFIER, endless(), **arguments)
+    ours, history = distributed_fit(CLASSIFIER, endless(), **arguments)
     assert_same_weights(plain, ours)
     assert_same_history(expected, history)
     assert steps_taken(ours) == 9
@@ -215,7 +218,7 @@ def test_generator() -> None:
 
 
 def test_evaluate_and_predict_some_steps() -> None:
-    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
     for data in [(X, Y), (batches().repeat(),)]:
         size = {"batch_size": 16} if len(data) == 2 else {}
         np.testing.assert_allclose(
@@ -263,6 +266,11 @@ def test_predict_and_evaluate_refuse_empty_data() -> None:
         ours.fit(X, Y, steps_per_epoch=-1)
 
 
+@pytest.fixture(scope="module")
+def untrained(four_cpus: None) -> tfd.DistributedModel:
+    return tfd.distribute(classifier(), mirrored(2))
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "said"),
     [
@@ -283,13 +291,20 @@ def test_predict_and_evaluate_refuse_empty_data() -> None:
         ("predict", {"steps": [3]}, r"steps must be a whole number from 0, got \[3\]"),
     ],
 )
-def test_numbers_that_are_none_are_named(method: str, arguments: dict, said: str) -> None:
-    model = tfd.distribute(classifier(), mirrored(2))
+def test_numbers_that_are_none_are_named(
+    untrained: tfd.DistributedModel, method: str, arguments: dict, said: str
+) -> None:
     data = (X,) if method == "predict" else (X, Y)
     with pytest.raises(tfd.TrainingError, match=said):
-        getattr(model, method)(*data, verbose=0, **arguments)
-    assert not model.keras_model.optimizer.built  # nothing had started
-    model.fit(X, Y, batch_size=np.int64(32), steps_per_epoch=np.int32(1), verbose=0)
+        getattr(untrained, method)(*data, verbose=0, **arguments)
+    assert not untrained.keras_model.optimizer.built  # nothing had started
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    ours, _ = distributed_fit(
+        CLASSIFIER, X, Y, batch_size=np.int64(32), steps_per_epoch=np.int32(1)
+    )
+    assert steps_taken(ours) == 1
 
 
 class SomeNone(keras.utils.PyDataset):

@@ -69,6 +69,7 @@ def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tu
     return assert_trains_as_keras(build, *data, strategy=mirrored(replicas), **{**FIT, **arguments})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]
 )
@@ -112,10 +113,12 @@ def test_a_class_that_is_ignored() -> None:
     same(build, X[:ROWS], RNG.integers(0, 3, ROWS))
 
 
+@pytest.mark.long
 def test_weights_of_classes() -> None:
     same(dense(loss="binary_crossentropy"), X[:ROWS], Y[:ROWS], class_weight={0: 0.2, 1: 3.0})
 
 
+@pytest.mark.long
 def test_several_outputs_with_loss_weights() -> None:
     def build() -> keras.Model:
         inputs = keras.Input((5,))
@@ -131,6 +134,14 @@ def test_several_outputs_with_loss_weights() -> None:
     same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights, eager=False)
 
 
+@pytest.mark.long(
+    "central_storage",
+    "[clipvalue",
+    "[global_clipnorm",
+    "[gradient_accumulation_steps-",
+    "[use_ema+ema_momentum-",
+    "[clipnorm",
+)
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize(
     "settings",
@@ -189,6 +200,7 @@ class Overflows(keras.layers.Layer):
         return x * tf.cast(x[:, :1], x.dtype)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     def build() -> keras.Model:
@@ -214,6 +226,7 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     assert all(np.isfinite(weight).all() for weight in weights_of(ours))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [2.0**18, 2.0**19])
 def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> None:
     """The largest float16 is 65,504: what flows back to each row is scale / 8 in the first step."""
@@ -347,6 +360,7 @@ class LastSum(keras.metrics.Metric):
         return {"rows": self.rows, "level": self.level}  # variables, as Keras's guide returns them
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_metrics_over_all_rows(name: str) -> None:
     metrics = [
@@ -396,24 +410,23 @@ def test_moving_statistics_are_means_over_the_rows() -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), expected, atol=1e-6)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_synchronized_batch_normalization(name: str) -> None:
-    def build(mask: bool) -> keras.Model:
+    """With a mask; without one: tests/exactness."""
+
+    def build() -> keras.Model:
         normal = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
-        if mask:
-            embedding = keras.layers.Embedding(8, 3, mask_zero=True)
-            layers = [keras.Input((4,), dtype="int32"), embedding, normal]
-        else:
-            layers = [keras.Input((5,)), keras.layers.Dense(3, use_bias=False), normal]
-        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        embedding = keras.layers.Embedding(8, 3, mask_zero=True)
+        layers = [keras.Input((4,), dtype="int32"), embedding, normal, keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
         model.compile(keras.optimizers.SGD(0.05), "mse")
         return model
 
-    strategy = strategy_of(name, 3)
-    assert_trains_as_keras(lambda: build(mask=False), X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
-    assert_trains_as_keras(lambda: build(mask=True), WORDS, NEXT, strategy=strategy, **FIT)
+    assert_trains_as_keras(build, WORDS, NEXT, strategy=strategy_of(name, 3), **FIT)
 
 
+@pytest.mark.long("mirrored")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_a_layer_that_writes_a_weight_in_its_call(name: str) -> None:
     def build() -> keras.Model:
@@ -456,11 +469,13 @@ class LossOfItsOwn(Net):
         return loss / replicas() if self.divided else loss
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_loss_of_ones_own_divided_or_not(divided: bool) -> None:
     same(lambda: compiled(LossOfItsOwn(divided)), X[:ROWS], Y[:ROWS])
 
 
+@pytest.mark.long("plain")
 @pytest.mark.parametrize("compile_it", [False, True], ids=["plain", "tf.function"])
 def test_a_step_with_a_metric_of_single_numbers(compile_it: bool) -> None:
     class Step(Net):
@@ -490,6 +505,7 @@ def test_the_number_of_replicas_is_told_outside_of_steps() -> None:
     assert [int(n) for n in strategy.experimental_local_results(inside)] == [3, 3, 3]
 
 
+@pytest.mark.long
 def test_keras_under_a_strategy_of_its_own_is_left_alone() -> None:
     """The same plain fit before and after this package is used in the process: row 4's error."""
     with mirrored(2).scope():
@@ -503,6 +519,7 @@ def test_keras_under_a_strategy_of_its_own_is_left_alone() -> None:
     assert off > 1e-3
 
 
+@pytest.mark.long
 def test_a_gradient_penalty() -> None:
     class Smooth(Net):
         def train_step(self, data: Any) -> Any:
@@ -521,6 +538,7 @@ def test_a_gradient_penalty() -> None:
     same(lambda: compiled(Smooth()), X[:ROWS], Y[:ROWS])
 
 
+@pytest.mark.long
 def test_eager_steps() -> None:
     def build() -> keras.Model:
         model = dense(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))()
@@ -530,6 +548,7 @@ def test_eager_steps() -> None:
     same(build, X[:ROWS], Y[:ROWS])
 
 
+@pytest.mark.long("mirrored")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_embeddings_under_adam(name: str) -> None:
     def build() -> keras.Model:

@@ -160,6 +160,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.long("nested", "subclass with config", "sequential without")
 @pytest.mark.parametrize("build", MODELS)
 def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
     original, _ = plain_fit(build, X, Y, batch_size=16, epochs=2)
@@ -177,6 +178,7 @@ def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
     assert_same_history(expected, history)
 
 
+@pytest.mark.long
 def test_on_central_storage_too() -> None:
     original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
     ours = tfd.distribute(original, strategy_of("central_storage"))
@@ -216,6 +218,7 @@ def test_a_builder_may_hand_out_a_model_made_elsewhere() -> None:
     assert_same_weights(original, ours)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_optimizer_and_metrics_made_outside_the_scope(name: str) -> None:
     def build_with(optimizer, metric) -> Callable[[], keras.Model]:
@@ -243,6 +246,7 @@ def test_compiled_again_with_another_part_frozen() -> None:
     assert (ours.keras_model.layers[0].kernel.numpy() == frozen).all()
 
 
+@pytest.mark.long("second")
 @pytest.mark.parametrize("frozen", ["first", "second"])
 def test_frozen_after_training_and_not_compiled_again(frozen: str) -> None:
     """The optimizer keeps what it was built for, in its order."""
@@ -419,6 +423,7 @@ def two(kind: type[keras.Model], **settings) -> keras.Model:
     return model
 
 
+@pytest.mark.long("arguments under")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
 @pytest.mark.parametrize(
     ("kind", "settings"),

@@ -90,6 +90,7 @@ def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=100)
 
 
+@pytest.mark.long("default", "one_device", "central_storage", "mirrored")
 @pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "central_storage"])
 def test_from_each_strategy(name: str, tmp_path: Path) -> None:
     model = tfd.distribute(normalized, strategy_of(name))

@@ -24,6 +24,7 @@ def freeze(cluster: Tasks, victim: str) -> dict[str, int]:
     return {name: cluster.status(name, WITHIN) for name in NAMES if name != victim}
 
 
+@pytest.mark.long("fit-ps", "evaluate", "save", "create")
 @pytest.mark.parametrize(
     ("doing", "victim"),
     [
@@ -81,6 +82,7 @@ def test_busy_tasks_are_not_frozen(tmp_path: Path) -> None:
         assert "has not answered" not in cluster.log("chief:0")
 
 
+@pytest.mark.long
 def test_a_worker_that_has_ended_is_not_frozen(tmp_path: Path) -> None:
     with tasks(
         "frozen_task.py", "fit", str(tmp_path / "c"), folder=tmp_path, workers=2, ps=1

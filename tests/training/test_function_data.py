@@ -69,6 +69,7 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [0, 2, 3])
 def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
     data = by_function()
@@ -79,6 +80,7 @@ def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
     assert data.position == (EPOCHS, 0)
 
 
+@pytest.mark.long("[3]", "[9]", "[12]")
 @pytest.mark.parametrize("killed_after", [3, 4, 9, 12])
 def test_killed_and_gone_on_by_as_many_tasks(
     killed_after: int, expected: Any, tmp_path: Path
@@ -128,6 +130,7 @@ def test_evaluate_and_predict_read_one_epoch() -> None:
         ours.fit(data, batch_size=8)
 
 
+@pytest.mark.long("lengths0")
 @pytest.mark.parametrize("lengths", [(2, 4, 3), (4, 2, 3)])
 def test_epochs_of_other_lengths(lengths: tuple[int, ...]) -> None:
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:

@@ -41,6 +41,7 @@ def distributed(task: Callable[..., keras.Model], *data: Any, lora: bool, **argu
     return model, model.fit(*data, **FIT, **arguments).history
 
 
+@pytest.mark.long
 def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
     data = hub_tasks.batches(hub_tasks.classifier)
     one, expected = plain(hub_tasks.classifier, data, lora=True, validation_data=data)
@@ -54,6 +55,7 @@ def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_masked_language_model_on_arrays_of_strings() -> None:
     one, expected = plain(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
     ours, history = distributed(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
@@ -61,21 +63,18 @@ def test_a_masked_language_model_on_arrays_of_strings() -> None:
     assert_same_weights(one, ours)
 
 
-@pytest.fixture(scope="module")
-def language_model() -> tuple[Any, dict[str, list[float]]]:
-    return plain(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
-
-
-def test_a_causal_language_model_trains_and_generates(language_model: Any) -> None:
-    one, expected = language_model
+@pytest.mark.long
+def test_a_causal_language_model_trains_and_generates() -> None:
+    one, expected = plain(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
     ours, history = distributed(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
     assert_same_history(expected, history)
     assert_same_weights(one, ours)
     assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
 
 
-def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler(language_model: Any) -> None:
-    one, _ = language_model
+def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler() -> None:
+    one = hub_tasks.causal(lora=True)
+    one.run_eagerly = True  # quicker than compiling
     ours = tfd.distribute(one, mirrored())
     assert type(ours.keras_model) is type(one)
     assert type(ours.sampler) is type(one.sampler)

@@ -127,6 +127,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_allclose(one[name], other[name], rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.long("default", "central_storage", "template")
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [("default", 1), ("mirrored", 2), ("central_storage", 2), ("template", 3)],
@@ -151,6 +152,7 @@ def test_data_of_unknown_length_and_fixed_executions(expected: Any) -> None:
     assert_same(history, expected[0])
 
 
+@pytest.mark.long
 def test_eager_steps(expected: Any) -> None:
     ours, history = distributed_fit(own_logs(eager=True), X, Y, **FIT)
     # A variable of a metric that the step reads by itself has this replica's rows alone.
@@ -267,6 +269,7 @@ def test_a_metric_that_the_model_does_not_know_is_named() -> None:
         distributed_fit(lambda: OneLog(log), X, Y, **FIT)
 
 
+@pytest.mark.long
 def test_worker_tensorboard_has_them_over_its_own_rows(tmp_path: Path) -> None:
     board = tfd.WorkerTensorBoard(tmp_path)
     _, history = distributed_fit(own_logs(), X, Y, callbacks=[board], **FIT)

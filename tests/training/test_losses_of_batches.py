@@ -48,6 +48,7 @@ def one_number(y: Any, p: Any) -> Any:
     return keras.ops.mean(keras.losses.binary_crossentropy(y, p))
 
 
+@pytest.mark.long("tversky, sum", "by name", "[tversky]", "by rows")
 @pytest.mark.parametrize(
     "loss",
     [
@@ -63,6 +64,7 @@ def test_ratios_over_the_batch(loss: Any) -> None:
     assert_trains_as_keras(classifier(loss), X[:ROWS], CLASSES, strategy=mirrored(3), **FIT)
 
 
+@pytest.mark.long("none-mean", "none-sum_over", "rows-sum", "classes-mean", "classes-sum]", "none-")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
 @pytest.mark.parametrize("weights", ["none", "rows", "classes"])
 def test_a_function_that_returns_one_number(reduction: str, weights: str) -> None:
@@ -80,6 +82,7 @@ def test_a_function_that_returns_one_number(reduction: str, weights: str) -> Non
     assert_trains_as_keras(build, X[:ROWS], CLASSES, strategy=mirrored(3), **FIT, **given)
 
 
+@pytest.mark.long
 def test_a_plain_function_with_weights_of_classes() -> None:
     weights = {0: 1.0, 1: 4.0}
     build = classifier(one_number)
@@ -123,6 +126,7 @@ def before_a_masked_loss() -> keras.Model:
     return model
 
 
+@pytest.mark.long("eager", "central_storage")
 @pytest.mark.parametrize(
     ("name", "eagerly"),
     [("mirrored", False), ("mirrored", True), ("central_storage", False)],

@@ -72,6 +72,7 @@ class CompiledAndOwn(Net):
 UNREDUCED = {"loss": keras.losses.MeanSquaredError(reduction=None)}
 
 
+@pytest.mark.long("MeanOfCompiled")
 @pytest.mark.parametrize(
     ("model", "settings"),
     [(OwnLoss, {}), (MeanOfCompiled, UNREDUCED), (CompiledAndOwn, UNREDUCED)],
@@ -152,6 +153,7 @@ class Penalized(Step):
 STEPS = [Rows, Weighted, RowsAndMean, TwoMeans, Flat, Ragged, Penalized]
 
 
+@pytest.mark.long("[Weighted", "TwoMeans", "[Rows]", "[Flat", "RowsAndMean")
 @pytest.mark.parametrize("model", STEPS)
 def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
     same(lambda: compiled(model()))
@@ -164,6 +166,7 @@ class Columns(Step):
         return (data[0] - self(data[0])) ** 2
 
 
+@pytest.mark.long("TwoMeans")
 @pytest.mark.parametrize("model", [Rows, Columns, TwoMeans])
 def test_batches_of_a_known_size(model: type[Step]) -> None:
     """The size of a part, 8, is known in the graph then, and no dimension is unknown."""

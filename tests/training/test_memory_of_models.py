@@ -35,6 +35,7 @@ def build() -> keras.Model:
     return model
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps(strategy: str) -> None:
     model = tfd.distribute(build, strategy_of(strategy))

@@ -44,6 +44,7 @@ def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: 
     return [[numbers_of(batch) for batch in data] for _ in range(passes)]
 
 
+@pytest.mark.long("threads")
 @pytest.mark.parametrize(
     "options",
     [{}, {"workers": 2}, {"workers": 2, "max_queue_size": 3}],
@@ -89,6 +90,7 @@ class FourBatches(keras.utils.PyDataset):
         self.noted.append("end")
 
 
+@pytest.mark.long("[1]")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_hooks_of_epochs(workers: int) -> None:
     data = FourBatches(workers=workers)

@@ -95,6 +95,7 @@ def results_of(model: Any) -> dict[str, list[float]]:
     return results
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_methods_of_the_model_do_as_on_one_device(name: str) -> None:
     keras.utils.set_random_seed(1)

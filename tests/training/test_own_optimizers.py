@@ -107,6 +107,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long("central_storage", "[update_step", "[apply_gradients", "[in loss")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_of_the_users_gets_the_gradient_of_the_global_batch(
@@ -210,6 +211,7 @@ def accumulating(*arguments: Any) -> keras.Model:
     return model
 
 
+@pytest.mark.long("central_storage", "OfWeights")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize("kind", [Step, SharpnessAware, accumulating, OfWeights])
 def test_a_step_gets_the_gradient_of_the_global_batch(kind: Any, name: str) -> None:

@@ -76,6 +76,7 @@ def compiled(model: keras.Model, **settings) -> keras.Model:
     return model
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_own_steps_are_used(name: str) -> None:
     plain, ours = assert_trains_as_keras(
@@ -203,6 +204,7 @@ def two_optimizers(prepared: bool) -> keras.Model:
     return model
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("prepared", [True, False])
 def test_two_optimizers_and_a_compile_of_its_own(prepared: bool) -> None:
     assert_trains_as_keras(lambda: two_optimizers(prepared), X, **FIT)
@@ -222,6 +224,7 @@ def test_an_own_optimizer_without_variables_is_named() -> None:
         distributed_fit(build, X, **FIT)
 
 
+@pytest.mark.long
 def test_eager_steps() -> None:
     assert_trains_as_keras(lambda: compiled(Net(), run_eagerly=True, metrics=["mae"]), X, Y, **FIT)
     assert_trains_as_keras(lambda: compiled(OwnSteps(), run_eagerly=True), X, Y, **FIT)

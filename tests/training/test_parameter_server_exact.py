@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,30 +11,26 @@ pytestmark = pytest.mark.timeout(500)
 TOLERANCE = 5e-7
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Any]]]:
-    """Pieces of each variable -> the program's run. Both run at once: each keeps a core busy."""
-
-    def run(pieces: int) -> Any:
-        file = tmp_path_factory.mktemp("exact") / "model.keras"
-        (found,) = results_of(
-            "train_parameter_server_exact.py", str(pieces), str(file), timeout=450
-        )
-        return found
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {pieces: pool.submit(run, pieces) for pieces in (2, 0)}
-
-
-@pytest.fixture(scope="module", params=[0, 2], ids=["whole", "partitioned"])
-def result(request: pytest.FixtureRequest, runs: dict[int, Future[Any]]) -> Any:
-    found = runs[request.param].result()
-    assert found["pieces"] == max(1, request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, "few"), id="partitioned"),
+        pytest.param((2, "all"), id="partitioned, all optimizers", marks=pytest.mark.long),
+        pytest.param((0, "few"), id="whole", marks=pytest.mark.long),
+    ],
+)
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pieces, optimizers = request.param
+    file = str(tmp_path_factory.mktemp("exact") / "model.keras")
+    words = (str(pieces), file, optimizers)
+    (found,) = results_of("train_parameter_server_exact.py", *words, timeout=450)
+    assert found["pieces"] == max(1, pieces)
+    wanted = {(2, "few"): 5, (2, "all"): 10, (0, "few"): 2}[request.param]
+    assert len(found["optimizers"]) == wanted
     return found
 
 
 def test_training_is_plain_keras(result: dict[str, Any]) -> None:
-    assert len(result["optimizers"]) == (2 if result["pieces"] == 1 else 10)
     for name, found in result["optimizers"].items():
         assert max(found["weights"], found["slots"], found["history"]) < TOLERANCE, name
         assert found["steps"] == (4 if name == "accumulation" else 8), name

@@ -30,6 +30,7 @@ def error_of(cluster: Tasks, name: str) -> str:
     return str(found[-1])
 
 
+@pytest.mark.long("leaves-0")
 @pytest.mark.parametrize(
     ("event", "victim", "status", "says"),
     [
@@ -145,6 +146,7 @@ def test_a_worker_that_stops_at_exit_is_named(tmp_path: Path) -> None:
         cluster.wait_for("worker:0", r"worker:0: done; waiting for worker:1 to end", 90.0)
 
 
+@pytest.mark.long
 def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: Path) -> None:
     """The one is slow for longer than anything above takes; its own handler gets the SIGTERM."""
     with tasks(

@@ -47,6 +47,7 @@ def drawn() -> list[tuple[float, ...]]:
     return seen
 
 
+@pytest.mark.long("default", "central_storage")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 def test_noise_is_new_in_each_step_of_each_epoch(name: str) -> None:
     drawn()
@@ -67,6 +68,7 @@ def test_noise_is_new_in_each_step_of_each_epoch(name: str) -> None:
     assert len({*seen, *later}) == STEPS + 12
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_noise_in_a_loop_of_the_layer(name: str) -> None:
     drawn()

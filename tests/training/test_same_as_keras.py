@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from training_cases import (
+    CLASSIFIER,
     X,
     Y,
     assert_same_history,
@@ -24,6 +25,7 @@ from training_cases import (
 import tfdist_ext as tfd
 
 
+@pytest.mark.long("one_device", "mirrored-2", "central_storage")
 @pytest.mark.parametrize(
     ("name", "replicas", "optimizer"),
     [
@@ -54,6 +56,7 @@ def test_fit_evaluate_predict(name: str, replicas: int, optimizer: str) -> None:
     np.testing.assert_allclose(ours.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6)
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_evaluate_and_predict_take_every_row_once_at_uneven_ends(name: str) -> None:
     plain, _ = plain_fit(classifier(), X, Y)
@@ -117,7 +120,7 @@ def test_training_goes_on_where_it_ended() -> None:
 
 
 def test_weights_in_classes_samples_and_validation() -> None:
-    assert_trains_as_keras(classifier(), X, Y, batch_size=16, class_weight={0: 0.3, 1: 2.0})
+    assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16, class_weight={0: 0.3, 1: 2.0})
     assert_trains_as_keras(
         classifier(weighted_metrics=["mae"]),
         X,
@@ -130,12 +133,13 @@ def test_weights_in_classes_samples_and_validation() -> None:
 
 def test_validation_frequency() -> None:
     arguments = {"batch_size": 16, "epochs": 4, "validation_split": 0.25}
-    assert_trains_as_keras(classifier(), X, Y, validation_freq=3, **arguments)
-    assert_trains_as_keras(classifier(), X, Y, validation_freq=[2, 4], **arguments)
+    assert_trains_as_keras(CLASSIFIER, X, Y, validation_freq=3, **arguments)
+    assert_trains_as_keras(CLASSIFIER, X, Y, validation_freq=[2, 4], **arguments)
     with pytest.raises(tfd.TrainingError, match="validation_freq"):
-        distributed_fit(classifier(), X, Y, validation_freq="all", **arguments)
+        distributed_fit(CLASSIFIER, X, Y, validation_freq="all", **arguments)
 
 
+@pytest.mark.long("arrays")
 @pytest.mark.parametrize(
     "data",
     [
@@ -146,7 +150,7 @@ def test_validation_frequency() -> None:
 )
 def test_each_validation_sees_the_same_first_steps(data) -> None:
     assert_trains_as_keras(
-        classifier(),
+        CLASSIFIER,
         X,
         Y,
         batch_size=16,
@@ -158,7 +162,7 @@ def test_each_validation_sees_the_same_first_steps(data) -> None:
 
 
 def test_answers_have_keras_types() -> None:
-    plain, ours = assert_trains_as_keras(classifier(), X, Y, batch_size=16)
+    plain, ours = assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16)
     assert all(type(value) is float for value in ours.evaluate(X, Y, verbose=0))
     named = ours.evaluate(X, Y, verbose=0, return_dict=True)
     assert list(named) == list(plain.evaluate(X, Y, verbose=0, return_dict=True))
@@ -221,7 +225,7 @@ def test_shuffle_of_each_batch() -> None:
         return tuple(frozenset(map(frozenset, pair)) for pair in pairs)
 
     assert len({halves(one) for one in [IN_ORDER, *passes]}) == 4  # new in each epoch
-    assert_trains_as_keras(classifier(), X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
+    assert_trains_as_keras(CLASSIFIER, X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
 
 
 def test_shuffled_training_repeats_itself_under_one_seed() -> None:

@@ -72,6 +72,7 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
+@pytest.mark.long("[0]", "[2]", "[4]", "[1]")
 @pytest.mark.parametrize("replicas", [0, 1, 2, 3, 4])
 def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: Any) -> None:
     strategy = mirrored(replicas) if replicas else strategy_of("default")
@@ -172,6 +173,7 @@ def test_shuffled_arrays_come_in_another_order_in_each_epoch() -> None:
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.1
 
 
+@pytest.mark.long("[2]", "[7]", "[11]")
 @pytest.mark.parametrize("killed_after", [2, 4, 7, 11])
 def test_killed_at_any_step_and_gone_on_with_other_replicas(
     killed_after: int, expected: Any, tmp_path: Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,43 +55,41 @@ def train(pattern: str, workers: int, folder: Path, kill_at: int = 0, data_worke
 
 
 @pytest.fixture(scope="module")
-def results(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    def broken_off() -> Any:
-        folder = tmp_path_factory.mktemp("broken_off")
-        train(pattern, 2, folder, kill_at=18)  # in the second epoch, between two checkpoints
-        return train(pattern, 3, folder)
-
-    with ThreadPoolExecutor(2) as pool:
-        running: dict[str, Any] = {
-            "2": pool.submit(train, pattern, 2, tmp_path_factory.mktemp("workers"), data_workers=2),
-            "broken off": pool.submit(broken_off),
-        }
-        return {name: future.result() for name, future in running.items()}
+def results(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of two workers."""
+    return train(pattern, 2, tmp_path_factory.mktemp("workers"), data_workers=2)
 
 
-def test_one_loss_curve_for_every_number_of_workers(results: dict[str, Any], one: Any) -> None:
-    expected = one[0]
+def assert_one_training(tasks: list[dict[str, Any]], one: Any, first_step: int) -> None:
+    """Losses at each step and weights at the end, as of one process."""
+    expected, weights = one
     assert list(expected) == list(range(1, case.STEPS * case.EPOCHS + 1))
-    for name, tasks in results.items():
-        for task in tasks:
-            steps = [int(step) for step in task["losses"]]
-            assert steps == list(range(1 if name == "2" else 17, 34))
-            found = list(task["losses"].values())
-            np.testing.assert_allclose(found, [expected[step] for step in steps], rtol=2e-5)
+    for task in tasks:
+        steps = [int(step) for step in task["losses"]]
+        assert steps == list(range(first_step, 34))
+        found = list(task["losses"].values())
+        np.testing.assert_allclose(found, [expected[step] for step in steps], rtol=2e-5)
+        assert task["place"] == [case.EPOCHS, 0]
+        for found, wanted in zip(task["weights"], weights, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
-def test_weights_are_those_of_one_process(results: dict[str, Any], one: Any) -> None:
-    for tasks in results.values():
-        for task in tasks:
-            assert task["place"] == [case.EPOCHS, 0]
-            for found, wanted in zip(task["weights"], one[1], strict=True):
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+def test_losses_and_weights_are_those_of_one_process(
+    results: list[dict[str, Any]], one: Any
+) -> None:
+    assert_one_training(results, one, first_step=1)
 
 
-def test_each_worker_reads_its_own_records_only(results: dict[str, Any]) -> None:
+@pytest.mark.long
+def test_three_workers_resume_what_two_began(pattern: str, one: Any, tmp_path: Path) -> None:
+    train(pattern, 2, tmp_path, kill_at=18)  # in the second epoch, between two checkpoints
+    assert_one_training(train(pattern, 3, tmp_path), one, first_step=17)
+
+
+def test_each_worker_reads_its_own_records_only(results: list[dict[str, Any]]) -> None:
     """But for what is read ahead, and thrown away at the end."""
     whole = case.EXAMPLES * case.EPOCHS * case.RECORD
-    for task in results["2"]:
+    for task in results:
         assert whole / 2 * 0.98 < task["bytes"] < whole / 2 * 1.6
 
 
@@ -116,11 +113,11 @@ def of_all_tasks(four_cpus: None) -> tuple[list[np.ndarray], list[float], list[f
 
 @pytest.mark.parametrize("kind", ["by_function", "moved", "eager"])
 def test_workers_with_other_numbers_of_batches(
-    kind: str, results: dict[str, Any], of_all_tasks: Any
+    kind: str, results: list[dict[str, Any]], of_all_tasks: Any
 ) -> None:
     """As one process on the global batches: the rows that each worker has at that step."""
     trained, errors, evaluated = of_all_tasks
-    for task in results["2"]:
+    for task in results:
         found = task[kind]
         assert found["place"] == [2, 0]
         for weights, wanted in zip(found["weights"], trained, strict=True):
@@ -129,20 +126,20 @@ def test_workers_with_other_numbers_of_batches(
         np.testing.assert_allclose(found["evaluate"], evaluated, rtol=1e-5)
 
 
-def test_predictions_of_workers_data_have_no_order(results: dict[str, Any]) -> None:
-    for task in results["2"]:
+def test_predictions_of_workers_data_have_no_order(results: list[dict[str, Any]]) -> None:
+    for task in results:
         assert "predict() gives rows in an order" in task["predict"]
 
 
 def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
-    results: dict[str, Any],
+    results: list[dict[str, Any]],
 ) -> None:
-    assert {task["endless_steps"] for task in results["2"]} == {14}
+    assert {task["endless_steps"] for task in results} == {14}
 
 
-def test_each_example_of_a_data_service_counts_once(results: dict[str, Any]) -> None:
+def test_each_example_of_a_data_service_counts_once(results: list[dict[str, Any]]) -> None:
     numbers = np.arange(case.NUMBERED, dtype="float64")
-    for task in results["2"]:
+    for task in results:
         history = task["service"]["history"]
         for name, values in (("labels", numbers), ("squares", numbers**2)):
             expected = [values.mean()] * 2
@@ -151,8 +148,8 @@ def test_each_example_of_a_data_service_counts_once(results: dict[str, Any]) -> 
         assert task["service"]["place"] == [2, 0]
 
 
-def test_workers_that_do_not_agree_on_their_data(results: dict[str, Any]) -> None:
-    for task in results["2"]:
+def test_workers_that_do_not_agree_on_their_data(results: list[dict[str, Any]]) -> None:
+    for task in results:
         seed, position, rows = task["refused"]
         assert "seed must be the same on all workers, got 0 on worker 0 and 1 on worker 1" in seed
         assert "position in the epoch must be" in position

@@ -84,6 +84,7 @@ def assert_same_tables(build: Callable, strategy: Any, data: Any = None, **argum
 FIT = {"batch_size": 10, "epochs": 2}
 
 
+@pytest.mark.long("central_storage", "placed")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed"])
 def test_every_way_to_look_up_rows(name: str) -> None:
     if name == "placed":
@@ -93,6 +94,7 @@ def test_every_way_to_look_up_rows(name: str) -> None:
     assert_same_tables(lookups(lambda: keras.optimizers.Adam(0.05)), strategy, **FIT)
 
 
+@pytest.mark.long
 def test_eager_steps() -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1), eager=True)
     assert_same_tables(build, mirrored(2), **FIT)
@@ -111,6 +113,7 @@ class Clipping(keras.Model):
         return {"norm": norm}
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize(("name", "eager"), [("mirrored", True), ("central_storage", False)])
 def test_a_step_that_clips_slices_by_hand(name: str, eager: bool) -> None:
     build = lookups(lambda: keras.optimizers.Adam(0.05), eager, Clipping)

@@ -83,6 +83,7 @@ def assert_copies_are_equal(ours: Any) -> None:
             np.testing.assert_array_equal(value, values[0], err_msg=variable.path)
 
 
+@pytest.mark.long("central_storage", "in_function", "before_and_after", "in_loop")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize("where", [in_cond, in_loop, in_function, before_and_after])
 def test_averages_are_of_all_rows(name: str, where: Callable[..., None]) -> None:
@@ -95,6 +96,7 @@ def test_averages_are_of_all_rows(name: str, where: Callable[..., None]) -> None
     assert int(average.writes.numpy()) == int(plain.layers[1].writes.numpy()) > 0
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_averages_in_eager_steps(name: str) -> None:
     """A tf.function that a layer keeps is traced in the first of them only."""
@@ -157,6 +159,7 @@ def following(what: str) -> Callable[[], keras.Model]:
     return build
 
 
+@pytest.mark.long("central_storage", "mirrored-weights", "mirrored-rows")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     ("name", "what"),

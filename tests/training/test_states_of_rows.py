@@ -27,6 +27,7 @@ def build(*, sized: bool = True, stateful: bool = True) -> keras.Model:
     return model
 
 
+@pytest.mark.long("default")
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_one_replica_keeps_the_state(strategy: str) -> None:
     plain, ours = assert_trains_as_keras(

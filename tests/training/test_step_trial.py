@@ -154,6 +154,7 @@ def pairs() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, X[::-1] * 0.5)).batch(12)
 
 
+@pytest.mark.long("default", "vae-central", "gan-mirrored", "vae-mirrored")
 @pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
 @pytest.mark.parametrize("build", [vae, gan])
 def test_models_without_a_call(build: Callable[[bool], keras.Model], name: str) -> None:
@@ -173,6 +174,7 @@ def assert_same_after_another_epoch(plain: Any, ours: Any) -> None:
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
 
 
+@pytest.mark.long("default")
 @pytest.mark.parametrize("name", ["default", "mirrored"])
 def test_a_model_called_with_pairs(name: str) -> None:
     strategy = strategy_of(name)
@@ -189,6 +191,7 @@ def test_a_model_called_with_pairs(name: str) -> None:
     assert tfd.distribute(lambda: siamese(False), strategy).evaluate(pairs(), verbose=0) > 0
 
 
+@pytest.mark.long("vae", "siamese")
 @pytest.mark.parametrize(("build", "data"), [(vae, X), (gan, X), (siamese, None)])
 def test_layers_get_their_variables_from_the_step(build: Any, data: Any) -> None:
     """Layers without `keras.Input` too; their initial weights are other ones, so it must learn."""

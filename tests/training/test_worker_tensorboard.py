@@ -56,6 +56,7 @@ def fit(strategy: tf.distribute.Strategy, made: Any = build, **options: Any) -> 
     return model, history.history
 
 
+@pytest.mark.long("default", "central_storage", "placed")
 @pytest.mark.parametrize(
     ("name", "replicas"), [("default", 1), ("mirrored", 2), ("central_storage", 2), ("placed", 2)]
 )
@@ -141,6 +142,7 @@ class OwnMetrics(keras.Sequential):
         return {**super().compute_metrics(*given, **named), "one": tf.constant(1.0)}
 
 
+@pytest.mark.long("OwnStep-counted", "OwnStep-open", "OwnMetrics-open", "OwnMetrics-agreed")
 @pytest.mark.parametrize("form", ["counted", "open-ended", "agreed"])
 @pytest.mark.parametrize("kind", [OwnStep, OwnMetrics])
 def test_steps_and_metrics_of_the_users_own(kind: Any, form: str, tmp_path: Path) -> None:
@@ -160,6 +162,7 @@ def test_steps_and_metrics_of_the_users_own(kind: Any, form: str, tmp_path: Path
     assert (own < whole).all()
 
 
+@pytest.mark.long("central_storage")
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_norms_are_of_gradients_without_loss_scale(name: str, tmp_path: Path) -> None:
     sgd = keras.optimizers.SGD

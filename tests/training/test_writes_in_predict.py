@@ -58,6 +58,15 @@ def build_eager() -> keras.Model:
     return model
 
 
+@pytest.mark.long(
+    "build-central",
+    "build-placed",
+    "build-template",
+    "eager-mirrored",
+    "eager-central",
+    "eager-placed",
+    "eager-template",
+)
 @pytest.mark.parametrize("name", ["mirrored", "central_storage", "placed", "template"])
 @pytest.mark.parametrize("builder", [build, build_eager])
 def test_predict_writes_as_on_one_device(name: str, builder: Any) -> None:

@@ -54,6 +54,9 @@ def classifier(optimizer: str = "sgd", **compile_settings: Any) -> Callable[[], 
     return build
 
 
+CLASSIFIER = classifier()  # `distributed_fit` has one model of it for all tests
+
+
 def batches(rows: int = 64, batch: int = 16) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(batch)
 
@@ -78,10 +81,34 @@ def plain_fit(
 def distributed_fit(
     build: Callable[[], keras.Model], *data: Any, strategy: Any = None, **arguments: Any
 ) -> Any:
-    """(distributed model, history); on two mirrored replicas unless a strategy is given."""
+    """(distributed model, history); on two mirrored replicas unless a strategy is given.
+
+    CLASSIFIER has one model, reset by each call: the tests that share it compile its steps once.
+    """
     keras.utils.set_random_seed(1)
-    model = tfd.distribute(build, strategy or mirrored())
+    if build is CLASSIFIER and strategy is None:
+        model = _shared_classifier()
+    else:
+        model = tfd.distribute(build, strategy or mirrored())
     return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
+
+
+_SHARED: dict[str, Any] = {}
+
+
+def _shared_classifier() -> Any:
+    if not _SHARED:
+        model = tfd.distribute(CLASSIFIER, mirrored())
+        inner = model.keras_model
+        _SHARED.update(model=model, start=inner.get_weights())
+        _SHARED["rate"] = float(inner.optimizer.learning_rate)
+    inner = _SHARED["model"].keras_model
+    for weight, value in zip(inner.weights, _SHARED["start"], strict=True):
+        weight.assign(value)
+    for variable in inner.optimizer.variables:
+        variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+    inner.optimizer.learning_rate = _SHARED["rate"]
+    return _SHARED["model"]
 
 
 def weights_of(model: Any) -> list[np.ndarray]:
