@@ -68,6 +68,7 @@ def _without_a_cluster() -> str:
     return str(Shard.of(tf.distribute.MultiWorkerMirroredStrategy()))
 
 
+@pytest.mark.long
 def test_of_a_multi_worker_strategy() -> None:
     """In a process of its own: the strategy is the first thing that TensorFlow makes."""
     assert run_tasks(_without_a_cluster, None) == {"process": "shard 0 of 1"}

@@ -108,6 +108,7 @@ def test_keras_s_own_fit_does_what_it_does_under_mirrored() -> None:
         assert_equal(trained(cls(2)), expected, 2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
 def test_saved_and_gone_on_with(tmp_path: Path) -> None:
     """One epoch under one strategy, the next under another; the model is plain Keras's."""

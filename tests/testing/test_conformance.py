@@ -36,7 +36,7 @@ class TestTemplate(Less, Template):
     pass
 
 
-@pytest.mark.long("trains_table_with_adamw")
+@pytest.mark.long
 class TestPlaced(Less, Placed):
     pass
 
