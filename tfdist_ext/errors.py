@@ -31,7 +31,7 @@ class TfDistError(Exception):
 
 
 class ClusterConfigError(TfDistError, ValueError):
-    """A cluster description is wrong: names the key, what arrived, and what to do."""
+    """A cluster description is wrong: names the key, what was got, and what to do."""
 
 
 class PlacementError(TfDistError, ValueError):

@@ -299,7 +299,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(3, "takes a keras.Model or a function"), (lambda: 3, "it returned 3")],
+    [(3, "must be a keras.Model, or a function"), (lambda: 3, "it returned 3")],
 )
 def test_what_is_no_model_is_refused(given, message: str) -> None:
     with pytest.raises(tfd.TrainingError, match=message):

@@ -213,7 +213,7 @@ def test_data_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     ("data", "arguments", "message"),
     [
         (sharded, {"checkpoint_every": 2}, "needs checkpoint_dir"),
-        (sharded, {"checkpoint_every": 0}, "1 or more batches; 0 arrived"),
+        (sharded, {"checkpoint_every": 0}, "must be 1 or more batches, got 0"),
         (lambda: X[:ROWS], {"checkpoint_every": 2, "y": Y[:ROWS]}, "data that knows its position"),
     ],
 )

@@ -16,7 +16,7 @@ The other way, to start the tasks of a cluster:
         env = {"TF_CONFIG": cluster.for_task(task.type, task.index).to_tf_config()}
 
 A ClusterConfig that exists is valid: whatever cannot be right is a ClusterConfigError that names
-the key, shows what arrived and says what to do.
+the key, shows what was got and says what to do.
 """
 
 from __future__ import annotations

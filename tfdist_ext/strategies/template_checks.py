@@ -124,9 +124,9 @@ def check_dataset(strategy: StrategyTemplate, made: object) -> None:
         raise _wrong(strategy, "distribute_dataset", what, made)
 
 
-def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, arrived: object) -> StrategyError:
+def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, returned: object) -> StrategyError:
     return StrategyError(
-        f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(arrived)}."
+        f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(returned)}."
     )
 
 

@@ -92,8 +92,8 @@ def read(
     """
     if isinstance(x, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
         raise TrainingError(
-            f"the data is distributed already: {type(x).__name__} arrived. Pass the tf.data.Dataset"
-            " of global batches itself; it is cut for the replicas here."
+            f"the data must not be distributed yet, got {type(x).__name__}: pass the"
+            " tf.data.Dataset of global batches itself. fit() cuts it for the replicas."
         )
     if isinstance(x, OrderedDataset):
         check_says_nothing_else(x, (y, sample_weight), batch_size, class_weight)
@@ -423,7 +423,7 @@ def check_says_nothing_else(
         size = data.global_batch_size
         has = f"global batches of {size} examples" if size else "batches"
         raise TrainingError(
-            f"the ShardedDataset has {has}, and batch_size={batch_size} arrived: leave it out."
+            f"batch_size must be left out, got {batch_size}: the ShardedDataset has {has}."
         )
 
 

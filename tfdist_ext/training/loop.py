@@ -313,8 +313,8 @@ def validates(epoch: int, frequency: int | list[int]) -> bool:
     if isinstance(frequency, list | tuple | set):
         return epoch + 1 in frequency
     raise TrainingError(
-        "validation_freq takes a number of epochs, or a list of epochs counted from 1;"
-        f" {frequency!r} arrived."
+        "validation_freq must be a number of epochs, or a list of epochs counted from 1, got"
+        f" {frequency!r}."
     )
 
 

@@ -522,8 +522,8 @@ def distribute(
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
         raise TrainingError(
-            f"strategy takes a tf.distribute.Strategy; {strategy!r} arrived. By name it is made"
-            " with create_strategy(name)."
+            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy(name)"
+            " makes one by name."
         )
     if strategy is None:
         inside = tf.distribute.has_strategy()

@@ -77,8 +77,8 @@ def adopt(
     is_model = isinstance(model_or_builder, keras.Model)
     if not is_model and not callable(model_or_builder):
         raise TrainingError(
-            "distribute() takes a keras.Model or a function without arguments that returns one;"
-            f" {model_or_builder!r} arrived."
+            "model_or_builder must be a keras.Model, or a function without arguments that returns"
+            f" one, got {model_or_builder!r}."
         )
     named_as_planned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(strategy, PlacedParameterServers) and strategy.placer.plans_models:

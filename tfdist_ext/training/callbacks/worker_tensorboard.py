@@ -59,8 +59,8 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         check_tensorboard(self)
         if update_freq < 1 or not 0 < slow < 1:
             raise TrainingError(
-                "update_freq is 1 step or more, and slow a part of a step between 0 and 1;"
-                f" update_freq={update_freq!r} and slow={slow!r} arrived."
+                "update_freq must be 1 step or more, and slow a fraction of a step between 0 and"
+                f" 1, got update_freq={update_freq!r} and slow={slow!r}."
             )
         self._log_dir = Path(log_dir)
         self._update_freq = update_freq

@@ -344,8 +344,8 @@ def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
     value = np.asarray(value)
     if value.shape != tuple(variable.shape):
         raise ValueError(
-            f"{variable.path!r} has the shape {tuple(variable.shape)}; a value of shape"
-            f" {value.shape} arrived."
+            f"the value of {variable.path!r} must have shape {tuple(variable.shape)}, got"
+            f" {value.shape}."
         )
     rows = np.atleast_1d(value)
     for start, stop in blocks(variable):

@@ -114,9 +114,9 @@ class CheckpointManager:
         self._latest = (name or "", self._progress)
         if self._progress.batches and self._data is None:
             raise TrainingError(
-                f"the checkpoint in {self._files.path} is of the middle of an epoch: after"
-                f" {self._progress.batches} global batches of a ShardedDataset, and other data"
-                " arrived, which has no position. Go on with the data that was there."
+                "the data must be the ShardedDataset that the training began with, got data without"
+                f" a position: the checkpoint in {self._files.path} is of the middle of an epoch,"
+                f" after {self._progress.batches} global batches."
             )
         self._was_done = self._reduction.any_worker(last is not None)
         if self._reduction.is_chief:
@@ -242,7 +242,7 @@ class CheckpointManager:
         if every is None:
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainingError(f"checkpoint_every is 1 or more batches; {every!r} arrived.")
+            raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
         if self._files is None or self._data is None or not self._data.resumes_inside_epochs:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"

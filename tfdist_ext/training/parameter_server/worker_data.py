@@ -75,9 +75,9 @@ class WorkerIterators:
 
     def __next__(self) -> NoReturn:
         raise TrainingError(
-            "a function of the input context arrived as data: each worker reads its own, and this"
-            " process reads none of it. So predict(), whose rows have an order, and going on in"
-            " the middle of the data (checkpoint_dir) need arrays or a tf.data.Dataset instead."
+            "data must be arrays or a tf.data.Dataset for predict(), whose rows have an order, and"
+            " to resume in the middle of an epoch, got a function of the input context: each worker"
+            " reads its own data, and this process reads none."
         )
 
 
@@ -188,8 +188,8 @@ def datasets_of_function(
     for name in ("y", "sample_weight", "batch_size", "class_weight"):
         if given.get(name) is not None:
             raise TrainingError(
-                f"{name} goes with arrays; a function of the input context arrived as data."
-                " Its data set yields all that belongs to a batch."
+                f"{name} must be left out where the data is a function of the input context, got"
+                f" {type(given[name]).__name__}: yield all that belongs to a batch from its dataset."
             )
 
     _check_takes_context(function)
