@@ -189,7 +189,7 @@ def datasets_of_function(
         if given.get(name) is not None:
             raise TrainingError(
                 f"{name} must be left out where the data is a function of the input context, got"
-                f" {type(given[name]).__name__}: yield all that belongs to a batch from its dataset."
+                f" {type(given[name]).__name__}: its dataset must yield all of a batch."
             )
 
     _check_takes_context(function)
