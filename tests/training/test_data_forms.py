@@ -243,7 +243,7 @@ def test_evaluate_and_predict_some_steps() -> None:
         ),
         pytest.param(
             lambda: mirrored().experimental_distribute_dataset(batches()),
-            "distributed already",
+            "must not be distributed yet",
             id="distributed already",
         ),
     ],
