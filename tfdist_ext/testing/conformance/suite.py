@@ -117,7 +117,7 @@ class CheckResult:
 
     check: str
     verdict: str
-    reason: str = ""
+    reason: str
 
     @property
     def failed(self) -> bool:
@@ -135,21 +135,18 @@ def run_checks(
     """
     subject = tests()
     for check in check_names(tests) if checks is None else checks:
-        reason = tests.known_faults.get(check)
+        known = tests.known_faults.get(check)
         try:
             getattr(subject, check)()
         except SkipTest as skipped:
-            yield CheckResult(check=check, verdict=SKIPPED, reason=str(skipped))
+            verdict, reason = SKIPPED, str(skipped)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            verdict = FAILED if reason is None else KNOWN
-            yield CheckResult(check=check, verdict=verdict, reason=reason or message)
+            verdict = FAILED if known is None else KNOWN
+            reason = known or f"{type(error).__name__}: {error}"
         else:
-            if reason is None:
-                yield CheckResult(check=check, verdict=PASSED)
-            else:
-                unexpected = f"passes, though known_faults says: {reason}"
-                yield CheckResult(check=check, verdict=FAILED, reason=unexpected)
+            verdict = PASSED if known is None else FAILED
+            reason = "" if known is None else f"passes, though known_faults says: {known}"
+        yield CheckResult(check=check, verdict=verdict, reason=reason)
 
 
 def markdown_table(found: Mapping[str, Sequence[CheckResult]]) -> str:
@@ -163,13 +160,15 @@ def markdown_table(found: Mapping[str, Sequence[CheckResult]]) -> str:
     lines = ["| check | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
     for check in checks:
         cells = [column.get(check, "") for column in verdicts.values()]
-        title = check.removeprefix("test_").replace("_", " ")
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_title(check)} | " + " | ".join(cells) + " |")
     known: dict[str, list[str]] = {}
     for title, column in found.items():
         for outcome in column:
             if outcome.verdict == KNOWN:
-                name = outcome.check.removeprefix("test_").replace("_", " ")
-                known.setdefault(outcome.reason, []).append(f"{title}: {name}")
+                known.setdefault(outcome.reason, []).append(f"{title}: {_title(outcome.check)}")
     lines += ["", *(f"- {'; '.join(where)}: {reason}" for reason, where in known.items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(check: str) -> str:
+    return check.removeprefix("test_").replace("_", " ")
