@@ -136,7 +136,7 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
     ("arguments", "message"),
     [
         ({"y": DATA[1]}, "holds targets and sample weights itself"),
-        ({"batch_size": 8}, "global batches of 16 examples, and batch_size=8"),
+        ({"batch_size": 8}, "batch_size must be left out, got 8: the ShardedDataset has global batches of 16"),
         ({"class_weight": {0: 1.0}}, "class_weight cannot be given beside"),
     ],
 )
@@ -319,7 +319,7 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
     with pytest.raises(KilledError):
         distributed(mirrored(2)).fit(sharded(), **broken)
-    with pytest.raises(tfd.TrainingError, match="after 2 global batches of a ShardedDataset"):
+    with pytest.raises(tfd.TrainingError, match="middle of an epoch, after 2 global batches"):
         distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     # At the end of an epoch, other data may come: its epochs are counted on.
     arguments["checkpoint_dir"] = tmp_path / "end"

@@ -18,7 +18,6 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from keras.callbacks import Callback, CallbackList
 
 __all__ = [
     "BatchIterator",
@@ -63,7 +62,8 @@ Logs: TypeAlias = dict[str, float | np.ndarray]
 
 
 # What Keras's fit, evaluate and predict take as callbacks.
-Callbacks: TypeAlias = Callback | CallbackList | Sequence[Callback] | None
+_Callback: TypeAlias = keras.callbacks.Callback
+Callbacks: TypeAlias = _Callback | keras.callbacks.CallbackList | Sequence[_Callback] | None
 
 
 # A step method of a model: a batch (the part of the replica that runs) -> what Keras's has

@@ -37,14 +37,12 @@ def local_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def checkpoint_folder(checkpoint_dir: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that `fit(checkpoint_dir=...)` names; None: no checkpoints.
+def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
+    """The folder that `fit(checkpoint_dir=...)` names.
 
     Raises:
         TrainingError: anything but a path, an empty one, or the address of an object store.
     """
-    if checkpoint_dir is None:
-        return None
     got = f"got {checkpoint_dir!r}"
     if not isinstance(checkpoint_dir, str | os.PathLike) or not str(checkpoint_dir).strip():
         raise TrainingError(

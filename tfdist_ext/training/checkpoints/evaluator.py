@@ -60,7 +60,7 @@ def evaluate_checkpoints(
             scalars cannot be written.
     """
     me = str(cluster.task)
-    folder = checkpoint_folder(checkpoint_dir)
+    folder = None if checkpoint_dir is None else checkpoint_folder(checkpoint_dir)
     if folder is None or validation_data is None:
         lacks = "checkpoint_dir" if folder is None else "validation data"
         raise TrainingError(

@@ -59,9 +59,8 @@ class CheckpointManager:
         every: int | None = None,
         epochs: int = 1,
     ):
-        folder = checkpoint_folder(folder)
         # Opened on the chief alone.
-        self._files = None if folder is None else CheckpointFolder(folder)
+        self._files = None if folder is None else CheckpointFolder(checkpoint_folder(folder))
         self._model = model
         self._reduction = reduction
         self._progress = Progress()
