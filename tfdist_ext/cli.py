@@ -132,7 +132,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"seconds are a number from 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
     return value
 
 

@@ -102,13 +102,13 @@ def test_data_that_did_not_change() -> None:
     [
         pytest.param({"x": X[:3], "y": Y}, r"x: shape \(4, 3\) -> \(3, 3\)", id="fewer"),
         pytest.param({"x": X.astype("f8"), "y": Y}, "x: dtype <f4 -> <f8", id="dtype"),
-        pytest.param({"x": X, "y": Y[::-1]}, r"saved: y: content \w+ -> \w+\.", id="values"),
+        pytest.param({"x": X, "y": Y[::-1]}, r"data: y: content \w+ -> \w+\.", id="values"),
         pytest.param({"x": X}, r"y: shape \(4,\) -> none", id="one is gone"),
         pytest.param({"x": X, "y": Y, "w": Y}, r"w: shape none -> \(4,\)", id="one more"),
     ],
 )
 def test_arrays_that_changed(arrays: dict[str, np.ndarray], message: str) -> None:
-    with pytest.raises(DataError, match=f"data has changed since .*{message}"):
+    with pytest.raises(DataError, match=f"must be the same as when .*{message}"):
         Position(1, 0, 0, OF_ARRAYS).check_data(fingerprint_of_arrays(arrays))
 
 

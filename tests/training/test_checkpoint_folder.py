@@ -92,7 +92,7 @@ def test_an_older_job_names_the_newer_one_and_changes_nothing(tmp_path: Path) ->
     older = Job(tmp_path).train(until=3)
     newer = Job(tmp_path).train(until=5).end()
     before = content(tmp_path)
-    pattern = rf"a newer job has taken over {tmp_path}: host {socket.gethostname()}, process"
+    pattern = rf"got a newer job in {tmp_path}: host {socket.gethostname()}, process"
     for change in (lambda: older.save(4), older.folder.write_index, older.end):
         with pytest.raises(FolderTakenError, match=rf"{pattern} {os.getpid()}, since 20\d\d-"):
             change()

@@ -113,9 +113,9 @@ class FunctionDataset(ShardedDataset):
         if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
-                    f"the position is after {self._done} batches of each of {self._shards} shards,"
-                    f" and {shard.count} shards were asked for: nobody can tell which examples are"
-                    f" behind. Go on with {self._shards} tasks, or from the end of an epoch."
+                    f"the number of shards must be {self._shards} in the middle of an epoch, got"
+                    f" {shard.count}: the position is after {self._done} batches of each shard."
+                    f" Resume with {self._shards} tasks, or from the end of an epoch."
                 )
             found = found.skip(self._done)
         self._shards = shard.count
@@ -174,9 +174,10 @@ class FunctionDataset(ShardedDataset):
         check_reads_here(strategy)
         if Shard.of(strategy).count > 1:
             raise DataError(
-                "the workers may have different numbers of batches, and a loop of one's own would"
-                " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
-                " ordered data: from_tfrecords, from_arrays."
+                "data of a custom loop on several workers must be ordered (from_tfrecords,"
+                " from_arrays), got data made by a function: the workers may have different numbers"
+                " of batches, and the loop would hang at the end of the shortest. fit, evaluate and"
+                " predict agree on the number."
             )
         batches = self.dataset(remainder=remainder)
 

@@ -97,9 +97,9 @@ class Position:
         changed = difference(self.fingerprint, json.loads(json.dumps(fingerprint)))
         if changed:
             raise DataError(
-                f"the data has changed since this position was saved: {changed}. Example"
-                f" {self.examples} of epoch {self.epoch} is not in the same place any more. Go on"
-                " with the data as it was, or begin again without the saved position."
+                "the data must be the same as when this position was saved, got changed data:"
+                f" {changed}. Example {self.examples} of epoch {self.epoch} is in another place"
+                " now. Resume with the data as it was, or start again without the saved position."
             )
 
     def after(self, examples: int, n: int) -> Position:

@@ -181,9 +181,7 @@ class Records:
         where = self._where(number, start)
         message = f"{where} is damaged: its {size} bytes do not have the right checksum."
         if not self.skips:
-            raise DataError(
-                f'{message} Write the file again, or use on_error="skip" to go on without.'
-            )
+            raise DataError(f'{message} Write the file again, or use on_error="skip" to skip it.')
         with self._lock:
             seen = number in self.skipped
             self.skipped[number] = message

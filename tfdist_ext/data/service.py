@@ -98,9 +98,9 @@ def _address(service: str | None, env: Mapping[str, str]) -> str:
     if env.get(DATA_SERVICE):
         return dispatcher_address(env[DATA_SERVICE], DATA_SERVICE)
     raise DataError(
-        f"there is no tf.data service: no `service` was given, and {DATA_SERVICE} is not set."
-        " Start the script with: tfdist run --data-workers 2 -- python script.py; on several"
-        " machines, start tf.data.experimental.service servers (or python -m"
+        f"a tf.data service must be given, got no `service`, and {DATA_SERVICE} is not set. Start"
+        " the script with: tfdist run --data-workers 2 -- python script.py; on several machines,"
+        " start tf.data.experimental.service servers (or python -m"
         ' tfdist_ext.data.service_process), and give service="grpc://host:port" of the dispatcher.'
     )
 

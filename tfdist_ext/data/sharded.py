@@ -163,7 +163,7 @@ class ShardedDataset(abc.ABC):
     def __len__(self) -> int:
         """Global batches of an epoch."""
         if self.steps is None:
-            raise TypeError("how many global batches there are is known only when they are read")
+            raise TypeError("the number of global batches is known only after reading them")
         return self.steps
 
 
@@ -241,7 +241,7 @@ def check_reads_here(strategy: object) -> None:
         )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
-            "under ParameterServerStrategy steps run on the workers, not in this process: train"
-            " with tfd.distribute(...).fit(data), or read data.dataset(Shard(index, workers)) in"
-            " ClusterCoordinator.create_per_worker_dataset."
+            "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"
+            " run on the workers: train with tfd.distribute(...).fit(data), or read"
+            " data.dataset(Shard(index, workers)) in ClusterCoordinator.create_per_worker_dataset."
         )

@@ -142,7 +142,8 @@ class PlacementPlan:
         ]
         if differences:
             raise PlacementError(
-                f"the plan is for another model. Variables {'; '.join(differences)}. Plan again."
+                "the variables of the model must be those of the plan, got"
+                f" {'; '.join(differences)}. Plan again."
             )
 
     def check_tasks(self, tasks: int) -> None:

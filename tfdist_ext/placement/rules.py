@@ -220,7 +220,7 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
                 continue
             if path in matched:
                 raise PlacementError(
-                    f"two rules match {path!r}: {matched[path].pattern!r}"
+                    f"at most one rule must match {path!r}, got {matched[path].pattern!r}"
                     f" ({matched[path].placement}) and {rule.pattern!r} ({rule.placement}). Narrow"
                     f" one of them, or add a rule for the path {path!r} itself."
                 )

@@ -48,8 +48,9 @@ class StrategyTemplate(tf.distribute.Strategy):
     def __getattr__(self, name: str) -> Any:
         if name == "_extended":  # what all methods of a strategy begin with
             raise StrategyError(
-                f"{type(self).__name__} has not been initialised: call super().__init__(devices) in"
-                " its __init__, before anything else of the strategy is used."
+                f"{type(self).__name__} must be initialized before it is used, got no call of"
+                " super().__init__(devices): call it in its __init__, before anything else of the"
+                " strategy."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -77,9 +77,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             return creation.create(self._devices)
         if self._asking:
             raise StrategyError(
-                f"{type(strategy).__name__}.create_variable makes {self._asking!r} by creating a"
-                " variable itself, which would come to the hook again, without an end. Return what"
-                " create(devices) makes."
+                f"{type(strategy).__name__}.create_variable must return what create(devices) makes,"
+                f" got {self._asking!r} created by itself, which would call the hook again without"
+                " end."
             )
         self._asking = creation.spec.path
         try:

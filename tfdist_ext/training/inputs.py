@@ -238,8 +238,8 @@ def _check_batches(spec: Specs) -> None:
     if single or len(rows) > 1:
         found = "single values" if single else f"parts of {sorted(rows)} rows"
         raise TrainingError(
-            f"the dataset yields {found}, not batches: its element_spec is {spec}."
-            " Call .batch(n) on it, n being the examples of a global batch."
+            f"the dataset must yield batches, got {found}: its element_spec is {spec}. Call"
+            " .batch(n) on it, n being the examples of a global batch."
         )
 
 
@@ -378,9 +378,9 @@ def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     epoch, examples = data.position
     if examples % data.global_batch_size:
         raise TrainingError(
-            f"the data's position is after {examples} examples of an epoch, which is between two"
-            f" global batches of {data.global_batch_size}: go on with the global batch of the"
-            " training that was there before."
+            "the position of the data must be between two global batches of"
+            f" {data.global_batch_size}, got {examples} examples of an epoch: resume with the"
+            " global batch size of the training before."
         )
     begin = epoch * data.steps + data.steps_done
 
@@ -411,13 +411,13 @@ def check_says_nothing_else(
     """
     if any(given is not None for given in beside):
         raise TrainingError(
-            "a ShardedDataset holds targets and sample weights itself, as from_arrays((x, y)):"
-            " leave out y and sample_weight."
+            "y and sample_weight must be left out, got them beside a ShardedDataset, which holds"
+            " targets and sample weights itself, as from_arrays((x, y))."
         )
     if class_weight is not None:
         raise TrainingError(
-            "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
-            " from_arrays((x, y, sample_weight)), or return them from parse."
+            f"class_weight must be left out, got {class_weight!r} beside a ShardedDataset: give it"
+            " sample weights, as from_arrays((x, y, sample_weight)), or return them from parse."
         )
     if batch_size not in (None, data.global_batch_size):
         size = data.global_batch_size

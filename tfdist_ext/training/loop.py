@@ -166,8 +166,8 @@ class Epochs:
         requested = requested or None  # as Keras: 0 is all there is
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
-                "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
-                " and predict: steps)."
+                "steps_per_epoch (in evaluate and predict: steps) must be given for infinite data,"
+                " got None: such data has no end of an epoch."
             )
         if batches.steps == 0:
             raise TrainingError(_EMPTY)

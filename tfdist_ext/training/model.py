@@ -85,8 +85,9 @@ class DistributedModel(SavingMixin):
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
-                f"variables of the model {model.name!r} were created outside of the strategy:"
-                " make it with tfdist_ext.distribute(model, strategy), which makes a copy inside."
+                "variables of the model must be created inside the strategy's scope, got"
+                f" {model.name!r} with others: make it with tfdist_ext.distribute(model, strategy),"
+                " which makes a copy inside."
             )
         make_readable(model)
         self._model = model
@@ -324,8 +325,8 @@ class DistributedModel(SavingMixin):
         check_counts(batch_size=batch_size, steps=steps)
         if isinstance(x, FunctionDataset) and self._reduction.multi_worker:
             raise TrainingError(
-                "predict() gives rows in an order, and from_dataset_fn has none over several"
-                " workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
+                "the data of predict() must have an order, got from_dataset_fn, which has none over"
+                " several workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
                 " tf.data.Dataset."
             )
         self._check_same_call("predict", x=x, batch_size=batch_size, steps=steps)
@@ -489,8 +490,9 @@ class DistributedModel(SavingMixin):
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
             raise TrainingError(
-                f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
-                " given to distribute(), or on the model before it is distributed."
+                f"the model must be compiled for {method}(), got one that is not: call"
+                " compile(optimizer, loss) in the function given to distribute(), or on the model"
+                " before it is distributed."
             )
 
 

@@ -275,11 +275,11 @@ class LocalVariables:
         """
         if variable.trainable and self._is_shared(variable):
             raise TrainingError(
-                f"the step assigns to the trainable variable {variable.path!r} inside a"
-                " tf.function, a cond or a loop of its own, where"
-                f" {type(self._strategy).__name__}, whose replicas share one copy of it, cannot."
-                " Assign to it directly in the body of train_step or call (tf.where chooses a"
-                " value without a cond), or create it with trainable=False."
+                f"the trainable variable {variable.path!r} must be assigned directly in the body of"
+                " train_step or call, got an assignment inside a tf.function, a cond or a loop of"
+                f" the step's own: the replicas of {type(self._strategy).__name__} share one copy"
+                " of it. Move it (tf.where chooses a value without a cond), or create the variable"
+                " with trainable=False."
             )
         copy = self.of(variable)
         copy.assign(tf.cast(value, copy.dtype))
@@ -452,8 +452,8 @@ def check_built(model: keras.Model) -> None:
     for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             raise TrainingError(
-                f"the optimizer {type(model).__name__}.{name} has no variables yet, and a step"
-                " cannot make them: call its build(variables it trains) in the function given to"
+                f"the optimizer {type(model).__name__}.{name} must be built before a step, got one"
+                " without variables: call its build(variables it trains) in the function given to"
                 " distribute(), after the model is built."
             )
 

@@ -65,7 +65,7 @@ class StrategyConformance(
         for name in cls.known_faults:
             if name not in checks:
                 raise StrategyError(
-                    f"{cls.__name__}.known_faults names {name!r}, which is no check; there are"
+                    f"{cls.__name__}.known_faults must name checks, got {name!r}; there are"
                     f" {', '.join(checks)}."
                 )
         for name in checks:

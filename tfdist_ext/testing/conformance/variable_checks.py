@@ -244,7 +244,8 @@ class VariableChecks(StrategyCase):
         except ValueError:
             return
         raise AssertionError(
-            "colocate_vars_with a tensor that is no variable: must raise ValueError, did not."
+            "colocate_vars_with a tensor that is not a variable must raise ValueError, got no"
+            " error."
         )
 
     def _devices(self, variable: Any) -> set[str]:

@@ -86,8 +86,9 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._program is None:
             raise TrainingError(
-                "WorkerTensorBoard goes into the fit of tfdist_ext.distribute(model, strategy): it"
-                " notes times inside the steps, which Keras's own fit has no place for."
+                "WorkerTensorBoard must be in the fit of tfdist_ext.distribute(model, strategy),"
+                " got Keras's own fit: it records times inside the steps, which Keras's own fit has"
+                " no place for."
             )
         if self._writer is None:
             folder = self._workers[self._reduction.worker].replace(":", "-")

@@ -59,7 +59,7 @@ _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
 
 
-_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit goes on from the one before."
+_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit resumes from the one before."
 
 
 _DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
@@ -98,7 +98,7 @@ def write_checkpoint(
         OSError: the file cannot be written.
     """
     if path.is_dir():
-        raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
+        raise TrainingError(f"a checkpoint must be a file, got the folder {path}: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
     with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
@@ -158,15 +158,15 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def __init__(self, path: Path):
         self._path = path
         if path.is_dir():
-            raise TrainingError(f"a checkpoint is one file, and {path} is a folder.{_in(path)}")
+            raise TrainingError(f"a checkpoint must be a file, got the folder {path}.{_in(path)}")
         if not path.exists():
             raise TrainingError(f"there is no checkpoint {path}.{_in(path.parent)}")
         try:
             self._file = _open(path, "r")
         except OSError as error:
             raise TrainingError(
-                f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
-                f" save_checkpoint() has written; a copy must be complete. {_REMOVE}"
+                f"{path} must be a complete checkpoint that save_checkpoint() has written, got a"
+                f" file that cannot be opened ({error}): copy it again. {_REMOVE}"
             ) from error
         try:
             self._version = self._checked_version()
@@ -226,8 +226,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 crc = _crc_of(self._stored_rows(saved, start, stop), crc)
             if saved.crc not in (None, crc):
                 raise TrainingError(
-                    f"the values of {saved.path!r} in {self._path} are others than were written."
-                    f" {_DAMAGED}"
+                    f"the values of {saved.path!r} in {self._path} must have the checksum that was"
+                    f" written with them, got another one. {_DAMAGED}"
                 )
 
     def _checked_version(self) -> int:
@@ -235,14 +235,14 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             written_by = _text(self._file.attrs.get("format"))
         if written_by != _FORMAT:
             raise TrainingError(
-                f"{self._path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights"
-                " that Keras saved are loaded with keras_model.load_weights()."
+                f"{self._path} must be a checkpoint of save_checkpoint(), got another HDF5 file."
+                " Weights that Keras saved are loaded with keras_model.load_weights()."
             )
         version = self.number("version")
         if version > _VERSION:
             raise TrainingError(
-                f"{self._path} is a checkpoint of version {version}; this package reads up to"
-                f" version {_VERSION}. Install a newer one."
+                f"{self._path} must be a checkpoint of version {_VERSION} or earlier, got version"
+                f" {version}: install a newer version of this package."
             )
         return version
 

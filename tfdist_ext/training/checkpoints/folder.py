@@ -615,9 +615,9 @@ class Owner:
             return
         if newest.id or newest.generation > self.generation:
             raise FolderTakenError(
-                f"checkpoint_dir must have one writer, and a newer job has taken over {folder}:"
-                f" {newest}. This job stops before it writes there again, and the checkpoints of"
-                " the newer one stay. Give each training a checkpoint_dir of its own."
+                f"checkpoint_dir must have one writer, got a newer job in {folder}: {newest}. This"
+                " job stops before it writes there again, and the checkpoints of the newer one"
+                " stay. Give each training a checkpoint_dir of its own."
             )
 
     def update(self, folder: Path, *, training: str | None = None, ended: bool = False) -> Owner:

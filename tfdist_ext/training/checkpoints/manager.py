@@ -78,8 +78,8 @@ class CheckpointManager:
         given = keras.tree.flatten(callbacks or [])
         if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given):
             raise TrainingError(
-                "both checkpoint_dir and the callback BackupAndRestore would restore the model:"
-                " give one of them."
+                "one of checkpoint_dir and the callback BackupAndRestore must restore the model,"
+                " got both: give one of them."
             )
         opened = functools.partial(self._files.open, epochs)
         run_on_chief(reduction, opened, f"open {self._files.path}")

@@ -190,8 +190,8 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     if list(values) != list(targets):
         differs = sorted({*values} ^ {*targets})
         raise TrainingError(
-            f"the copy of {model.name!r} to export has other variables than the model itself:"
-            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
+            f"the copy of {model.name!r} to export must have the model's own variables, got other"
+            f" ones: {', '.join(differs[:6])}. Give its class a complete get_config()."
         )
     for name, target in targets.items():
         assign_whole(target, whole_value(values[name]))
@@ -263,6 +263,6 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
 def _check_has_variables(model: keras.Model, call: str) -> None:
     if not model.built:
         raise TrainingError(
-            f"{call}() needs the model's variables, and {model.name!r} has none yet: begin it with"
-            " keras.Input(shape), or call build(), fit() or predict() first."
+            f"the model must have variables before {call}(), got {model.name!r} without: begin it"
+            " with keras.Input(shape), or call build(), fit() or predict() first."
         )

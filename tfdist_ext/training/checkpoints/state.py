@@ -69,9 +69,9 @@ def matching(
             continue  # the model that was saved was not compiled: there is nothing to restore
         if saved_kind != kind:
             raise TrainingError(
-                f"{path} is of another optimizer: it has the state of {saved_kind}, and the model"
-                f" is compiled with {kind}. Compile with {saved_kind}; or take over the weights"
-                " alone: restore before compile()."
+                f"{path} must have the state of {kind}, the optimizer of the model, got that of"
+                f" {saved_kind}: compile with {saved_kind}; or restore the weights alone, before"
+                " compile()."
             )
         pairs += _pairs(
             file.variables(name),

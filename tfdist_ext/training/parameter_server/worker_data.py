@@ -189,7 +189,8 @@ def datasets_of_function(
         if given.get(name) is not None:
             raise TrainingError(
                 f"{name} must be left out where the data is a function of the input context, got"
-                f" {type(given[name]).__name__}: yield all that belongs to a batch from its dataset."
+                f" {type(given[name]).__name__}: yield all that belongs to a batch from its"
+                " dataset."
             )
 
     _check_takes_context(function)
@@ -198,8 +199,8 @@ def datasets_of_function(
         dataset = function(tf.distribute.InputContext(workers, worker, 1))
         if not isinstance(dataset, tf.data.Dataset):
             raise TrainingError(
-                "the function given as data must return a tf.data.Dataset of batches; it"
-                f" returned {dataset!r}."
+                "the function given as data must return a tf.data.Dataset of batches, got"
+                f" {dataset!r}."
             )
         return dataset
 
@@ -224,10 +225,10 @@ def _check_takes_context(function: Callable[..., object]) -> None:
         signature.bind(None)
     except TypeError as error:
         raise TrainingError(
-            "a function given as data is called with one tf.distribute.InputContext for each"
-            f" worker; this one takes {signature}. Write"
-            " `def data(context): ... dataset.shard(context.num_input_pipelines,"
-            " context.input_pipeline_id)`, or pass the tf.data.Dataset itself."
+            f"a function given as data must take one tf.distribute.InputContext, got {signature}:"
+            " it is called with one for each worker. Write `def data(context): ..."
+            " dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`, or pass the"
+            " tf.data.Dataset itself."
         ) from error
 
 

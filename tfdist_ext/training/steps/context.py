@@ -417,10 +417,10 @@ class StepContext:
         """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""
         if current_graph() is not self._graph:
             raise TrainingError(
-                "a value is summed over replicas inside a tf.function, a cond or a loop of the"
-                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss, a"
-                " synchronized BatchNormalization or tfd.all_rows. Call it directly in the body of"
-                " train_step or call; the step is compiled as a whole already."
+                "a sum over replicas must be directly in the body of train_step or call, got one"
+                " inside a tf.function, a cond or a loop of the step's own: an optimizer's apply, a"
+                " masked loss, a synchronized BatchNormalization or tfd.all_rows. The step is"
+                " compiled as a whole already."
             )
 
     def _times_share(self, value: Gradient) -> Gradient:
@@ -449,7 +449,7 @@ def _dense(value: Any) -> tf.Tensor:
             return value
         what = f"a tensor of shape {value.shape} and {value.dtype.name}"
     raise TrainingError(
-        "tfd.all_rows takes dense tensors of numbers or booleans, whose axis 0 is the batch; got"
+        "tfd.all_rows must get dense tensors of numbers or booleans, whose axis 0 is the batch, got"
         f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
     )
 

@@ -455,10 +455,10 @@ def _of_sums(here: StepContext, targets: list[tf.Tensor], output_gradients: Stru
     for target in targets:
         if here.may_have_rows(target):
             raise TrainingError(
-                f"the gradient of a loss of shape {target.shape} is asked for, which may or may"
-                " not be several numbers for each row of this replica's part of the batch. Sum it"
-                " up first, which leaves the gradient as it is on one device: to one number for"
-                " each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
+                "a loss whose gradient is taken must be one number, or one for each row, got shape"
+                f" {target.shape}, which may have several for each row of this replica's part of"
+                " the batch. Sum it up first, which leaves the gradient as it is on one device: to"
+                " one number for each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
                 " tf.reduce_sum(loss) if not."
             )
     if not any(map(here.has_rows, targets)):

@@ -52,8 +52,8 @@ def own_outputs(model: keras.Model, outputs: Structure) -> dict[str, tf.Tensor]:
     """
     if not isinstance(outputs, dict):
         raise TrainingError(
-            f"{type(model).__name__}'s own step must return a dict of names and values; it"
-            f" returned {outputs!r}."
+            f"{type(model).__name__}'s own step must return a dict of names and values, got"
+            f" {outputs!r}."
         )
     return {name: tf.convert_to_tensor(value) for name, value in flat(outputs).items()}
 

@@ -239,9 +239,9 @@ class ReplicaScope(keras.StatelessScope):
     def _check_metric(self, variable: keras.Variable) -> None:
         if self._in_inner_graph():
             raise TrainingError(
-                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
-                " a loop of train_step's own. Update metrics directly in the body of train_step;"
-                " the step is compiled as a whole already."
+                f"the metric variable {variable.path!r} must be updated directly in the body of"
+                " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
+                " own. The step is compiled as a whole already."
             )
 
 
@@ -278,10 +278,10 @@ def _check_is_no_metric(variable: keras.Variable) -> None:
     here = current_step()
     if here and here.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
-            f"the step updates the metric variable {variable.path!r}, and the model does not know"
-            " its metric, so its values on several replicas cannot be combined. Make the metric an"
-            " attribute of the model or of one of its layers (self.tracker = ...), or return it"
-            " from the model's metrics property."
+            "a metric that the step updates must belong to the model, got the variable"
+            f" {variable.path!r} of another one: its values on several replicas cannot be combined."
+            " Make the metric an attribute of the model or of one of its layers (self.tracker ="
+            " ...), or return it from the model's metrics property."
         )
 
 
@@ -363,9 +363,9 @@ def _result_over_all(
         else:
             if current_graph() is not None:
                 raise TrainingError(
-                    f"result() of the metric {metric.name!r} is called inside a tf.function of an"
-                    " eager step, where replicas cannot combine their states. Call it directly in"
-                    " the step, or compile the model without run_eagerly=True."
+                    f"result() of the metric {metric.name!r} must be called directly in an eager"
+                    " step, got a call inside a tf.function, where replicas cannot combine their"
+                    " states. Move the call, or compile the model without run_eagerly=True."
                 )
             with running_step(None), ReplicaScope(_over_all(here, scope, metric.variables)):
                 value = original(*args, **kwargs)
