@@ -288,7 +288,7 @@ def test_with_a_lost_index_the_numbers_are_those_of_one_training(tmp_path: Path)
         folder = shutil.copytree(tmp_path / "3", tmp_path / name)
         damage(folder / "checkpoints.json")
         newest = (folder / "epoch-00003.h5").read_bytes()
-        said = r"checkpoints\.json is .*made again from epoch-00001\.h5"
+        said = r"checkpoints\.json is .*rebuilt from epoch-00001\.h5"
         with pytest.warns(UserWarning, match=said):
             history = resumed.fit(X, Y, checkpoint_dir=folder, **arguments)
         assert history.epoch == ([2, 3] if "damaged" in name else [3])

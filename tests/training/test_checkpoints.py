@@ -424,7 +424,7 @@ def saved(tmp_path: Path) -> Path:
         (dense(4, 1, optimizer="adam"), ["state of Adam, the optimizer.*got that of SGD"]),
         (
             dense(4, 1, optimizer=momentum),
-            ["another optimizer than this SGD", "lacks .*momentum"],
+            ["must have the state of this SGD", "lacks .*momentum"],
         ),
     ],
     ids=["fewer", "more", "other shapes", "other optimizer", "other slots"],

@@ -185,7 +185,7 @@ class RecordFiles:
         """What `parse` returns for many records, a row for each: no one could tell otherwise."""
 
         def checked(output: tf.Tensor) -> tf.Tensor:
-            message = "parse with batched=True returned more or fewer rows than there are records"
+            message = "parse with batched=True must return a row for each record, got more or fewer"
             rows = tf.debugging.assert_equal(tf.shape(output)[0], tf.size(payloads), message)
             with tf.control_dependencies([rows]):
                 return tf.identity(output)

@@ -210,7 +210,7 @@ def report(plan: Plan) -> str:
         count = sum(found.again.examples)
         lines.append(
             f"killed: {plan.kill:,} of {plan.workers:,} workers after step {plan.killed_at:,}; the"
-            f" last checkpoint is of step {plan.saved_at:,}; {plan.going_on:,} workers go on"
+            f" last checkpoint is of step {plan.saved_at:,}; {plan.going_on:,} workers continue"
         )
         lines.append(
             f"read again: {plan.killed_at - plan.saved_at:,} steps, {count:,} examples,"

@@ -125,7 +125,7 @@ def log_report(errors: Mapping[str, OSError]) -> str:
     """Whose log files lack the end of what the task wrote, and why; no text where all are whole."""
     return _text(
         [
-            f"the log file of {name} is incomplete: {error}; the run goes on, free some space or"
+            f"the log file of {name} is incomplete: {error}; the run continues: free some space or"
             " give another folder with --log-dir"
             for name, error in errors.items()
         ]

@@ -185,7 +185,7 @@ def _advice(folder: str) -> str:
     files = sorted(Path(folder).glob("*.h5"), key=lambda file: file.stat().st_mtime)
     if not files:
         return f"There is no checkpoint in {folder} yet."
-    return f"The last checkpoint is {files[-1]}: start the job again to go on from it."
+    return f"The last checkpoint is {files[-1]}: start the job again to resume from it."
 
 
 def exit_within(seconds: float) -> None:

@@ -157,8 +157,8 @@ def _last_word(described: Described, wait: float | None) -> str:
     me, driver = str(described.task), driver_of(described)
     if driver is None:
         say(
-            f"{me}: serving at {described.address}. {described.source} names no chief: a"
-            " coordinator that ends by itself is heard, one that is killed is not noticed."
+            f"{me}: serving at {described.address}. {described.source} names no chief: this server"
+            " detects that a coordinator ends by itself, but not that it is killed."
         )
         while (word := _heard()) not in (_DONE, _FAILED):
             time.sleep(_LOOK_EVERY)
@@ -182,7 +182,7 @@ def _last_word(described: Described, wait: float | None) -> str:
                 " seconds."
             )
     if word not in (_DONE, _FAILED):
-        say(f"{me}: the coordinator, {coordinator}, is gone without a last word: a crash")
+        say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
         return word
     # It has a few things left to do; none of them should find its servers gone.
     deadline = time.monotonic() + _LEAVE

@@ -133,7 +133,7 @@ class Loop:
             return logs, done
 
 
-_EMPTY = "the data holds no batch at all: nothing can be done with it."
+_EMPTY = "the data must hold a batch, got none."
 
 
 def steps_of_epoch(position: int, in_pass: int, requested: int | None) -> tuple[int, int]:
@@ -300,8 +300,8 @@ class Epochs:
 
     def _warn_of_end(self, steps: int) -> None:
         warnings.warn(
-            f"the data ended after {steps} of the {self._requested} steps asked for in this epoch."
-            " Ask for fewer steps, or repeat the data with .repeat().",
+            f"the data ended after {steps} of the {self._requested} steps requested in this epoch."
+            " Request fewer steps, or repeat the data with .repeat().",
             stacklevel=7,
         )
 

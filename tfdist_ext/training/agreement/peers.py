@@ -191,7 +191,7 @@ class Peers(TaskStatus):
             if end["kind"] == "left" and (others := self._all_have_left()):
                 # Not they are odd, but this one.
                 task = self._me
-                text = f"{self._me} alone goes on: the scripts of {others} have ended"
+                text = f"{self._me} continues alone: the scripts of {others} have ended"
             if end["kind"] != "differs":
                 text += f"; {self._me} is in {here}, which needs every worker."
             if end["kind"] == "left":

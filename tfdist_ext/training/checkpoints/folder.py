@@ -102,7 +102,7 @@ class CheckpointFolder:
             if training != self._owner.training:
                 self._owner = self._owner.update(self.path, training=training)
         if faults:
-            goes_on = "goes on from what is there; to start it anew, give another folder"
+            goes_on = "resumes from what is there; to start it anew, give another folder"
             if not self._listed:
                 goes_on = "starts anew: there are no checkpoints"
             warnings.warn(
@@ -354,7 +354,7 @@ class Index:
         found, damaged = _look_into_files(folder, verify=True)
         index, others = _made_from(found, damaged, folder, [training, index.training])
         files = ", ".join(index.files)
-        return index, [f"{INDEX} {fault}", f"made again from {files}", *others]
+        return index, [f"{INDEX} {fault}", f"rebuilt from {files}", *others]
 
     @classmethod
     def stored(cls, folder: Path) -> tuple[Index, str | None]:

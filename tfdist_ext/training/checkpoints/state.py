@@ -62,7 +62,11 @@ def matching(
         TrainingError: another model, or another optimizer.
     """
     state = state_of(model)
-    pairs = _pairs(file.variables(MODEL), state[MODEL], f"{path} is of another model than this one")
+    pairs = _pairs(
+        file.variables(MODEL),
+        state[MODEL],
+        f"{path} must be a checkpoint of this model, got one of another model",
+    )
     for name, kind in kinds_of(model).items():
         saved_kind = file.kind(name)
         if saved_kind is None:
@@ -76,7 +80,8 @@ def matching(
         pairs += _pairs(
             file.variables(name),
             state[name],
-            f"{path} is of another optimizer than this {kind}: other slots, or set up differently",
+            f"{path} must have the state of this {kind}, got that of one with other slots, or set"
+            " up differently",
         )
     metrics = file.variables(METRICS)
     for name, variable in state[METRICS].items():

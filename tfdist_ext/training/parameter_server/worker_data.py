@@ -425,8 +425,8 @@ class WorkerLoop:
         self, data: WorkerIterators, worker: int, rest: ConcreteFunction, *span: np.number
     ) -> dict[str, np.ndarray]:
         warnings.warn(
-            f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
-            " are done with their data: one of them goes on with the rest of its data.",
+            f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers have"
+            " read all of their data: one of them reads the rest of its data.",
             stacklevel=2,
         )
         with self.calls.joined() as call:
