@@ -174,7 +174,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
             for task in plan.tasks:
                 print(shell_line(task))
             return 0
-        # Logs are always written, and thrown away where nobody will want to read them.
+        # Logs are always written, and deleted where no one will read them.
         log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
         status = 0
         try:

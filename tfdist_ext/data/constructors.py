@@ -1,4 +1,4 @@
-"""How data is made: from arrays, record files, one's own source, or a function of the shard."""
+"""How data is made: from arrays, record files, a custom source, or a function of the shard."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def from_tfrecords(
         parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
         global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the files.
-        on_error: "skip" goes on without damaged records, which are counted and named in warnings.
+        on_error: "skip" skips damaged records, which are counted and named in warnings.
         batched: `parse` takes many records at a time, a string tensor of shape [n], and returns
             tensors of shape [n, ...], as `tf.io.parse_example` does: about twice as fast where
             records are small. n is any number, those of a part of a batch.
@@ -120,8 +120,8 @@ def from_dataset_fn(
             examples then. Each shard takes its part of this number.
         service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
             or True for that of `tfdist run --data-workers N`. The function is called for all of the
-            data, and each batch goes to one of the tasks, whoever asks first (`through_service`
-            says what is guaranteed). There is no order, so a training can go on from the end of an
+            data, and each batch goes to the first task that asks (`through_service`
+            says what is guaranteed). There is no order, so a training can resume from the end of an
             epoch only; under parameter servers the coordinator reads.
         job_name: as in `through_service`.
 

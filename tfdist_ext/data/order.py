@@ -141,7 +141,7 @@ class Order:
             int64 of shape [examples of the part], each in [0, n).
 
         Raises:
-            DataError: a step that the epoch does not have, a shard that is none.
+            DataError: a step that the epoch does not have, or an invalid shard.
         """
         if not isinstance(shard, Shard):
             raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")

@@ -71,7 +71,7 @@ def data_errors_as_raised() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        # What TensorFlow makes of it begins with its own words, and goes on with the traceback.
+        # What TensorFlow makes of it begins with its own words, and continues with the traceback.
         found = re.search(r"\bDataError: (.*?)\n+Traceback", error.message, re.DOTALL)
         if found is None:
             raise

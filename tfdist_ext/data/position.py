@@ -30,7 +30,7 @@ _BLOCKS = 256  # of each array at most: with 4 KiB each, 1 MiB of it is read
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of examples; it says nothing about workers, so any number can go on.
+    """A place in the order of examples; it says nothing about workers, so any number can resume.
 
     Attributes:
         seed: that of the order; None where it is the order of the data.

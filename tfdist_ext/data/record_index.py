@@ -101,7 +101,7 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
     stamp = stamp_of(path)
     if stamp.size == 0:  # as writers leave it that had no records, or that died at once
         warnings.warn(f"{path} is empty: it has 0 bytes, and no records.", stacklevel=2)
-    # Where the file system knows no times, nobody can tell whether a kept index is of this file.
+    # Where the file system knows no times, a kept index may be of another file.
     places = places_of(path) if stamp.modified_ns else ()
     for place in places:
         offsets = load(place, stamp)

@@ -18,7 +18,7 @@ __all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
 
 
 class ShardedDataset(abc.ABC):
-    """Data for `fit`, `evaluate`, `predict` and loops of one's own, on any cluster.
+    """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
 
     It goes into `fit` as it is; each task then reads its own part. What it is made by says what the
     parts are: `from_arrays`, `from_tfrecords` and `from_source` have one order of examples for any
@@ -96,7 +96,7 @@ class ShardedDataset(abc.ABC):
             remainder: of a global batch that does not divide by the shards.
 
         Raises:
-            DataError: a shard or an epoch that is none.
+            DataError: an invalid shard or epoch.
         """
 
     @abc.abstractmethod
@@ -126,7 +126,7 @@ class ShardedDataset(abc.ABC):
         remainder: Remainder = Remainder.KEEP,
         progress: bool = True,
     ) -> Batches:
-        """The rest of the position's epoch for a loop of one's own, which moves the position on.
+        """The rest of the position's epoch for a custom loop, which moves the position on.
 
         `for batch in data` is the same with its defaults. To look at a batch and stay where it is,
         take `next(iter(data.dataset()))`.
@@ -172,7 +172,7 @@ class Batches:
     """The rest of an epoch, batch by batch.
 
     A batch counts as done when it is handed out: a state that is saved in the body of the loop,
-    after the step, goes on behind it.
+    after the step, resumes after it.
     """
 
     data: ShardedDataset

@@ -34,7 +34,7 @@ class Plan:
             start.
         example_bytes: of an example's payload in its file.
         kill: workers that die, all at once; 0: nothing happens.
-        resume_workers: that go on; 0 is those that are left.
+        resume_workers: that resume; 0: those that are left.
         kill_step: after how many steps; -1 is in the middle of the epoch.
         checkpoint_steps: between two checkpoints.
 
@@ -126,7 +126,7 @@ class Outcome:
         whole: an epoch in which nothing happens.
         before: up to the last checkpoint before workers died; None where none did.
         again: from there to the moment they died: read once more after the restart.
-        after: from there to the end, by those that go on.
+        after: from there to the end, by those that resume.
         by_files: bytes of each worker, were whole files shared out instead of examples; None with
             fewer files than workers.
         lost, doubled: positions of the epoch, those of `before` and `after` or of `whole`.

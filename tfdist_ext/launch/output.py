@@ -77,7 +77,7 @@ class _Channel:
 
     def __init__(self, name: str, fd: int, prefix: str, log: BinaryIO | None) -> None:
         self.name = name
-        self.fd = os.dup(fd)  # its own: nobody else closes it while the thread reads
+        self.fd = os.dup(fd)  # its own: no one else closes it while the thread reads
         self.prefix = prefix
         self.log = log
         self.log_error: OSError | None = None  # why the log lacks what came after

@@ -122,7 +122,7 @@ def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> s
 
 
 def log_report(errors: Mapping[str, OSError]) -> str:
-    """Whose log files lack the end of what the task wrote, and why; no text where all are whole."""
+    """The tasks whose log files are incomplete, and why; no text where all are complete."""
     return _text(
         [
             f"the log file of {name} is incomplete: {error}; the run continues: free some space or"

@@ -1,6 +1,6 @@
 """Who gets which task: policies, each a pure function of the variables and the tasks.
 
-A policy of one's own is a function, here one that keeps all variables of a layer together:
+A custom policy is a function, here one that keeps all variables of a layer together:
 
     def by_layer(specs, tasks):
         return [[zlib.crc32(spec.path.split("/")[0].encode()) % tasks.count] for spec in specs]

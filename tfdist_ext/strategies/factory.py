@@ -92,7 +92,7 @@ def create_strategy(
         found = ClusterConfig.from_env(os.environ) if of_cluster and cluster is None else None
         evaluator = _evaluator(cluster if found is None else found) if of_cluster else None
         if evaluator is not None:
-            wanted = "auto"  # among its own devices: the training goes on without it
+            wanted = "auto"  # among its own devices: the training runs without it
         if wanted == "auto":
             choice = _automatic(found if cluster is None else cluster, tpu, settings.values)
             entry = lookup(choice.name)
@@ -113,7 +113,7 @@ def create_strategy(
         settings = merge([*layers, (_ENVIRONMENT, signals)])
         given = {key: v for key, v in settings.values.items() if key not in ("name", "alone")}
         if not entry.takes("wait"):
-            given.pop("wait", None)  # it waits for nobody
+            given.pop("wait", None)  # it waits for no task
         if wanted == "auto" and entry.name == "default":
             given.pop("logical_cpus", None)  # they are made: the choice counted them
         if evaluator is not None:

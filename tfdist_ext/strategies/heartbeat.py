@@ -140,7 +140,7 @@ class Watcher:
             process = subprocess.Popen(
                 command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
-        except (OSError, TypeError):  # no Python to start: then nobody watches
+        except (OSError, TypeError):  # no Python to start: then there is no watchdog
             return
         self._pipe = process.stdin
         # Not at the end of this process, which may hang there.

@@ -27,8 +27,8 @@ class Reduced:
             average that a layer wrote (then `variable` is what it wrote to);
             "assignment": a value that replicas assign to `variable`, to be aggregated;
             "other": what your own code reduces (`all_reduce`, `reduce`, `tfd.all_rows`).
-        variable: the strategy's variable, as `update_variable` gets it; None where there is none.
-        path: Keras's path of the variable, or its name; "" where there is none.
+        variable: the strategy's variable, as `update_variable` gets it; or None.
+        path: Keras's path of the variable, or its name; "" without a variable.
     """
 
     kind: Kind

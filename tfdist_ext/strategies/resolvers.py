@@ -16,7 +16,7 @@ from tfdist_ext.strategies.timeouts import call_with_timeout
 
 __all__ = ["Cluster", "Described", "describe", "describe_if_known", "resolver_of"]
 
-# What describes a cluster; None: there is none.
+# What describes a cluster; None: no cluster.
 Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
 
 LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud

@@ -2,10 +2,10 @@
 
 TensorFlow's servers never end by themselves. These watch for two signs:
 
-- The coordinator's word: "here" when it has connected, "done" or "failed" when its process ends.
+- The coordinator's message: "here" when it has connected, "done" or "failed" when its process ends.
   It runs an operation on each server, which makes a file of that name in that server's memory
-  ("ram://", TensorFlow's own). It takes the way of the training, so it arrives where that works.
-- The coordinator's address. No answer there any more, and no last word, is a crash. A connection
+  ("ram://", TensorFlow's own). It takes the way of the training, so it works where that works.
+- The coordinator's address. No answer there any more, and no last message, is a crash. A connection
   that is accepted, and not greeted for a minute, is a process that is frozen.
 
 The coordinator looks at its servers in the same way, and ends the job when one of them is frozen.
@@ -85,7 +85,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
 
 
 def ends_as_failure() -> None:
-    """This process will end with a status that Python lets nobody see before: sys.exit(1)."""
+    """This process will end with a status that Python does not show before: sys.exit(1)."""
     _failed.set()
 
 

@@ -14,7 +14,7 @@ __all__ = ["check_spans_cluster"]
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy, name: str) -> None:
-    """To be called where nobody asked for a training of each task by itself.
+    """To be called unless each task is to train by itself.
 
     Args:
         name: of the strategy, for the message.

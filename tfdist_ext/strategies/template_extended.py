@@ -244,7 +244,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
-    """What is reduced where nobody has told."""
+    """What is reduced, where it was not given."""
     if tp.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):

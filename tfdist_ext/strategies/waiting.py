@@ -158,7 +158,7 @@ def say(line: str) -> None:
 
 
 def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
-    """The first 5 tasks, as 'worker:1 (host:port)', at whose address nobody listens.
+    """The first 5 tasks, as 'worker:1 (host:port)', at whose address no process listens.
 
     Its connections are closed at once.
     """

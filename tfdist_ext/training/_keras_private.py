@@ -114,7 +114,7 @@ class Replaced(NamedTuple):
     """A function, or a property, that does something else while a step runs.
 
     Attributes:
-        key: what a step knows it by; several functions may do the same job.
+        key: its key in a step; several functions may do the same job.
         path: its module, and its name there, as "keras:losses.Loss.__call__".
         why: what it does in a step, and why there is no other way in.
     """

@@ -84,7 +84,7 @@ def read(
             arrays, of the batches where it is a finite `PyDataset`. "batch" is, for arrays, a new
             order of the examples within each batch, as Keras has it.
         seed: where that order starts, of data to train on; asked only when it is needed. Without
-            it nothing is shuffled, an OrderedDataset neither, and its position plays no part.
+            it nothing is shuffled, an OrderedDataset neither, and its position is not used.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.

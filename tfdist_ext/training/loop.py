@@ -139,7 +139,7 @@ _EMPTY = "the data must hold a batch, got none."
 def steps_of_epoch(position: int, in_pass: int, requested: int | None) -> tuple[int, int]:
     """(steps of the next epoch, position in the pass after it).
 
-    An epoch of `requested` steps goes on where the last one ended; the epoch in which a pass ends
+    An epoch of `requested` steps continues where the last one ended; the epoch in which a pass ends
     is short, and the one after it starts a new pass.
     """
     left = in_pass - position
@@ -324,7 +324,7 @@ class DatasetPasses:
     Args:
         dataset: one pass of global batches, or an infinite dataset.
         in_steps: epochs have a number of steps, and may end in the middle of a pass.
-        inspect: called with the first batch of all (None where there is none) before it is used.
+        inspect: called with the first batch of all (None if there is no batch) before it is used.
             It is the batch that the first step gets: nothing else is read for this.
     """
 
@@ -351,7 +351,7 @@ class DatasetPasses:
         """The global batches of the next epoch: each iteration is over those of one more.
 
         What reads ahead in it stops at its end: reading ahead into another repetition of the
-        data would make iterators at a moment that nobody knows.
+        data would make iterators at unknown times.
 
         Args:
             steps: batches in the epoch; None: all that are left.

@@ -148,7 +148,7 @@ class DistributedModel(SavingMixin):
 
         Args:
             checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
-                new job with the same folder goes on where the last one ended, with the epoch, the
+                new job with the same folder resumes where the last one ended, with the epoch, the
                 weights, the optimizer and the order of examples of a training without a break.
             checkpoint_every: global batches after which there is one in the middle of an epoch,
                 too; `x` is a `tfd.data.ShardedDataset` then.
@@ -518,8 +518,8 @@ def distribute(
             the strategy has replicas on this machine only.
 
     Raises:
-        TrainingError: not a model, one that cannot be copied from its config, or a strategy
-            that is none.
+        TrainingError: not a model, one that cannot be copied from its config, or not a
+            strategy.
         StrategyError: a strategy of one machine in a cluster of several tasks.
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
@@ -544,7 +544,7 @@ def distribute(
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise TrainingError for one that is no whole number, or is too small; None is none given."""
+    """Raise TrainingError for a count that is not a whole number, or too small; None: not given."""
     for name, value in counts.items():
         least = 1 if name.endswith("batch_size") else 0  # 0 steps are all, as in Keras
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

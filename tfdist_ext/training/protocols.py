@@ -1,4 +1,4 @@
-"""What a training is made of, and what each side of it brings; and what stands in for nobody.
+"""The interfaces of a training: what each engine implements; and their null objects.
 
 `DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them
 in `synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
@@ -90,7 +90,7 @@ class StepProgram(Protocol):
     """The compiled steps of one model and one kind, "train" or "test"."""
 
     def reset(self, *, resume: bool = False) -> None:
-        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does.
@@ -125,8 +125,8 @@ class BatchSource(Protocol):
     Attributes:
         steps: global batches in a pass; None where only reading tells.
         batch_size: examples in a global batch; None where only reading tells.
-        is_infinite: it starts the next pass by itself, so that nobody has to ask, step by step,
-            whether the data has ended: under several workers each such question is a collective.
+        is_infinite: it starts the next pass by itself, so that no step has to ask whether
+            the data has ended: under several workers each such question is a collective.
         begin: the global batch of a pass that the first pass begins with.
         needs_row_count: how many rows a global batch has is known only when those of all parts are
             counted.
@@ -265,7 +265,7 @@ _Answer = TypeVar("_Answer")
 
 
 class NullStepTimer:
-    """In the place of a `StepTimer` where nobody wants to know: adds nothing to the graph."""
+    """The null object of `StepTimer`, where times are not asked for: adds nothing to the graph."""
 
     records = False
 

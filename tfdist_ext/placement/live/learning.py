@@ -154,7 +154,7 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _optimizer(given: Any) -> keras.optimizers.Optimizer:
-    """A new one of the same settings: the user goes on with the given one."""
+    """A new one of the same settings: the user keeps the given one."""
     try:
         if isinstance(given, keras.optimizers.Optimizer):
             return type(given).from_config(given.get_config())

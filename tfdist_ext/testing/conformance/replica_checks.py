@@ -192,7 +192,7 @@ class ReplicaChecks(StrategyCase):
         expect_equal("gather, axis 0", joined, [r for r in each for _ in range(int(r))])
 
     def test_local_results(self) -> None:
-        """A value for each replica; what is none of the strategy's stays one."""
+        """A value for each replica; a value of another origin stays one."""
         strategy = self.under_test()
         parts = strategy.experimental_local_results(strategy.run(replica_number))
         expect_equal("the type of local results", type(parts), tuple)

@@ -179,7 +179,7 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
 
     Raises:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
-            cannot be made again, or an optimizer that trains variables of something else.
+            cannot be cloned, or an optimizer that trains variables of something else.
     """
     if not source.compiled:
         return

@@ -77,7 +77,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._timer = program.timer
         self._reduction = program.reduction
         self._first_epoch = True
-        self._close()  # what a fit that broke off has left open
+        self._close()  # what an interrupted fit has left open
         self._workers = _workers(program.reduction)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -94,8 +94,8 @@ class WorkerTensorBoard(keras.callbacks.Callback):
             folder = self._workers[self._reduction.worker].replace(":", "-")
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
-            self._step = int(iterations)  # a training that goes on draws its curves further
-        self._timer.read()  # what is left of an epoch that was broken off
+            self._step = int(iterations)  # a resumed training continues its curves
+        self._timer.read()  # what is left of an interrupted epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         notes = self._timer.read()

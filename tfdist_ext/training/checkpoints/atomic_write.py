@@ -57,7 +57,7 @@ def checkpoint_folder(checkpoint_dir: str | os.PathLike[str] | None) -> Path | N
 
 
 def check_writable(folder: Path, argument: str) -> None:
-    """Make a folder where there is none, and a file in it that is removed again.
+    """Create a folder if missing, and a file in it that is removed again.
 
     Raises:
         TrainingError: this process cannot write there.

@@ -87,7 +87,7 @@ def write_checkpoint(
     """Write variables, a block of rows at a time.
 
     Args:
-        path: of the file; its folder is made where there is none.
+        path: the file; its folder is created if missing.
         groups: group -> name -> Keras variable.
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
@@ -309,7 +309,7 @@ def _stored_as_bits(dtype: np.dtype) -> bool:
 
 def _as_bytes(text: str) -> np.bytes_:
     # Of a fixed length. HDF5 keeps others in a heap without checksums, and where that is damaged it
-    # may read for ever.
+    # may read forever.
     return np.bytes_(text.encode())
 
 

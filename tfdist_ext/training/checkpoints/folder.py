@@ -8,12 +8,12 @@ nothing that it may still do destroys a newer job's files:
 
 - A new checkpoint takes no name that is in use, and two jobs never write into one file.
 - An index says of which job it is. One that an older job has put over that of a newer does not
-  agree with the files, and is made again from them.
+  agree with the files, and is rebuilt from them.
 - A job removes only files that it knows to be replaced: those of its own index.
 
 The index is a small JSON file, replaced at once: a reader on another machine sees the old or the
 new one. Each checkpoint also says for itself what it is. So an index that is lost, damaged or not
-that of the files is found out, and made again from them.
+that of the files is detected, and rebuilt from them.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a folder, for one who only reads; an empty one where there is none.
+        """The index of a folder, for a reader; an empty one if there is no index.
 
         Where the index is lost, damaged, or not of the newest job, it is what the files say.
 
@@ -337,8 +337,7 @@ class Index:
     def checked(cls, folder: Path) -> tuple[Index, list[str]]:
         """(the index of a folder, compared with its files; what was wrong with it, if anything).
 
-        Where the two do not agree, the index is made again from the files whose checksums are
-        right.
+        Where the two do not agree, the index is rebuilt from the files whose checksums are right.
 
         Raises:
             TrainingError: no checkpoint can be read, or they are of several trainings.
@@ -412,7 +411,7 @@ class Index:
 def finished_checkpoints(directory: str | Path) -> list[Path]:
     """The complete checkpoints of `fit(checkpoint_dir=directory)`, the oldest first.
 
-    Old ones are removed while the training goes on: the last few stay.
+    Old ones are removed while the training runs: the last few stay.
     """
     folder = local_path(directory)
     return [folder / name for name in Index.read(folder).checkpoints]
@@ -434,7 +433,7 @@ class _Found:
 
     @property
     def of_epoch(self) -> bool:
-        """Whether a training goes on from it."""
+        """Whether a training resumes from it."""
         return not self.epochs_when_done
 
     @property
@@ -522,7 +521,7 @@ def _made_from(
         groups = " and ".join(f"({', '.join(names)})" for names in trainings.values())
         raise TrainingError(
             f"{folder} must hold the checkpoints of one training, got those of {len(trainings)}:"
-            f" {groups}, and no usable {INDEX} that says which one goes on. Move all but one away."
+            f" {groups}, and no usable {INDEX} that says which one resumes. Move all but one away."
         )
     chosen = known[0] if known else next(iter(trainings), "")
     newest_first = sorted(trainings.get(chosen, []), key=lambda n: found[n].order, reverse=True)
@@ -708,7 +707,7 @@ def _machine() -> tuple[str, str]:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since the boot; empty where there is none such."""
+    """When a process started, in clock ticks since the boot; empty if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

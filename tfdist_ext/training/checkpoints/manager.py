@@ -99,7 +99,7 @@ class CheckpointManager:
         """The epoch to begin with, model and data brought to where they were before it.
 
         Args:
-            initial_epoch: the epoch where there is nothing to go on from.
+            initial_epoch: the epoch where there is nothing to resume from.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         if self._files is None:
@@ -189,7 +189,7 @@ class CheckpointManager:
         self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
-        """A sentence for a person: the last checkpoint, and the command that goes on from it."""
+        """A sentence for a person: the last checkpoint, and the command that resumes from it."""
         if self._files is None:
             return "There is no checkpoint: fit() was called without checkpoint_dir."
         folder = self._files.path

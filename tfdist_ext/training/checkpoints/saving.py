@@ -150,7 +150,7 @@ def export(
 
     Args:
         builder: makes the model once more, where it cannot be copied from its config.
-        spec: tf.TypeSpecs of the batch that the model was built for; None where nobody knows.
+        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
         arguments: those of `keras.Model.export`.
 
     Raises:
@@ -237,8 +237,8 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
     """Give the model the state that a checkpoint holds; every task must call.
 
     Raises:
-        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, is
-            damaged, or is one of another model or of another optimizer; nothing is changed then.
+        TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
+            damaged, or is of another model or optimizer; nothing is changed then.
             Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")

@@ -67,7 +67,7 @@ class Call:
 class Calls:
     """The workers of a cluster, as the coordinator calls them.
 
-    A call whose worker dies is made again on another one.
+    A call whose worker dies is retried on another one.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -95,7 +95,7 @@ class Calls:
         except tf.errors.UnavailableError as error:
             raise TrainingError(
                 "a parameter server does not answer, and its part of the model is lost:"
-                f" {' '.join(str(error).split())[:300]} Start the cluster again, and go on from a"
+                f" {' '.join(str(error).split())[:300]} Start the cluster again, and resume from a"
                 " checkpoint."
             ) from error
 

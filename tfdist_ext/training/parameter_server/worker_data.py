@@ -1,13 +1,13 @@
 """Data that each worker reads for itself, with records so that the loss of a worker costs nothing.
 
-A worker that dies takes along its place in the data, and the coordinator cannot tell whether a
-call whose answer it never saw was done. So each call ends by writing one row, on a parameter
+A worker that dies loses its position in the data, and the coordinator cannot tell whether a call
+without an answer was done. So each call ends by writing one row, on a parameter
 server, in one operation: how many batches of the worker's data have been used, and the metrics of
-them. Either both count or none. Who goes on with that data, the worker started again or another
-one, begins after what the row counts.
+them. Either both count or none. Whichever worker reads on, the restarted one or
+another, begins after what the row counts.
 
 A call uses the data of whichever worker takes it. The data of a worker that stays away is taken
-over: another one makes it again, from where the records say that it was left. Data that cannot be
+over: another one builds it again, from where the records say that it was left. Data that cannot be
 made in another process is read here.
 """
 
@@ -70,7 +70,7 @@ class WorkerIterators:
         return self.batches.records.begin_execution(start)
 
     def restart(self) -> None:
-        """Let all workers go on where the records say that they are."""
+        """Let all workers continue where the records say that they are."""
         self.of_workers = self.batches.iterators()
 
     def __next__(self) -> NoReturn:

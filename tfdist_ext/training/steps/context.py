@@ -487,7 +487,7 @@ def current_step() -> StepContext | None:
 
 @contextlib.contextmanager
 def running_step(value: StepContext | None) -> Iterator[None]:
-    """Scope of a replica's step; with None, a scope in which there is none."""
+    """Scope of a replica's step; with None, a scope without a step."""
     before, _here.step = current_step(), value
     functions, called = (value.substitutes, value.called) if value else (None, None)
     try:

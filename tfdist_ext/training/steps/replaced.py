@@ -7,7 +7,7 @@ and nested code that is not to be changed, get the original then, too. (`callbac
 does the same while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
 
 A release of Keras may compute something in another way, past one of them. The step would then
-train on other numbers, without a word. So what was called is noted, and what a step must have
+silently train on other numbers. So what was called is noted, and what a step must have
 called is looked at when it is traced, or first runs eagerly: what follows from the model where
 the step is Keras's own, and what follows from what the step wrote where it is a user's.
 """
@@ -54,7 +54,7 @@ class Target(NamedTuple):
     """A function, or a property, that can be replaced.
 
     Attributes:
-        key: what `substitutes` knows it by. Several functions may do the same job.
+        key: its key in `substitutes`. Several functions may do the same job.
         owner: the class or module that holds it.
         name: its attribute there.
     """
@@ -68,7 +68,7 @@ class _Step(threading.local):
     """What stands in for the originals in this thread: by key, `substitute(original, *args)`."""
 
     substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-    called: set[str] | None = None  # keys; None where nobody asks
+    called: set[str] | None = None  # keys; None: not recorded
 
 
 class _InPlace(NamedTuple):

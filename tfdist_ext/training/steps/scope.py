@@ -127,7 +127,7 @@ class ReplicaScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
         if key in self._watched and self._in_inner_graph():
-            self._move_to_own(variable)  # the graph may be a loop that goes on to write it
+            self._move_to_own(variable)  # the graph may be a loop that writes it later
         if key in self.state_mapping:
             return self.state_mapping[key]
         # Never None: Keras reads regularized weights through the scope.
@@ -274,7 +274,7 @@ def assign_written(
 
 
 def _check_is_no_metric(variable: keras.Variable) -> None:
-    """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
+    """Raise TrainingError for a variable that each replica adds to, and that is summed nowhere."""
     here = current_step()
     if here and here.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
@@ -297,7 +297,7 @@ def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
     """Scope in which metrics' variables are ordinary mirrored ones.
 
     Keras creates them to be summed over replicas when read. Reading such a variable is a
-    collective, so a callback that looks at a metric on the chief alone would wait for ever. The
+    collective, so a callback that looks at a metric on the chief alone would wait forever. The
     replicas' own states are in the loop; the variable only shows their aggregate.
     """
 

@@ -126,7 +126,7 @@ class ReplicaTimer:
         """(when it was ready, less what it had waited before; norm of its own mean gradient).
 
         Args:
-            outcome: of a step that met nobody; it is ready when these tensors are there.
+            outcome: of a step without collectives; it is ready when these tensors are there.
         """
         if not self._meetings:
             return timestamp_after(outcome), self._norm()
