@@ -1,4 +1,4 @@
-"""How a refusal is worded: what must hold, what was got, what to do.
+"""The form of error messages: what must hold, what was got, what to do.
 
 Values come from outside: they may be huge, deeply nested or not printable, so they are shortened
 before they are shown.

@@ -78,7 +78,7 @@ class Jobs(dict[str, tuple[str, ...]]):
 
 
 class ClusterDescription(NamedTuple):
-    """What an environment says of a cluster; `ClusterConfig` is made of it, and checks the rest.
+    """A cluster as an environment describes it; `ClusterConfig` is made of it, and checks the rest.
 
     Attributes:
         jobs: job name -> addresses in index order, valid.

@@ -103,7 +103,7 @@ def from_dataset_fn(
     service: str | bool | None = None,
     job_name: str | None = None,
 ) -> FunctionDataset:
-    """What a function of the shard returns, for sources that cannot be read by number.
+    """A dataset made by a function of the shard, for sources that cannot be read by number.
 
     In `fit` each task that reads is a shard: one of several workers, or the only process there is,
     whose batches are then cut for its replicas. Under parameter servers the workers read, and each
@@ -182,7 +182,7 @@ class RecordFiles:
         return tf.cond(tf.size(payloads) > 0, lambda: self._rows(payloads), self._no_rows)
 
     def _rows(self, payloads: tf.Tensor) -> Any:
-        """What `parse` returns for many records, a row for each: no one could tell otherwise."""
+        """The output of `parse` for many records, checked to have a row for each."""
 
         def checked(output: tf.Tensor) -> tf.Tensor:
             message = "parse with batched=True must return a row for each record, got more or fewer"
@@ -235,7 +235,7 @@ def _example_spec(output: Any) -> tf.TensorSpec:
 
 
 def _row_spec(output: Any) -> tf.TensorSpec:
-    """Of one row of what `parse` returned for many records."""
+    """The spec of one row of the output of `parse` for many records."""
     # A structure's leaf may be anything; sparse tensors and ragged ones have no rows to cut.
     dense = isinstance(output, tf.Tensor | tf.TensorSpec) and output.shape.rank is not None
     if not dense or output.shape.rank == 0 or output.shape[0] is not None:

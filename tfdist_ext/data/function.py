@@ -19,7 +19,7 @@ __all__ = ["FunctionDataset"]
 
 
 class FunctionDataset(ShardedDataset):
-    """What a function of the shard returns; a shard is the part of one task.
+    """A dataset made by a function of the shard; a shard is the part of one task.
 
     Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
     may have different numbers of batches, of different sizes. A task whose data has ended waits
@@ -88,7 +88,7 @@ class FunctionDataset(ShardedDataset):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """What the function returns for this shard: the k-th batch is its part of global batch k.
+        """The function's dataset for this shard: the k-th batch is its part of global batch k.
 
         Args:
             shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
@@ -134,7 +134,7 @@ class FunctionDataset(ShardedDataset):
         return self._kept[shard]
 
     def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
-        """What the function returns now, in batches, with sharding options that are set.
+        """The function's dataset for now, in batches, with sharding options set.
 
         Args:
             alone: each batch is a whole global batch, not a part of one.

@@ -122,7 +122,7 @@ class OrderedDataset(ShardedDataset):
     def _read(
         self, epoch: int, count: int, remainder: Remainder
     ) -> tuple[int, Callable[[Number, Number], Any]]:
-        """What is left of an epoch for `count` shards, or replicas.
+        """The rest of an epoch for `count` shards, or replicas.
 
         Returns:
             The steps, and what reads in a graph the part that (step, shard) have.

@@ -42,7 +42,7 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:
-    """What is read for each of the numbers, in their order; there is nothing to tune."""
+    """The elements of the numbers, in their order, read in parallel without autotune."""
     return without_autotune(
         numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     )

@@ -1,4 +1,4 @@
-"""How far a training is in its data, and in which: a few JSON fields, kept in a checkpoint.
+"""The position of a training in its data, and in which: a few JSON fields, kept in a checkpoint.
 
 A fingerprint identifies data without reading all of it. It is one level of fields, so that a
 difference can be named. It does not grow with the data: of many files it has numbers and hashes of

@@ -34,7 +34,7 @@ _CHECK_EVERY = 1 << 20  # records; until its length is checked, a walk may go as
 
 
 class Damage(NamedTuple):
-    """Where a walk had to end.
+    """The place where a walk had to end.
 
     Attributes:
         record: the number of the record that is damaged, from 0.

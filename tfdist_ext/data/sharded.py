@@ -173,6 +173,12 @@ class Batches:
 
     A batch counts as done when it is handed out: a state that is saved in the body of the loop,
     after the step, resumes after it.
+
+    Attributes:
+        data: its position moves on with each batch.
+        strategy: batches come as its `run` takes them; None: as the dataset has them.
+        remainder: rows that do not divide by the shards.
+        progress: show a progress bar.
     """
 
     data: ShardedDataset
@@ -199,7 +205,7 @@ class Batches:
             data.end_epoch()
 
     def _bar(self) -> Callable[[int], None]:
-        """What is told of steps, each when it is done; 0 when the epoch is."""
+        """The progress bar's callback: gets each step that is done; 0 at the end of the epoch."""
         strategy = self.strategy
         if not self.progress or not (strategy is None or strategy.extended.should_checkpoint):
             return lambda more: None

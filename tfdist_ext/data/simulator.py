@@ -1,4 +1,4 @@
-"""What each worker of a cluster would read, computed without data and without a cluster.
+"""A simulation of what each worker of a cluster reads, without data and without a cluster.
 
     print(report(Plan(examples=10**9, files=10_000, workers=4096, kill=3)))
 
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of the epoch, a last smaller one included."""
+        """Steps of the epoch, a last smaller one included."""
         return -(-self.examples // self.batch)
 
     @property
     def record_bytes(self) -> int:
-        """Of an example in its file, payload and what is around it."""
+        """Bytes of an example in its file, with the record's header and footer."""
         return self.example_bytes + _OVERHEAD
 
     @property
@@ -120,7 +120,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a plan.
+    """The result of a plan.
 
     Attributes:
         whole: an epoch in which nothing happens.

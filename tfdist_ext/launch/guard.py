@@ -48,7 +48,7 @@ class Guard:
         return watchdog.marked(self._run_id)
 
     def dismiss(self) -> None:
-        """All have ended."""
+        """Stop watching: all processes have ended."""
         self._tell("done\n")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):

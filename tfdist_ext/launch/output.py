@@ -31,7 +31,7 @@ _COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def wants_color(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether the stream is a terminal that shows colours, and NO_COLOR is not set."""
+    """Whether the stream is a terminal that shows colors, and NO_COLOR is not set."""
     try:
         terminal = stream.isatty()
     except ValueError:  # closed

@@ -1,4 +1,4 @@
-"""What would be started: a pure function from a request to a plan of processes."""
+"""The plan of a run: a pure function from a request to a plan of processes."""
 
 from __future__ import annotations
 

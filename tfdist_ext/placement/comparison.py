@@ -41,7 +41,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; `str()` of it is a table."""
+    """The result of `compare`; `str()` of it is a table."""
 
     rows: tuple[Footprint, ...]
 

@@ -149,7 +149,7 @@ def _changed(what: str) -> PlacementError:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of the content, not of its spaces and line ends."""
+    """The sha256 of the content, without its spaces and line ends."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

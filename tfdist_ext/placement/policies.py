@@ -1,4 +1,4 @@
-"""Who gets which task: policies, each a pure function of the variables and the tasks.
+"""Placement policies: each a pure function of the variables and the tasks.
 
 A custom policy is a function, here one that keeps all variables of a layer together:
 
@@ -28,7 +28,7 @@ __all__ = ["Policy", "Tasks", "greedy", "partitioned", "round_robin"]
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a policy is told of the tasks.
+    """The tasks, as a policy gets them.
 
     Attributes:
         count: how many there are.

@@ -1,4 +1,4 @@
-"""What variables are placed on: parameter servers, or the devices of one machine."""
+"""The targets of a placement: parameter servers, or the devices of one machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Targets:
-    """Where pieces can go, by index.
+    """The targets of pieces, by index.
 
     Attributes:
         count: of parameter servers or devices.
@@ -41,7 +41,7 @@ class Targets:
 
     @classmethod
     def of(cls, tasks: int | None, devices: Sequence[str] | None) -> Targets:
-        """From the arguments of `plan`.
+        """The targets of the arguments of `plan`.
 
         Raises:
             PlacementError: not exactly one of them, no number from 1, a device that stands twice.

@@ -260,7 +260,7 @@ def per_replica(parts: Sequence[Any], *, mirrored: bool = False, always: bool = 
 
 
 def of_replica(number: int, structure: Any) -> Any:
-    """What a replica sees of a structure of values per replica. Private as `per_replica` is."""
+    """A replica's values of a structure of values per replica. Private as `per_replica` is."""
     return NAMES("distribute.distribute_utils.select_replica")(number, structure)
 
 

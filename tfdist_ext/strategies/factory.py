@@ -198,7 +198,7 @@ def _of_training(option: str, chosen: Entry) -> bool:
 
 
 def _signals(entry: Entry, found: ClusterConfig | None, tpu: TpuSignal | None) -> dict[str, Any]:
-    """What the environment sets, of the options that the strategy lets it set."""
+    """The options that the environment sets, of those that the strategy lets it set."""
     signals: dict[str, Any] = {"cluster": found}
     if tpu is not None:
         signals |= {"tpu": tpu.name, "zone": tpu.zone, "project": tpu.project}
@@ -219,7 +219,7 @@ def _not_used(env: Mapping[str, str]) -> str | None:
 
 
 def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
-    """What the environments say, without the one that was used."""
+    """The other environments' descriptions, without the one that was used."""
     return [
         f"{name}: {text}"
         for name, text in describe_environments(os.environ)
@@ -247,7 +247,7 @@ def _in_words(cluster: ClusterConfig) -> str:
 
 
 def _from_elsewhere(settings: Settings) -> str:
-    """Those settings that are not to be seen in the call."""
+    """The settings that come neither from the call nor from the environment."""
     return "; ".join(
         line
         for option, line in settings.origins.items()

@@ -1,4 +1,4 @@
-"""What is reduced over replicas: told to the `reduce_values` hook of a StrategyTemplate."""
+"""The description of a reduction, for the `reduce_values` hook of a StrategyTemplate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What the values are that `reduce_values` reduces.
+    """The values that `reduce_values` reduces.
 
     Attributes:
         kind: "gradient": of `variable`, on the way to an optimizer;

@@ -61,7 +61,7 @@ class Entry:
         return option in self._parameters()
 
     def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
-        """What the factory returns, which must be a strategy."""
+        """Call the factory, and check that it returns a strategy."""
         strategy = self.factory(**given)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(

@@ -95,7 +95,7 @@ def watch_servers(described: Described) -> Watcher:
 
 
 def _servers(described: Described) -> dict[str, str]:
-    """Its ps and worker tasks that have an address."""
+    """The cluster's ps and worker tasks that have an address."""
     return {
         task: address
         for task, address in described.addresses.items()
@@ -153,7 +153,7 @@ _failed = threading.Event()
 
 
 def _last_word(described: Described, wait: float | None) -> str:
-    """What the coordinator said last, when it has ended or is gone; meanwhile this serves."""
+    """The coordinator's last message, once it has ended or is gone; this serves until then."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
         say(

@@ -52,7 +52,7 @@ def merge(layers: list[tuple[str, Mapping[str, Any]]]) -> Settings:
 
 
 def _shown(value: Any) -> str:
-    """As Python writes it; an object without a text of its own by its type."""
+    """The repr of a value; the type's name for an object without a readable repr."""
     text = repr(value)
     return type(value).__name__ if text.startswith("<") else text
 

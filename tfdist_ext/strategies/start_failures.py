@@ -1,4 +1,4 @@
-"""What TensorFlow says when it cannot start in a cluster, put in words."""
+"""TensorFlow's errors at the start of a cluster, with their causes in words."""
 
 from __future__ import annotations
 

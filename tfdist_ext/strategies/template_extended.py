@@ -1,4 +1,4 @@
-"""What stands behind a StrategyTemplate: TensorFlow asks here, and the template's hooks answer.
+"""The `extended` of a StrategyTemplate: TensorFlow calls it, and it calls the template's hooks.
 
 What no hook decides, MirroredStrategy's own methods do: threads of replicas, datasets, collections
 of values. The methods with an underscore are those that TensorFlow leaves to each strategy.
@@ -244,7 +244,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
-    """What is reduced, where it was not given."""
+    """The description of a reduction that was not given."""
     if tp.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):

@@ -1,4 +1,4 @@
-"""What tests of distributed training mostly ask."""
+"""Assertions for tests of distributed training."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class IsolatedRun:
 
 
 class Cluster:
-    """What the fixture `tfdist_cluster` gives: the cluster, seen from one of its tasks.
+    """The value of the fixture `tfdist_cluster`: the cluster, seen from one of its tasks.
 
     Attributes:
         config: the `ClusterConfig` of this task.
@@ -93,7 +93,7 @@ def running_cluster() -> Cluster | None:
 
 
 def mark_error(item: pytest.Item) -> str | None:
-    """What is wrong with the marks of a test, None where they are right."""
+    """A message on wrong marks of a test; None where they are right."""
     try:
         _cluster_of(item)
         _logical_cpus_of(item)
@@ -236,7 +236,7 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str = "") -> pytes
 
 
 def _arguments(item: pytest.Item) -> list[str]:
-    """For the pytest of a task."""
+    """The arguments for the pytest of a task."""
     config = item.config
     _, *rest = item.nodeid.split("::")
     arguments = ["::".join([str(item.path), *rest]), "--rootdir", str(config.rootpath)]

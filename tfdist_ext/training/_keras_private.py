@@ -337,7 +337,7 @@ def has_own_config(model: keras.Model) -> bool:
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What `compile` was called with, as the live objects: losses may be plain functions."""
+    """The arguments of `compile`, as the live objects: losses may be plain functions."""
     arguments = dict(NAMES.of(model, "_compile_config", "the settings of compile").config)
     arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
     arguments["auto_scale_loss"] = False

@@ -72,7 +72,7 @@ def read(
     class_weight: dict[int, float] | None = None,
     seed: Callable[[], int] | None = None,
 ) -> GlobalBatches:
-    """What `fit`, `evaluate` and `predict` take, as global batches.
+    """Read what `fit`, `evaluate` and `predict` take, as global batches.
 
     Args:
         x: arrays (or structures of them), a `tf.data.Dataset` of global batches, a
@@ -176,7 +176,7 @@ def _parts_of_arrays(
 
 
 def _spec_of_arrays(arrays: Structure) -> Specs:
-    """What a batch of them is; None where that takes a pipeline to know."""
+    """The spec of a batch of the arrays; None where only a pipeline can tell."""
     if not all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
         return None
     return keras.tree.map_structure(
@@ -214,7 +214,7 @@ def _plain(batch: Structure) -> Structure:
 def _spans(
     rows: tf.Tensor, first: int, local: int, replicas: int
 ) -> list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
-    """Of each local replica: rows of its part, first row, row after the last one to read.
+    """For each local replica: rows of its part, first row, row after the last one to read.
 
     A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
     same: many operations fail, or yield NaN, on no rows.

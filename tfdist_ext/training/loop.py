@@ -394,7 +394,7 @@ class DatasetPasses:
 
 @tf.autograph.experimental.do_not_convert
 def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
-    """What an iterator yields from here on, at most `steps` elements."""
+    """The rest of an iterator, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
     if known_length:
         return turns.map(lambda _: iterator.get_next())

@@ -376,7 +376,7 @@ class DistributedModel(SavingMixin):
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the Keras model has, such as `summary`, `layers`, or `generate` of KerasHub.
+        """Other attributes of the Keras model: `summary`, `layers`, or `generate` of KerasHub.
 
         Its methods run on this task, on the first replica's copies of the variables; where they
         call `self.fit`, `self.evaluate`, `self.predict`, ... the whole strategy runs these. Methods

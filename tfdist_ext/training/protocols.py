@@ -73,7 +73,7 @@ StepFunction = Callable[[Structure], Structure]
 
 @dataclass(frozen=True)
 class Execution:
-    """What comes back from an execution of several steps.
+    """The result of an execution of several steps.
 
     Attributes:
         logs: over the epoch so far, the same on every worker.
@@ -110,13 +110,13 @@ class PredictProgram(Protocol):
 
 
 class StepListener(Protocol):
-    """Who is told of finished steps, between the executions of a `fit`."""
+    """A listener for finished steps, called between the executions of a `fit`."""
 
     def max_steps(self) -> int | None:
         """How many steps may be done before it is to be told; None: any number."""
 
     def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
-        """So many global batches more were trained on; `logs` are over the epoch so far."""
+        """Called after that many more global batches; `logs` are over the epoch so far."""
 
 
 class BatchSource(Protocol):
@@ -152,7 +152,7 @@ class BatchSource(Protocol):
     def on_epoch_end(self) -> None: ...
 
     def advance(self, steps: int) -> None:
-        """So many global batches more were used; data with a position moves it."""
+        """Called after that many more global batches were used; data with a position moves it."""
 
     def ended(self) -> None:
         """A pass is over."""
@@ -215,7 +215,7 @@ class Reduction(Protocol):
 
 
 class Engine(Protocol):
-    """What runs the steps of a model: the replicas of this process, or workers elsewhere.
+    """The engine that runs a model's steps: on replicas of this process, or on workers elsewhere.
 
     Attributes:
         reduction: who agrees with whom.
@@ -226,13 +226,13 @@ class Engine(Protocol):
 
     @property
     def reduction(self) -> Reduction:
-        """Who agrees with whom."""
+        """The reduction over the workers that have to agree."""
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
-        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
 
     def feed(self, batches: Any) -> Any:
-        """What programs iterate over, made of what `read` gave."""
+        """The input that programs iterate over, made from the result of `read`."""
 
     def keeps_position(self, data: Any) -> bool:
         """Whether `fit` knows at each step where it is in this data."""
@@ -257,7 +257,7 @@ class Engine(Protocol):
         """The compiled predict step."""
 
     def finalize(self, model: keras.Model) -> None:
-        """At the end of a training: averaged weights take the place of the last ones."""
+        """End a training: averaged weights replace the last ones."""
 
 
 _Value = TypeVar("_Value")
@@ -278,7 +278,7 @@ class NullStepTimer:
         return ask(value)
 
     def replica_timer(self) -> ReplicaTimer | None:
-        """What one replica's step is to note with."""
+        """The timer of one replica's step."""
         return None
 
     def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:

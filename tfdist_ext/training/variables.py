@@ -89,7 +89,7 @@ class LocalCopies(keras.StatelessScope):
 
 
 class UpdatesVariables(ABC):
-    """What an optimizer takes for its strategy; subclasses say where an update runs.
+    """The object that an optimizer takes for its strategy; subclasses say where an update runs.
 
     It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
     """
@@ -255,7 +255,7 @@ class LocalVariables:
         return not variable.trainable and self._is_shared(variable)
 
     def of(self, variable: keras.Variable) -> tf.Variable:
-        """What to read and assign on the replica that runs."""
+        """The variable to read and assign on the running replica."""
         if isinstance(self._strategy, tf.distribute.TPUStrategy):
             return kp.raw_value(variable)  # copies cannot be had one by one there
         number = tf.distribute.get_replica_context().replica_id_in_sync_group

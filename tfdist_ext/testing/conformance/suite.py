@@ -108,7 +108,7 @@ def _expected_to_fail(check: Any, reason: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Of one check.
+    """The result of one check.
 
     Attributes:
         verdict: "passed", "known fault", "**failed**" or "does not apply".

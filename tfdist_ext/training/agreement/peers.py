@@ -387,7 +387,7 @@ class Peers(TaskStatus):
         return kind, self._me, text, self._completed
 
     def _leave(self) -> None:
-        """At exit: tell the others, and wait for them where all is well.
+        """At exit: tell the others, and wait for them unless one has failed.
 
         Where a worker's process is gone, each collective of the others fails from then on; and
         without the leader no worker can send a message to another.

@@ -221,7 +221,7 @@ def _stateless(argument: Any) -> Any:
 
 
 def _compile_arguments(source: keras.Model) -> dict[str, Any]:
-    """What a compile() of the user's was called with, as far as the model tells.
+    """The arguments of a custom compile(), as far as the model stores them.
 
     Keras keeps what it was given itself; other arguments are attributes of the same name.
     """
@@ -350,7 +350,7 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """To be called before anything of a model is traced, or even built.
+    """Refuse stateful RNN layers; to be called before anything of a model is traced, or even built.
 
     Raises:
         TrainingError: a recurrent layer is stateful, and batches are cut for several replicas or go

@@ -1,4 +1,4 @@
-"""TensorBoard of all workers in one folder, and a word on which of them is slow."""
+"""TensorBoard of all workers in one folder, and a message on which of them is slow."""
 
 from __future__ import annotations
 

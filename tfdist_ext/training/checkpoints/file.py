@@ -67,14 +67,23 @@ _DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
 
 @dataclass(frozen=True)
 class Saved:
-    """A variable in a checkpoint."""
+    """A variable in a checkpoint.
 
-    name: str  # that holds in every job
-    path: str  # as Keras called it in the job that saved it
+    Attributes:
+        name: the same in every job.
+        path: Keras's name of it in the job that saved it.
+        shape: of the whole variable.
+        dtype: its name, such as "float32".
+        crc: the checksum of its values; None in a file of version 1.
+        values: the dataset in the file, while that is open.
+    """
+
+    name: str
+    path: str
     shape: tuple[int, ...]
     dtype: str
-    crc: int | None  # None in a file of version 1
-    values: h5py.Dataset  # the dataset in the file, while that is open
+    crc: int | None
+    values: h5py.Dataset
 
 
 def write_checkpoint(
@@ -197,7 +206,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             return _text(self._file.attrs.get(name, ""))
 
     def kind(self, group: str) -> str | None:
-        """What a group belongs to; None where the checkpoint has no such group."""
+        """The class that a group belongs to; None where the checkpoint has no such group."""
         return self._kinds.get(group)
 
     def variables(self, group: str) -> dict[str, Saved]:

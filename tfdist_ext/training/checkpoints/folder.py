@@ -122,7 +122,7 @@ class CheckpointFolder:
 
     @property
     def attributes(self) -> dict[str, int | str]:
-        """What a checkpoint of this job says of itself, so that an index can be made from it."""
+        """The attributes of a checkpoint of this job, from which an index can be rebuilt."""
         if not self._owner.generation:  # not the chief
             return {}
         return {"training": self._owner.training, "generation": self._owner.generation}
@@ -269,7 +269,7 @@ _CHECKPOINT = re.compile(r"(epoch|last)-\d{5,}(-batch-\d{8,})?(-gen-\d{5,})?\.h5
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come.
+    """The progress of a training.
 
     Attributes:
         epoch: epochs that are done, and so the number of the next one, counted from 0.
@@ -300,7 +300,7 @@ class Progress:
 
 @dataclass
 class Index:
-    """What a folder of checkpoints holds.
+    """The index of a folder of checkpoints.
 
     Attributes:
         checkpoints: file name -> progress, the oldest first.
@@ -424,12 +424,19 @@ def training_is_done(directory: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a checkpoint says of itself."""
+    """The attributes that a checkpoint holds of itself.
+
+    Attributes:
+        progress: of the training, when it was saved.
+        training: the id of the training.
+        generation: of the job that saved it.
+        epochs_when_done: 0 unless it is the state at the end of a fit.
+    """
 
     progress: Progress
     training: str
     generation: int
-    epochs_when_done: int  # 0: it is not the state at the end of a fit
+    epochs_when_done: int
 
     @property
     def of_epoch(self) -> bool:
@@ -438,7 +445,7 @@ class _Found:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """By jobs, and by progress in each: an older job may have been ahead."""
+        """The sort key: by job, then by progress, as an older job may have been ahead."""
         return self.generation, self.progress.epoch, self.progress.batches
 
 

@@ -85,7 +85,7 @@ class CheckpointManager:
         run_on_chief(reduction, opened, f"open {self._files.path}")
 
     def seed(self) -> int:
-        """Where the order of examples starts on all tasks: as in the job before, or anew.
+        """The seed of the order of examples on all tasks: that of the job before, or a new one.
 
         A new one comes from Python's generator, as Keras takes its seeds.
         """

@@ -132,7 +132,7 @@ class SavingMixin:
         return self._progress
 
     def _build_optimizer(self) -> None:
-        """Its slots, where no step has made them yet."""
+        """Build the optimizer's slots, where no step has made them yet."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)  # there is none before compile
         if model.built and optimizer is not None and not optimizer.built:

@@ -56,7 +56,7 @@ class Call:
         self._results.append(self._coordinator.schedule(function, args=args))
 
     def results(self) -> Iterator[Any]:
-        """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
+        """The results of the calls, as NumPy arrays. TensorFlow has copied them here already."""
         for result in self._results:
             yield keras.tree.map_structure(
                 lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
@@ -192,9 +192,11 @@ def _not_logged_twice(record: logging.LogRecord) -> bool:
 
 
 class BatchChunk(NamedTuple):
-    """Global batches, one after another in each tensor, and the rows at which each one ends.
+    """Global batches of one call; an empty chunk is a step without data.
 
-    Without any it stands for a step that has nothing to compute with.
+    Attributes:
+        tensors: the batches, one after another in each tensor.
+        ends: the row at which each batch ends.
     """
 
     tensors: list[tf.Tensor]

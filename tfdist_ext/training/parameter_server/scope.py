@@ -153,7 +153,7 @@ class WorkerScope(keras.StatelessScope):
 
     @property
     def substitutes(self) -> dict[str, Callable[..., Any]]:
-        """What stands in for Keras's functions in this step, by key."""
+        """The replacements of Keras's functions in this step, by key."""
 
         def key(
             original: Callable[..., int | str],

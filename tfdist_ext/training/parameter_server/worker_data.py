@@ -178,7 +178,7 @@ def datasets_of_function(
     sample_weight: Any = None,
     **options: Any,
 ) -> Callable[[int], tf.data.Dataset]:
-    """What calls `function(tf.distribute.InputContext)` for a worker of that number.
+    """A function that calls `function(tf.distribute.InputContext)` for a worker's number.
 
     Raises:
         TrainingError: it takes no argument, or (when it is called) does not return a data set of

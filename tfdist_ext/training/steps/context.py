@@ -153,7 +153,7 @@ class StepContext:
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
     def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
-        """Where this part's rows are in tensors of a graph; None where that cannot be told."""
+        """The places of this part's rows in tensors of a graph; None where unknown."""
         if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
             return None
         try:
@@ -213,7 +213,7 @@ class StepContext:
         return list(values) if self.replicas == 1 else list(map(self._times_share, values))
 
     def contribution(self, value: tf.Tensor) -> tf.Tensor:
-        """What this replica adds to the mean over all rows; what is no float stays as it is."""
+        """This replica's part of the mean over all rows; a value that is not a float stays."""
         return self._times_share(value) if value.dtype.is_floating else value
 
     def mean(

@@ -66,7 +66,7 @@ Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 def substitutes_of(
     here: StepContext, take: Callable[..., tf.Tensor]
 ) -> Mapping[str, Callable[..., Any]]:
-    """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
+    """The replacements of Keras's and TensorFlow's functions in a replica's step, by key.
 
     Args:
         take: of rows of a table, which the variables know.
@@ -88,7 +88,7 @@ def substitutes_of(
 
 
 def own_applies(model: keras.Model) -> list[Target]:
-    """What the classes of the model's optimizers define themselves in the place of Keras's."""
+    """The methods that the classes of the model's optimizers override."""
     kinds = [type(optimizer) for optimizer in optimizers_of(model).values()]
     of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
     return own_targets(kinds, of_keras, ("apply", "apply_gradients"))

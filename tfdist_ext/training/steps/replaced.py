@@ -65,7 +65,7 @@ class Target(NamedTuple):
 
 
 class _Step(threading.local):
-    """What stands in for the originals in this thread: by key, `substitute(original, *args)`."""
+    """The replacements of the originals in this thread: by key, `substitute(original, *args)`."""
 
     substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
     called: set[str] | None = None  # keys; None: not recorded
@@ -115,7 +115,7 @@ def substitutes(
 
 
 def substitute_of(key: str) -> Callable[..., Any] | None:
-    """What stands in for the functions of a key in this thread now."""
+    """The replacement of the functions of a key in this thread now."""
     return _step.substitutes.get(key)
 
 
@@ -135,7 +135,7 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
 
 
 def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[str]) -> list[Target]:
-    """What classes, and their bases above `bases`, define themselves under some names.
+    """The methods of some names that classes, and their bases above `bases`, define.
 
     What is called first in a step must be replaced, and calls that of Keras only then.
     """
@@ -146,7 +146,7 @@ def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[st
 
 @functools.cache
 def step_targets() -> list[Target]:
-    """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
+    """The targets of a step: those of `REPLACED` that exist; see `check_passed`."""
     found = []
     for replaced in kp.REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
@@ -190,7 +190,7 @@ def _restore(targets: Sequence[Target], user: object) -> None:
 
 
 def _asking(key: str, original: Callable[..., Any] | property) -> Callable[..., Any] | property:
-    """In the place of an original: it asks which function this thread is to call."""
+    """The wrapper of an original: it looks up the function that this thread is to call."""
     if isinstance(original, property):
         return property(_function_asking(key, original.fget), doc=original.__doc__)
     return _function_asking(key, original)
@@ -224,7 +224,7 @@ def has_own_apply(optimizer: object) -> bool:
 
 
 class StepRecord(NamedTuple):
-    """What one replica's step has done, by which it is told what it must have called.
+    """A record of one replica's step, to check that it has called what it must.
 
     Attributes:
         called: keys of `REPLACED`.

@@ -142,13 +142,13 @@ class ReplicaScope(keras.StatelessScope):
             return read.whole()
 
     def record(self, called: Set[str]) -> StepRecord:
-        """What the step has done so far; `called` are keys of `REPLACED`."""
+        """The record of the step so far; `called` are keys of `REPLACED`."""
         read_whole = {raw for raw, read in self._reads.items() if read.read_whole}
         has_losses = bool(self.losses)
         return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
 
     def forget_losses(self, layer: keras.Layer) -> None:
-        """Those that a layer, and the layers inside of it, gave to add_loss in this step."""
+        """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
         for each in kp.flat_layers(layer) if self.losses else ():
             ids = kp.loss_ids(each)
             mine = {id(loss) for loss in self.losses} & ids
@@ -180,7 +180,7 @@ class ReplicaScope(keras.StatelessScope):
         return self._reads[id(raw)]
 
     def outcome(self, here: StepContext | None) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """What a replica's step returns: (the metrics' states, the values that it wrote).
+        """The result of a replica's step: (the metrics' states, the values that it wrote).
 
         To be called in the replica's context, after the scope.
 
@@ -286,7 +286,7 @@ def _check_is_no_metric(variable: keras.Variable) -> None:
 
 
 def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """What a replica contributes to a value that is the same on all of them."""
+    """A replica's contribution to a value that is the same on all of them."""
     if variable.aggregation != "sum" or not tf.distribute.has_strategy():
         return value
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -330,7 +330,7 @@ def metric_methods(metrics: Iterable[keras.metrics.Metric], *, eager: bool) -> I
 def contribution_of_part(
     here: StepContext, variable: keras.Variable, value: tf.Tensor, without_rows: tf.Tensor
 ) -> tf.Tensor:
-    """What a replica's state of a metric adds to the state over all replicas, in its context."""
+    """The contribution of a replica's metric state to that over all replicas, in its context."""
     if variable.aggregation == "sum":
         value = here.where_nonempty(value, without_rows)
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -395,7 +395,7 @@ def _over_all(
 def rows_of_shared(
     strategy: tf.distribute.Strategy, local_replicas: int
 ) -> Callable[..., tf.Tensor]:
-    """What stands in for `keras.ops.take` of a table's rows.
+    """The replacement of `keras.ops.take` for a table's rows.
 
     Keras's way remains that of a variable with a copy for each replica, of one that the step has
     given another value, and of sparse ids.
@@ -440,7 +440,7 @@ def taken_by(
 def contribution(
     variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
 ) -> tf.Tensor:
-    """What one replica's state of a metric adds to the state over all replicas.
+    """The contribution of one replica's metric state to that over all replicas.
 
     Args:
         variable: the Keras variable, which says by `aggregation` how its states combine.

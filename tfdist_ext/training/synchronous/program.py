@@ -285,7 +285,7 @@ class SynchronousProgram(ProgramBase):
         return new, written, outputs, notes
 
     def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
-        """What a replica adds to the values from which the logs are computed in the end."""
+        """A replica's contribution to the values from which the logs are computed in the end."""
 
         def has_mean(value: tf.Tensor) -> bool:
             if not is_carried(value):
@@ -462,7 +462,7 @@ def _context(
     take: Callable[..., tf.Tensor],
     *more: Any,
 ) -> StepContext:
-    """That of the replica that runs; `more` are further arguments of StepContext.
+    """The context of the running replica; `more` are further arguments of StepContext.
 
     Args:
         rows_of_all: of the global batch, where the part itself does not know.
