@@ -126,17 +126,17 @@ def of_files(**change: Any) -> Fingerprint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"records": [4, 4]}, r"saved: records 7 -> 8, sizes \w+ -> ", id="records"),
+        pytest.param({"records": [4, 4]}, r"data: records 7 -> 8, sizes \w+ -> ", id="records"),
         pytest.param(
             {"stamps": [Stamp(101, 5), Stamp(200, 6)]}, "bytes 300 -> 301, sizes", id="bytes"
         ),
-        pytest.param({"files": ["/data/a", "/data/c"]}, r"saved: names \w+ -> \w+\.", id="names"),
-        pytest.param({"files": ["/data/b", "/data/a"]}, r"saved: names \w+ -> \w+\.", id="order"),
+        pytest.param({"files": ["/data/a", "/data/c"]}, r"data: names \w+ -> \w+\.", id="names"),
+        pytest.param({"files": ["/data/b", "/data/a"]}, r"data: names \w+ -> \w+\.", id="order"),
         pytest.param(
-            {"stamps": [Stamp(100, 5), Stamp(200, 7)]}, r"saved: time stamps \w+ -> ", id="written"
+            {"stamps": [Stamp(100, 5), Stamp(200, 7)]}, r"data: time stamps \w+ -> ", id="written"
         ),
         pytest.param(
-            {"stamps": [Stamp(200, 5), Stamp(100, 6)]}, r"saved: sizes \w+ -> ", id="same in sum"
+            {"stamps": [Stamp(200, 5), Stamp(100, 6)]}, r"data: sizes \w+ -> ", id="same in sum"
         ),
     ],
 )

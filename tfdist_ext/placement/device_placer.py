@@ -35,6 +35,11 @@ class DevicePlacer:
     A model that is known before it is created is planned as a whole (`learn`): its owners hold
     nearly equal bytes, and fewer pieces than devices go where that balances. What comes one by one
     is owned by the device that owns the fewest bytes, and piece i is on device i.
+
+    Attributes:
+        devices: names of the replicas' devices.
+        plan: of the last model that was planned as a whole; None before.
+        owned_bytes: bytes of weights that each device owns.
     """
 
     def __init__(

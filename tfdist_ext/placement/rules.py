@@ -92,7 +92,11 @@ class Sharded(Placement):
 
 @dataclass(frozen=True)
 class OnTask(Placement):
-    """Whole, on the parameter server of that index."""
+    """Whole, on one parameter server.
+
+    Attributes:
+        task: the server's index.
+    """
 
     task: int
 
@@ -105,7 +109,11 @@ class OnTask(Placement):
 
 @dataclass(frozen=True)
 class OnDevice(Placement):
-    """One copy, on the device of that name: "GPU:0", or as TensorFlow lists it."""
+    """One copy, on one device.
+
+    Attributes:
+        name: the device's name: "GPU:0", or as TensorFlow lists it.
+    """
 
     name: str
 

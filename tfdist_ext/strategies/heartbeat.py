@@ -59,11 +59,14 @@ def greets(address: str, timeout: float) -> bool | None:
 class Silence:
     """How long a task that was there has not answered; a number of missed beats, and a time.
 
-    Only beats that this process has sent count: if it was itself frozen meanwhile, it has missed
-    none.
+    Only beats that this process has sent count: while it was frozen itself, none was missed.
 
     Args:
         limit: seconds without an answer after which the task counts as frozen.
+
+    Attributes:
+        beat_every: seconds between two beats.
+        seconds: without an answer, so far.
     """
 
     def __init__(self, address: str, limit: float):

@@ -609,14 +609,19 @@ _INDICES = 1 << 32  # more than a table has rows
 
 
 class PreparedReduction(NamedTuple):
-    """What of one gradient is to be summed over replicas, and what makes the gradient of it."""
+    """One gradient, ready to be summed over replicas.
+
+    Attributes:
+        values: to be summed.
+        finish: makes the gradient from the sums.
+    """
 
     values: list[Gradient]
     finish: Callable[[list[Gradient]], Gradient]
 
 
 def prepare_reduction(gradient: Gradient, dependence: BatchDependence) -> PreparedReduction:
-    """Of a replica's dense or sparse gradient, which counts with its share already."""
+    """Prepare a replica's dense or sparse gradient, which is scaled by its fraction already."""
     if not isinstance(gradient, tf.IndexedSlices):
         return PreparedReduction([gradient], lambda reduced: reduced[0])
     parts = dependence.parts_of(gradient.indices)
