@@ -132,7 +132,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"seconds are a number from 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
     return value
 
 
@@ -174,7 +174,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
             for task in plan.tasks:
                 print(shell_line(task))
             return 0
-        # Logs are always written, and thrown away where nobody will want to read them.
+        # Logs are always written, and deleted where no one will read them.
         log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
         status = 0
         try:

@@ -69,7 +69,7 @@ class PeerError(TrainingError):
 
 
 class DataError(TfDistError, ValueError):
-    """Examples that cannot be read, shared out or gone on with: names the file, field or number."""
+    """Examples cannot be read, sharded or resumed from: names the file, field or number."""
 
 
 class LaunchError(TfDistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""How a refusal is worded: what must hold, what was got, what to do.
+"""The form of error messages: what must hold, what was got, what to do.
 
 Values come from outside: they may be huge, deeply nested or not printable, so they are shortened
 before they are shown.
@@ -33,7 +33,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """Advice on a misspelt word: the nearest right spelling, or all of them."""
     choices = list(known)
     if isinstance(word, str):
-        # Words are short; cutting keeps the comparison cheap when a whole file arrives.
+        # Words are short; cutting keeps the comparison cheap when a whole file is given.
         close = difflib.get_close_matches(word[:40].strip().lower(), choices, n=1, cutoff=0.6)
         if close:
             return f'Did you mean "{close[0]}"?'

@@ -34,7 +34,7 @@ class PrivateNames:
     uses: Mapping[str, str]
 
     def __call__(self, path: str) -> Any:
-        """What a path of the table names.
+        """The object that a path of the table names.
 
         Raises:
             TfDistError: of type `error`: the installed release has no such name.

@@ -30,7 +30,7 @@ def optimizer():
 
 
 def plain(strategy, batch_size=16, epochs=3):
-    """A loop of one's own; the model and the history of loss and accuracy."""
+    """A custom loop; the model and the history of loss and accuracy."""
     with strategy.scope():
         model, sgd = build(), optimizer()
         sgd.build(model.trainable_variables)

@@ -1,4 +1,4 @@
-"""Checkpoints in a loop of one's own, restored on another number of replicas.
+"""Checkpoints in a custom loop, restored on another number of replicas.
 
     python docs/examples/checkpoints_in_loops.py
 

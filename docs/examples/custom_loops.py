@@ -1,4 +1,4 @@
-"""Loops of one's own: distributed data, `run` inside a `tf.function`, Keras metrics by epoch.
+"""Custom loops: distributed data, `run` inside a `tf.function`, Keras metrics by epoch.
 
     python docs/examples/custom_loops.py
     tfdist run --workers 2 -- python docs/examples/custom_loops.py

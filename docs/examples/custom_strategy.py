@@ -1,4 +1,4 @@
-"""A strategy of one's own: variables once, batches cut by replicas, `run` and `reduce`.
+"""A custom strategy: variables once, batches cut by replicas, `run` and `reduce`.
 
     python docs/examples/custom_strategy.py
 

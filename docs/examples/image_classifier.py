@@ -87,7 +87,7 @@ def plain(strategy, train, validation, folder, epochs, order):
         model = build(epochs * steps)
         model.optimizer.build(model.trainable_variables)
     chief = strategy.extended.should_checkpoint
-    # All workers have to save, as they may gather values; the others to where nobody looks.
+    # All workers have to save, as they may gather values; the others to a folder that is not read.
     own = folder / "plain" if chief else tempfile.mkdtemp()
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     checkpoint.restore(tf.train.latest_checkpoint(folder / "plain"))
@@ -119,7 +119,7 @@ def plain(strategy, train, validation, folder, epochs, order):
     done = int(model.optimizer.iterations.numpy()) // steps
     for epoch in range(done, epochs):
         run_epoch(iter(batches(epoch)))
-        manager.save()  # after an epoch: where in one it was, nobody could say
+        manager.save()  # after an epoch: a position inside of one is not known
         guesses = np.argmax(model(validation[0]), axis=1)  # by each worker, of all images
         accuracy.append(float(np.mean(guesses == validation[1])))
     if chief:

@@ -3,7 +3,7 @@
     tfdist run --workers 2 -- python docs/examples/multi_worker.py
 
 What people copy is `model.fit` under MultiWorkerMirroredStrategy. With Keras 3 that fails ("Attempt
-to convert a value (PerReplica...)"), so that plain TensorFlow needs a loop of one's own. And where
+to convert a value (PerReplica...)"), so that plain TensorFlow needs a custom loop. And where
 the strategy is made after the first TensorFlow operation, it fails, too.
 """
 
@@ -41,7 +41,7 @@ def plain_strategy() -> tf.distribute.Strategy:
 
 
 def plain(strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """A loop of one's own, which does what `model.fit` would."""
+    """A custom loop, which does what `model.fit` would."""
     with strategy.scope():  # the chief's initial values go to all workers
         model = build()
         model.optimizer.build(model.trainable_variables)  # not in the loop: it would be traced

@@ -43,7 +43,7 @@ def plain() -> dict[str, Any] | None:
             job_name=resolver.task_type,
             task_index=resolver.task_id,
             protocol="grpc",
-        ).join()  # for ever: somebody else has to end this process
+        ).join()  # forever: another process has to end this one
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     with strategy.scope(), tf.device("/job:ps/task:0"):
         ignored = [tf.Variable(0.0) for _ in range(2)]

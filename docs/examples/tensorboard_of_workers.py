@@ -48,7 +48,7 @@ def with_a_fault(dataset: tf.data.Dataset, worker: int) -> tf.data.Dataset:
 
 
 def plain(strategy: tf.distribute.Strategy, log_dir: Path) -> np.ndarray:
-    """A loop of one's own; returns each worker's own milliseconds in a step, their mean."""
+    """A custom loop; returns each worker's own milliseconds in a step, their mean."""
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         model = build()

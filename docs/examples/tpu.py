@@ -3,9 +3,9 @@
     python docs/examples/tpu.py
     TPU_NAME=grpc://10.0.0.2:8470 python docs/examples/tpu.py
 
-Code that people copy connects at once. Where nobody answers at the address, TensorFlow tries for
-ever and says nothing; a name is looked up at Google Cloud, without a limit either; and a local TPU
-that is not there is "index 0 is out of bounds" to who makes the strategy without initialising it.
+Code that people copy connects at once. If no process answers at the address, TensorFlow retries
+forever and reports nothing; a name is looked up at Google Cloud, without a limit either; a local
+TPU that is not there is "index 0 is out of bounds" to a strategy that was not initialized before.
 """
 
 import os
@@ -40,7 +40,7 @@ def plain(tpu, seconds=10.0):
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu)
     for job, addresses in resolver.cluster_spec().as_dict().items():
         for address in addresses:
-            # TensorFlow would wait for ever: ask first whether anybody listens.
+            # TensorFlow would wait forever: check first that a process listens.
             host, _, port = address.rpartition(":")
             try:
                 socket.create_connection((host, int(port)), seconds).close()

@@ -159,24 +159,34 @@ def test_direct_construction_keeps_the_same_rules() -> None:
 
 BAD_ARGUMENTS: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
     # (jobs, task, more, fragment of the message)
-    (None, Task("worker", 0), {}, "cluster is not a mapping"),
+    (None, Task("worker", 0), {}, "cluster must be a mapping"),
     ({}, Task("worker", 0), {}, "cluster is empty"),
-    ({"worker": "a:1"}, Task("worker", 0), {}, "not a list of addresses"),
-    ({"worker": {0: "a:1"}}, Task("worker", 0), {}, "not a list of addresses"),
+    ({"worker": "a:1"}, Task("worker", 0), {}, "must be a list of addresses"),
+    ({"worker": {0: "a:1"}}, Task("worker", 0), {}, "must be a list of addresses"),
     ({"worker": ("a:1", "")}, Task("worker", 0), {}, "cluster.worker[1] is blank"),
-    ({"worker": ("a:1", "a:1")}, Task("worker", 0), {}, "the address of cluster.worker[0] too"),
-    ({"worker": ("a:1", "A:1")}, Task("worker", 0), {}, "the address of cluster.worker[0] too"),
-    ({"chief": ("", "a:1")}, Task("chief", 1), {}, "cluster.chief lists more than index 0"),
-    ({"ps": ("a:1",)}, Task("ps", 0), {}, "no workers to serve"),
-    ({7: ("a:1",)}, Task("worker", 0), {}, "unknown job"),
-    (WORKERS, ("worker", 0), {}, "task is not a Task"),
-    (WORKERS, Task("worker", 3), {}, "ends at index 2"),
-    (WORKERS, Task("worker", -1), {}, "is negative"),
-    (WORKERS, Task("worker", True), {}, "not a whole number"),
-    (WORKERS, Task("worker", "0"), {}, "not a whole number"),  # type: ignore[arg-type]
-    (WORKERS, Task("worker", 10**5000), {}, "ends at index 2"),
-    (WORKERS, Task("chief", 0), {}, "cluster has no chief job"),
-    ({"worker": ("", "a:1")}, Task("worker", 0), {}, "not among the indices"),
+    (
+        {"worker": ("a:1", "a:1")},
+        Task("worker", 0),
+        {},
+        "not have the address of cluster.worker[0]",
+    ),
+    (
+        {"worker": ("a:1", "A:1")},
+        Task("worker", 0),
+        {},
+        "not have the address of cluster.worker[0]",
+    ),
+    ({"chief": ("", "a:1")}, Task("chief", 1), {}, "cluster.chief must list index 0 alone"),
+    ({"ps": ("a:1",)}, Task("ps", 0), {}, "must have workers to serve"),
+    ({7: ("a:1",)}, Task("worker", 0), {}, "must name jobs"),
+    (WORKERS, ("worker", 0), {}, "task must be a Task"),
+    (WORKERS, Task("worker", 3), {}, "must be from 0 to 2"),
+    (WORKERS, Task("worker", -1), {}, "must not be negative"),
+    (WORKERS, Task("worker", True), {}, "must be a whole number"),
+    (WORKERS, Task("worker", "0"), {}, "must be a whole number"),  # type: ignore[arg-type]
+    (WORKERS, Task("worker", 10**5000), {}, "must be from 0 to 2"),
+    (WORKERS, Task("chief", 0), {}, "the job of task.type, chief"),
+    ({"worker": ("", "a:1")}, Task("worker", 0), {}, "must be among the indices"),
     (WORKERS, Task("worker", 0), {"rpc_layer": 1}, "rpc_layer is not text"),
     (WORKERS, Task("worker", 0), {"environment": "\udc80"}, "lone surrogate"),
 )
@@ -198,7 +208,7 @@ def test_for_task_is_the_same_cluster_seen_by_another() -> None:
     assert other.address == "p:2"
     assert (other.jobs, other.rpc_layer, other.source) == (config.jobs, "grpc", "a test")
     assert config.task == Task("worker", 0)
-    with pytest.raises(ClusterConfigError, match=r"a test: task\.index is out of range"):
+    with pytest.raises(ClusterConfigError, match=r"a test: task\.index must be from 0"):
         config.for_task("ps", 2)
 
 

@@ -59,7 +59,7 @@ def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(data)) == 4
     assert data.position == (1, 0)
     assert "4/Unknown" in capsys.readouterr().out
-    with pytest.raises(TypeError, match="known only when they are read"):
+    with pytest.raises(TypeError, match="known only after reading them"):
         len(data)
 
 

@@ -102,13 +102,13 @@ def test_data_that_did_not_change() -> None:
     [
         pytest.param({"x": X[:3], "y": Y}, r"x: shape \(4, 3\) -> \(3, 3\)", id="fewer"),
         pytest.param({"x": X.astype("f8"), "y": Y}, "x: dtype <f4 -> <f8", id="dtype"),
-        pytest.param({"x": X, "y": Y[::-1]}, r"saved: y: content \w+ -> \w+\.", id="values"),
+        pytest.param({"x": X, "y": Y[::-1]}, r"data: y: content \w+ -> \w+\.", id="values"),
         pytest.param({"x": X}, r"y: shape \(4,\) -> none", id="one is gone"),
         pytest.param({"x": X, "y": Y, "w": Y}, r"w: shape none -> \(4,\)", id="one more"),
     ],
 )
 def test_arrays_that_changed(arrays: dict[str, np.ndarray], message: str) -> None:
-    with pytest.raises(DataError, match=f"data has changed since .*{message}"):
+    with pytest.raises(DataError, match=f"must be the same as when .*{message}"):
         Position(1, 0, 0, OF_ARRAYS).check_data(fingerprint_of_arrays(arrays))
 
 
@@ -126,17 +126,17 @@ def of_files(**change: Any) -> Fingerprint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"records": [4, 4]}, r"saved: records 7 -> 8, sizes \w+ -> ", id="records"),
+        pytest.param({"records": [4, 4]}, r"data: records 7 -> 8, sizes \w+ -> ", id="records"),
         pytest.param(
             {"stamps": [Stamp(101, 5), Stamp(200, 6)]}, "bytes 300 -> 301, sizes", id="bytes"
         ),
-        pytest.param({"files": ["/data/a", "/data/c"]}, r"saved: names \w+ -> \w+\.", id="names"),
-        pytest.param({"files": ["/data/b", "/data/a"]}, r"saved: names \w+ -> \w+\.", id="order"),
+        pytest.param({"files": ["/data/a", "/data/c"]}, r"data: names \w+ -> \w+\.", id="names"),
+        pytest.param({"files": ["/data/b", "/data/a"]}, r"data: names \w+ -> \w+\.", id="order"),
         pytest.param(
-            {"stamps": [Stamp(100, 5), Stamp(200, 7)]}, r"saved: time stamps \w+ -> ", id="written"
+            {"stamps": [Stamp(100, 5), Stamp(200, 7)]}, r"data: time stamps \w+ -> ", id="written"
         ),
         pytest.param(
-            {"stamps": [Stamp(200, 5), Stamp(100, 6)]}, r"saved: sizes \w+ -> ", id="same in sum"
+            {"stamps": [Stamp(200, 5), Stamp(100, 6)]}, r"data: sizes \w+ -> ", id="same in sum"
         ),
     ],
 )

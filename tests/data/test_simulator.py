@@ -104,7 +104,7 @@ def test_a_wrong_cut_is_reported(monkeypatch: Any) -> None:
 def test_the_report() -> None:
     text = report(Plan(**LARGE, kill=3, resume_workers=4093))
     assert "4,096 workers, 3,815 steps of 262,144 examples" in text
-    assert "after step 1,907; the last checkpoint is of step 1,000; 4,093 workers go on" in text
+    assert "after step 1,907; the last checkpoint is of step 1,000; 4,093 workers continue" in text
     assert "read again: 907 steps, 237,764,608 examples, 23.78 TB: 23.776% of the epoch" in text
     assert "largest over mean 1.2288" in text
     assert text.endswith("of 1,000,000,000 examples; lost: 0, doubled: 0")

@@ -138,7 +138,7 @@ def test_loads_by_path_and_by_function() -> None:
     )
     assert by_path == by_function
     assert sum(by_path.load_by_task) == pytest.approx(10)
-    with pytest.raises(PlacementError, match=r"loads names 'embeding'.*'embedding/embeddings'"):
+    with pytest.raises(PlacementError, match=r"loads must .* got 'embeding'.*'embedding/emb"):
         tfd.plan_placement(recommender, ps=2, loads={"embeding": 1.0})
 
 
@@ -155,11 +155,11 @@ def computes_with_values() -> keras.Model:
 @pytest.mark.parametrize(
     ("builder", "optimizer", "parts"),
     [
-        (unbuilt, None, ["not known before it is built", "keras.Input"]),
+        (unbuilt, None, ["the model must be built, got ", "keras.Input"]),
         (computes_with_values, None, ["failed while its variables had no values", "finished"]),
         (lambda: 3, None, ["must return a keras.Model, got 3"]),
         (3, None, ["got 3"]),
-        (recommender, "adan", ["no optimizer 'adan'"]),
+        (recommender, "adan", ["got 'adan'"]),
     ],
     ids=["unbuilt", "computes", "no model", "no function", "optimizer"],
 )

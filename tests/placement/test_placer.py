@@ -134,11 +134,13 @@ def test_one_rule_alone() -> None:
 
 def test_rules_that_cannot_be_right_for_a_variable() -> None:
     placer = Placer({"head/.*": "sharded(5)"}, 2)
-    with pytest.raises(PlacementError, match=r"'head/bias' .* cannot be sharded\(5\).* 4 rows"):
+    with pytest.raises(PlacementError, match=r"'head/bias' must .* sharded\(5\), got .* 4 rows"):
         placer.place(SPECS[3])
     placer = Placer({"head/.*": "task 0", ".*/bias": "task 1"}, 2)
     placer.place(SPECS[2])
-    with pytest.raises(PlacementError, match=r"two rules match 'head/bias': 'head/\.\*' .*bias"):
+    with pytest.raises(
+        PlacementError, match=r"rule must match 'head/bias', got 'head/\.\*' .*bias"
+    ):
         placer.place(SPECS[3])
 
 
@@ -217,7 +219,7 @@ def test_a_plan(tmp_path: Path) -> None:
         assert placer.bytes_by_task == list(made.bytes_by_task)
         assert placer.knows(SPECS[0])
         assert not placer.knows(VariableSpec("users", (1001, 16)))
-        with pytest.raises(PlacementError, match=r"for another model.* 1 gone: 'users'"):
+        with pytest.raises(PlacementError, match=r"must be those of the plan, got 1 gone: 'users'"):
             placer.learn(SPECS[1:])
 
 
@@ -232,8 +234,8 @@ def test_a_plan(tmp_path: Path) -> None:
         ({"users": "everywhere"}, "the rule 'users': a placement must be .* got 'everywhere'"),
         ({"users/[": "task 0"}, r"the pattern of a rule must be .* got 'users/\["),
         ({"users": "task 2"}, "the task of 'users' must be from 0 to 1, got 2"),
-        ({"users": Mirrored()}, "'users' cannot be mirrored on parameter servers"),
-        ({"users": "device CPU:0"}, "'users' cannot be device CPU:0 on parameter servers"),
+        ({"users": Mirrored()}, "'users' on parameter servers must .* got mirrored"),
+        ({"users": "device CPU:0"}, "'users' on parameter servers must .* got device CPU:0"),
         (
             [Rule("users", OnTask(0)), Rule("users", OnTask(1))],
             "got 'users' twice: task 0 and task 1",

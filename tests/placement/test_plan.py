@@ -193,7 +193,7 @@ def test_json_that_was_changed(change: dict[str, Any], named: str) -> None:
         ({"shape": "big"}, r"variables\[0\] \('users'\): every dimension"),
         ({"dtype": "float31"}, "a dtype must be one"),
         ({"tasks": [2]}, r"\('users'\) must be on tasks below 2, got \(2,\)"),
-        ({"tasks": []}, "is on 0 tasks"),
+        ({"tasks": []}, "must be on 1 to .* tasks, got 0"),
         ({"tasks": None}, r"variables\[0\]"),
         ({"tasks": [1]}, "not what its sha256 says"),
         ({"slots": 1}, "not what its sha256 says"),

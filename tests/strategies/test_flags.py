@@ -56,7 +56,7 @@ def test_absl_refuses_what_cannot_be(given: flags.FlagValues, argument: str) -> 
         ("--devices=", r"got \[\].*devices = \[\] from flags"),
         ("--devices=-1", "got -1"),
         ("--devices=9", "got 9; seen are"),
-        ("--communication=ring", "does not take communication='ring', which comes from flags"),
+        ("--communication=ring", "got communication='ring', which comes from flags"),
         ("--strategy_config=", "cannot be read"),
     ],
 )

@@ -82,7 +82,7 @@ def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == (
         f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
         f" machine is paused or overloaded. The job ends. The last checkpoint is"
-        f" {tmp_path}/epoch-00003.h5: start the job again to go on from it."
+        f" {tmp_path}/epoch-00003.h5: start the job again to resume from it."
     )
 
 

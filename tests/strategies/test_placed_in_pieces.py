@@ -343,10 +343,10 @@ def test_loops_and_statistics_in_pieces() -> None:
 
 
 def test_a_rule_that_cuts_what_has_too_few_rows(strategy: Any) -> None:
-    said = r"the rule 'table' \(sharded\) cannot cut 'table' of shape \(\), which has no rows"
+    said = r"the rule 'table' \(sharded\) must .* got 'table' of shape \(\), which has no rows"
     with strategy.scope(), pytest.raises(tfd.PlacementError, match=said):
         tf.Variable(1.0, name="table")
-    with pytest.raises(tfd.PlacementError, match=r"cannot cut 'head/bias' .* which has 2 rows"):
+    with pytest.raises(tfd.PlacementError, match=r"got 'head/bias' .* which has 2 rows"):
         tfd.distribute(build, PlacedStrategy(3, {"head/.*": "sharded(3)"}))
 
 
@@ -377,11 +377,11 @@ def test_a_strategy_of_ones_own_cuts() -> None:
         ),
         (
             lambda devices, create: create(devices, in_pieces=True, initial_value=[0.0]),
-            r"'v': create\(\) cannot cut a variable of shape \[1\] into 4 pieces of rows. Give it",
+            r"'v': the devices of create\(\) must not be more .* of shape \[1\], got 4. Give it",
         ),
         (
             lambda devices, create: create(devices, in_pieces=True, initial_value=0.0),
-            r"'v': create\(\) cannot cut a variable of shape \[\] into 4 pieces",
+            r"'v': the devices of create\(\) must not be more .* of shape \[\], got 4",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_single_worker_is_a_cluster_too() -> None:
     result = run_tasks(_single_worker, None)["process"]
     assert "worker:0 cannot listen at 127.0.0.1:" in result["in_use"]
     assert "the port is in use" in result["in_use"]
-    assert "no such rpc_layer as ClusterConfig asks for" in result["rpc_layer"]
+    assert "rpc_layer must be one of this TensorFlow, got another from Clus" in result["rpc_layer"]
     assert result["sum"] == 7.0
     assert result["same_resolver"]
     assert (
@@ -141,7 +141,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     assert "settings     logical_cpus = 3 from flags" in result["mirrored"]
     assert "replicas     3 in sync" in result["mirrored"]
 
-    assert "must be made before TensorFlow starts, and it has started" in result["late"]
+    assert "must be made before TensorFlow starts, got TensorFlow started already" in result["late"]
     assert "Move create_strategy() to the top of the program" in result["late"]
 
     assert "ParameterServerStrategyV2" in result["classes"]

@@ -54,7 +54,7 @@ def test_the_table_of_a_file(tmp_path: Path) -> None:
         ("strategy = 'mirrored'", "must be a table of settings, got 'mirrored'"),
         ("[strategy]\nname = 3", "must be a text, got 3"),
         ("[strategy]\nname = ['mirrored']", "must be a text, got ['mirrored']"),
-        ("[strategy]\ncluster = 'x'", "strategy.cluster cannot be set in a file"),
+        ("[strategy]\ncluster = 'x'", "strategy.cluster must be left out of "),
     ],
 )
 def test_a_file_that_cannot_be_right(tmp_path: Path, text: str, message: str) -> None:

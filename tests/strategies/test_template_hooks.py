@@ -367,7 +367,7 @@ OF_NOBODY: list[Any] = []  # a variable that no strategy has made
         ),
         (
             lambda self, spec, create, beside: tf.Variable([1.0, 2.0]),
-            r"Wrong.create_variable makes 'v' by creating a variable itself.* create\(devices\)",
+            r"Wrong.create_variable must return what create\(devices\) makes, got 'v' created by",
         ),
         (
             lambda self, spec, create, beside: OF_NOBODY[0],
@@ -468,7 +468,9 @@ def test_a_constructor_that_forgets_its_base() -> None:
         def __init__(self) -> None:
             self.limit = 3
 
-    with pytest.raises(tfd.StrategyError, match=r"Forgets has not been .* super\(\).__init__\(dev"):
+    with pytest.raises(
+        tfd.StrategyError, match=r"Forgets must be initialized .* super\(\).__init__\(dev"
+    ):
         Forgets().scope()
 
 

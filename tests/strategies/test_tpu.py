@@ -85,7 +85,7 @@ def test_an_address_without_a_server(address: str) -> None:
         ({"tpu": 3}, ["tpu must be a text, got 3"]),
         ({"tpu": ""}, ["tpu must be a text, got ''"]),
         ({"tpu": "t", "zone": 1}, ["zone must be a text, got 1"]),
-        ({"devices": 8}, ["does not take devices=8", "It takes: cluster, tpu, zone, project"]),
+        ({"devices": 8}, ["must be cluster, tpu, zone, project", "got devices=8"]),
     ],
 )
 def test_it_says_why_and_soon(options: dict[str, Any], words: list[str]) -> None:

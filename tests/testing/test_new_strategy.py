@@ -53,7 +53,7 @@ def test_without_the_repository(tmp_path: Path) -> None:
         )
         assert made.returncode == code, made.stderr
     assert made.stderr.startswith(
-        "python -m tfdist_ext.testing.new_strategy: 'keras.py' cannot be the file of a strategy:"
+        "python -m tfdist_ext.testing.new_strategy: the file of a strategy must not"
     )
     assert sorted(file.name for file in tmp_path.glob("*.py")) == [
         "my_strategy.py",
@@ -75,15 +75,15 @@ def test_the_names_follow_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my-strategy.py", "'my-strategy.py' cannot be the file of a strategy: name a Python mod"),
-        ("my_strategy", "'my_strategy' cannot be"),
-        ("class.py", r"'class\.py' cannot be"),
-        ("__.py", r"'__\.py' cannot be"),
-        ("keras.py", "`import keras` would find it instead of the module that has this name"),
-        ("pytest.py", "`import pytest` would find it"),
-        ("types.py", "`import types` would find it"),
-        ("conftest.py", "`import conftest` would find it"),
-        ("__init__.py", "`import __init__` would find it"),
+        ("my-strategy.py", "must be a Python module such as my_strategy.py, got 'my-str"),
+        ("my_strategy", "got 'my_strategy'"),
+        ("class.py", r"got 'class\.py'"),
+        ("__.py", r"got '__\.py'"),
+        ("keras.py", "got 'keras.py': `import keras` would find the other one"),
+        ("pytest.py", "`import pytest` would find the"),
+        ("types.py", "`import types` would find the"),
+        ("conftest.py", "`import conftest` would find the"),
+        ("__init__.py", "`import __init__` would find the"),
         ("nowhere/mine.py", "there is no folder .*nowhere: make it first"),
     ],
 )

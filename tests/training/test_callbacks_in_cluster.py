@@ -68,7 +68,7 @@ def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
     for name, words in {
         "missing": "there is no checkpoint",
         "file for a folder": "there is a file of that name",
-        "other": "is of another model than this one: only the checkpoint has",
+        "other": "got one of another model: only the checkpoint has",
     }.items():
         chief, other = (result[name] for result in workers.results)
         assert words in chief

@@ -92,7 +92,7 @@ def test_an_older_job_names_the_newer_one_and_changes_nothing(tmp_path: Path) ->
     older = Job(tmp_path).train(until=3)
     newer = Job(tmp_path).train(until=5).end()
     before = content(tmp_path)
-    pattern = rf"a newer job has taken over {tmp_path}: host {socket.gethostname()}, process"
+    pattern = rf"got a newer job in {tmp_path}: host {socket.gethostname()}, process"
     for change in (lambda: older.save(4), older.folder.write_index, older.end):
         with pytest.raises(FolderTakenError, match=rf"{pattern} {os.getpid()}, since 20\d\d-"):
             change()
@@ -366,7 +366,7 @@ def test_an_index_is_made_again_from_the_files(
     damage(trained)
     if "older" not in words and "of another" not in words and "|" not in words:
         assert finished_checkpoints(trained) == [trained / name for name in expected.checkpoints]
-    with pytest.warns(UserWarning, match=rf"checkpoints\.json {words}.*made again from epoch-0000"):
+    with pytest.warns(UserWarning, match=rf"checkpoints\.json {words}.*rebuilt from epoch-0000"):
         job = Job(trained)
     assert job.folder.index.checkpoints == expected.checkpoints
     assert job.folder.index.training == expected.training
@@ -383,7 +383,7 @@ def test_a_complete_training_stays_complete(
     expected = Index.read(ended)
     files = {name: held for name, held in content(ended).items() if name.endswith(".h5")}
     damage(ended)
-    with pytest.warns(UserWarning, match=r"checkpoints\.json .*made again from epoch-0000"):
+    with pytest.warns(UserWarning, match=r"checkpoints\.json .*rebuilt from epoch-0000"):
         job = Job(ended)
     assert job.folder.last_state(EPOCHS) == "last-00005.h5"
     assert job.folder.index.checkpoints == expected.checkpoints
@@ -481,11 +481,11 @@ def test_a_folder_of_the_version_before(trained: Path) -> None:
 def test_the_last_state_alone_is_no_checkpoint_to_train_on_from(ended: Path) -> None:
     for name in ("checkpoints.json", *(f"epoch-0000{n}.h5" for n in (3, 4, 5))):
         (ended / name).unlink()
-    with pytest.warns(UserWarning, match="made again from last-00005"):
+    with pytest.warns(UserWarning, match="rebuilt from last-00005"):
         assert Job(ended).folder.last_state(EPOCHS) == "last-00005.h5"
     (ended / "checkpoints.json").unlink()
     with (
-        pytest.warns(UserWarning, match="made again from last-00005"),
+        pytest.warns(UserWarning, match="rebuilt from last-00005"),
         pytest.raises(tfd.TrainingError, match=r"to train 8 epochs, got last-00005\.h5 alone"),
     ):
         CheckpointFolder(ended).open(8)

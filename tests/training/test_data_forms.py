@@ -237,9 +237,11 @@ def test_evaluate_and_predict_some_steps() -> None:
             lambda: tf.data.Dataset.from_tensor_slices((X, Y[:, 0])), "Call .batch", id="no batches"
         ),
         pytest.param(lambda: batches().repeat(), "steps_per_epoch", id="infinite, no steps"),
-        pytest.param(lambda: batches(rows=0), "no batch at all", id="empty"),
+        pytest.param(lambda: batches(rows=0), "must hold a batch, got none", id="empty"),
         pytest.param(
-            lambda: batches().filter(lambda *_: False), "no batch at all", id="empty in the end"
+            lambda: batches().filter(lambda *_: False),
+            "must hold a batch, got none",
+            id="empty in the end",
         ),
         pytest.param(
             lambda: mirrored().experimental_distribute_dataset(batches()),
@@ -256,9 +258,9 @@ def test_data_that_cannot_be_used_is_refused(data, message: str) -> None:
 def test_predict_and_evaluate_refuse_empty_data() -> None:
     ours = tfd.distribute(classifier(), mirrored())
     nothing = batches().filter(lambda *_: False)
-    with pytest.raises(tfd.TrainingError, match="no batch at all"):
+    with pytest.raises(tfd.TrainingError, match="must hold a batch, got none"):
         ours.predict(nothing.map(lambda x, _: x), verbose=0)
-    with pytest.raises(tfd.TrainingError, match="no batch at all"):
+    with pytest.raises(tfd.TrainingError, match="must hold a batch, got none"):
         ours.evaluate(nothing, verbose=0)
     with pytest.raises(
         tfd.TrainingError, match="steps_per_epoch must be a whole number from 0, got -1"

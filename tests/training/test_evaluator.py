@@ -197,7 +197,7 @@ def test_fit_in_an_evaluator_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch)
 
     model = tfd.distribute(build)
     x, y, _ = ROWS
-    with pytest.raises(tfd.TrainingError, match=r"evaluator:0, where fit.* without checkpoint_dir"):
+    with pytest.raises(tfd.TrainingError, match=r"of evaluator:0, which .*got no checkpoint_dir"):
         model.fit(x, y, validation_data=(x, y))
-    with pytest.raises(tfd.TrainingError, match="without validation data: give fit"):
+    with pytest.raises(tfd.TrainingError, match="got no validation data: give fit"):
         model.fit(x, y, checkpoint_dir="somewhere")

@@ -194,7 +194,7 @@ def test_a_model_that_is_not_compiled_predicts() -> None:
         ours.predict(X[:7], verbose=0), model.predict(X[:7], verbose=0), atol=1e-6
     )
     for call in (ours.fit, ours.evaluate):
-        with pytest.raises(tfd.TrainingError, match="needs a compiled model"):
+        with pytest.raises(tfd.TrainingError, match="the model must be compiled for"):
             call(X, Y)
 
 
@@ -275,7 +275,7 @@ def test_an_optimizer_of_other_variables_is_named() -> None:
     other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     model = compiled(keras.models.clone_model(other))
     model.optimizer.build(other.weights + model.weights)
-    with pytest.raises(tfd.TrainingError, match="was built for variables that are not among"):
+    with pytest.raises(tfd.TrainingError, match="must be built for the model's weights"):
         tfd.distribute(model, mirrored())
 
 
@@ -299,7 +299,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(3, "must be a keras.Model, or a function"), (lambda: 3, "it returned 3")],
+    [(3, "must be a keras.Model, or a function"), (lambda: 3, "must return a keras.Model, got 3")],
 )
 def test_what_is_no_model_is_refused(given, message: str) -> None:
     with pytest.raises(tfd.TrainingError, match=message):
@@ -343,7 +343,7 @@ def test_variables_from_outside_of_the_strategy() -> None:
     assert steps_taken(model) == 4
     assert abs(weights_of(model)[0] - before).max() > 0.001
     np.testing.assert_array_equal(outside.get_weights()[0], before)
-    with pytest.raises(tfd.TrainingError, match="were created outside of the strategy"):
+    with pytest.raises(tfd.TrainingError, match="must be created inside the strategy's scope"):
         tfd.DistributedModel(around_it(), mirrored())
 
 

@@ -73,7 +73,7 @@ def test_servers_wait_for_a_late_coordinator_and_end_with_1_when_it_is_killed(
         for name in ("worker:0", "ps:0"):
             assert cluster.status(name, 20) == 1
             assert cluster.seconds_after("chief:0", name) < WITHIN
-            assert cluster.log(name).endswith("is gone without a last word: a crash\n")
+            assert cluster.log(name).endswith("is gone without a message: it crashed\n")
 
 
 def test_where_training_is_driven_run_calls_main() -> None:

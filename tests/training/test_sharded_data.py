@@ -136,8 +136,8 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
     ("arguments", "message"),
     [
         ({"y": DATA[1]}, "holds targets and sample weights itself"),
-        ({"batch_size": 8}, "batch_size must be left out, got 8: the ShardedDataset has global batches of 16"),
-        ({"class_weight": {0: 1.0}}, "class_weight cannot be given beside"),
+        ({"batch_size": 8}, "left out, got 8: the ShardedDataset has global batches of 16"),
+        ({"class_weight": {0: 1.0}}, "class_weight must be left out, got"),
     ],
 )
 def test_what_the_data_says_itself(arguments: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ ROWS = np.zeros((6, 10), "float32")
 )
 def test_examples_instead_of_batches(data, found: str) -> None:
     dataset = tf.data.Dataset.from_tensor_slices(data)
-    with pytest.raises(tfd.TrainingError, match=rf"{found}, not batches.* Call \.batch"):
+    with pytest.raises(tfd.TrainingError, match=rf"must yield batches, got {found}.* Call \.batch"):
         read(dataset)
     for drop in (False, True):
         assert read(dataset.batch(4, drop_remainder=drop)).steps == (1 if drop else 2)

@@ -310,16 +310,16 @@ def test_who_is_slow() -> None:
 
 
 def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(tfd.TrainingError, match="goes into the fit of"):
+    with pytest.raises(tfd.TrainingError, match="WorkerTensorBoard must be in the fit of"):
         build().fit(*data(), verbose=0, callbacks=[tfd.WorkerTensorBoard(tmp_path)])
     with pytest.raises(tfd.TrainingError, match="update_freq=0 and slow="):
         tfd.WorkerTensorBoard(tmp_path, update_freq=0)
     boards = [tfd.WorkerTensorBoard(tmp_path / name) for name in ("one", "other")]
-    with pytest.raises(tfd.TrainingError, match="2 are among its callbacks: give one"):
+    with pytest.raises(tfd.TrainingError, match="must have one WorkerTensorBoard, got 2"):
         fit(mirrored(2), callbacks=boards)
     engine = ParameterServerEngine.__new__(ParameterServerEngine)
     engine._strategy = strategy_of("default")
-    with pytest.raises(tfd.TrainingError, match="measures workers whose steps wait"):
+    with pytest.raises(tfd.TrainingError, match="must be used where the steps of workers wait"):
         engine.step_timer()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(tfd.TrainingError, match="WorkerTensorBoard needs the package tensorboard"):

@@ -15,7 +15,12 @@ _MAX_PORT = 65535
 
 
 class AddressError(ValueError):
-    """An address that cannot be dialled: `what` is wrong with it, and the `advice`."""
+    """An address that cannot be dialed.
+
+    Attributes:
+        what: what is wrong with it; completes a sentence that begins with its name.
+        advice: what to write instead.
+    """
 
     def __init__(self, what: str, advice: str = _EXAMPLE) -> None:
         super().__init__(what)

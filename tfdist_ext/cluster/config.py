@@ -111,7 +111,7 @@ class ClusterConfig:
 
 
 def describe_environments(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What each environment says, in order of precedence, the TPU last. Never raises.
+    """Describe each environment, in order of precedence, the TPU last. Never raises.
 
     Returns:
         Pairs of an environment's name and what was found there, or why it was passed over, for

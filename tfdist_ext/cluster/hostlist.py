@@ -38,7 +38,7 @@ def expand_hosts(text: str, name: str, where: str) -> list[str]:
             for part in _PART.finditer(item)
         ]
         if len(hosts) + math.prod(len(part) for part in parts) > MAX_INDEX:
-            raise refuse(where, f"{name} lists too many hosts", text, "Check the ranges.")
+            raise refuse(where, f"{name} must list fewer hosts", text, "Check the ranges.")
         # As Slurm does, the last bracket runs fastest: r0n0, r0n1, r1n0, r1n1.
         hosts.extend(map("".join, itertools.product(*parts)))
     return hosts
@@ -55,11 +55,11 @@ def expand_counts(text: str, name: str, where: str) -> list[int]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if match is None:
-            raise refuse(where, f"{name} is not a list of counts", text, 'Write it as "2(x3),1".')
+            raise refuse(where, f"{name} must be a list of counts", text, 'Write it as "2(x3),1".')
         count, times = int(match[1]), int(match[2] or 1)
         total += count * times
         if total > MAX_INDEX or len(counts) + times > MAX_INDEX:
-            raise refuse(where, f"{name} counts too many tasks", text, "Check the counts.")
+            raise refuse(where, f"{name} must count fewer tasks", text, "Check the counts.")
         counts.extend([count] * times)
     return counts
 
@@ -88,6 +88,6 @@ def _expand_ranges(ranges: str, text: str, name: str, where: str) -> list[str]:
             what = f"{name} has the range {shown(item)}"
             raise refuse(where, what, text, 'Write ranges upwards: "[001-003,07]".')
         if len(numbers) + int(high) - int(low) >= MAX_INDEX:
-            raise refuse(where, f"{name} lists too many hosts", text, "Check the ranges.")
+            raise refuse(where, f"{name} must list fewer hosts", text, "Check the ranges.")
         numbers.extend(str(n).zfill(len(low)) for n in range(int(low), int(high) + 1))
     return numbers

@@ -47,7 +47,7 @@ class Jobs(dict[str, tuple[str, ...]]):
         try:
             given: dict[str, Any] = dict(jobs)
         except (TypeError, ValueError):
-            what = "cluster is not a mapping of job names to addresses"
+            what = "cluster must be a mapping of job names to addresses"
             raise refuse(where, what, jobs, _EXAMPLE) from None
         if not given:
             raise refuse(where, "cluster is empty", given, _EXAMPLE)
@@ -58,10 +58,10 @@ class Jobs(dict[str, tuple[str, ...]]):
         )
         if len(self.get("chief", ())) > 1:
             advice = "A cluster has one chief: move the others to worker."
-            raise refuse(where, "cluster.chief lists more than index 0", self["chief"], advice)
+            raise refuse(where, "cluster.chief must list index 0 alone", self["chief"], advice)
         if "ps" in self and "worker" not in self:
             advice = "Add a worker job, or take ps out."
-            raise refuse(where, "cluster.ps has no workers to serve", dict(self), advice)
+            raise refuse(where, "cluster.ps must have workers to serve", dict(self), advice)
         _check_addresses(self, where)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a plain dict can change, this cannot
@@ -78,7 +78,7 @@ class Jobs(dict[str, tuple[str, ...]]):
 
 
 class ClusterDescription(NamedTuple):
-    """What an environment says of a cluster; `ClusterConfig` is made of it, and checks the rest.
+    """A cluster as an environment describes it; `ClusterConfig` is made of it, and checks the rest.
 
     Attributes:
         jobs: job name -> addresses in index order, valid.
@@ -106,32 +106,36 @@ def check_job_name(name: object, key: str, where: str) -> None:
         return
     else:
         advice = nearest(name, JOB_NAMES)
-    what = "names an unknown job" if key == "cluster" else "is not a job TensorFlow knows"
+    what = (
+        "must name jobs that TensorFlow knows"
+        if key == "cluster"
+        else "must be a job that TensorFlow knows"
+    )
     raise refuse(where, f"{key} {what}", name, advice)
 
 
 def check_task(task: object, jobs: Jobs, where: str) -> None:
     """Refuses a task that is not one of the tasks of these jobs."""
     if not isinstance(task, Task):
-        raise refuse(where, "task is not a Task", task, 'Write Task("worker", 0).')
+        raise refuse(where, "task must be a Task", task, 'Write Task("worker", 0).')
     check_job_name(task.type, "task.type", where)
     index = task.index
     if isinstance(index, bool) or not isinstance(index, int):
-        raise refuse(where, "task.index is not a whole number", index, "Give 0, 1, 2, ...")
+        raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
     if index < 0:
-        raise refuse(where, "task.index is negative", index, "Indices start at 0.")
+        raise refuse(where, "task.index must not be negative", index, "Indices start at 0.")
     if task.type not in jobs:
-        what = f"task.type is {task.type}, but cluster has no {task.type} job"
+        what = f"cluster must have the job of task.type, {task.type}"
         advice = f"Add the {task.type} job with the address of each of its tasks to cluster."
         raise refuse(where, what, list(jobs), advice)
     addresses = jobs[task.type]
     if index >= len(addresses):
         last = len(addresses) - 1
-        what = f"task.index is out of range: cluster.{task.type} ends at index {last}"
+        what = f"task.index must be from 0 to {last}, the indices of cluster.{task.type}"
         advice = f"Give 0 to {last}, or add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
     if not addresses[index]:
-        what = f"task.index is not among the indices cluster.{task.type} lists"
+        what = f"task.index must be among the indices cluster.{task.type} lists"
         advice = f"Add the address of this task to cluster.{task.type}."
         raise refuse(where, what, index, advice)
 
@@ -139,10 +143,10 @@ def check_task(task: object, jobs: Jobs, where: str) -> None:
 def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
     if not isinstance(given, list | tuple):
         advice = f'Write a list: "{name}": ["host:port"].'
-        raise refuse(where, f"cluster.{name} is not a list of addresses", given, advice)
+        raise refuse(where, f"cluster.{name} must be a list of addresses", given, advice)
     if not given:
         advice = f"List the address of each {name} task, or take {name} out."
-        raise refuse(where, f"cluster.{name} is empty", given, advice)
+        raise refuse(where, f"cluster.{name} must not be empty", given, advice)
     if len(given) > MAX_INDEX:
         raise index_too_large(name, len(given) - 1, where)
     if given[-1] == "":
@@ -154,7 +158,7 @@ def _addresses(name: str, given: object, where: str) -> tuple[str, ...]:
 
 def index_too_large(name: str, index: object, where: str) -> Exception:
     """The refusal of an index at or beyond the limit."""
-    what = f"cluster.{name} has an index of {MAX_INDEX:,} or more"
+    what = f"indices of cluster.{name} must be below {MAX_INDEX:,}"
     return refuse(where, what, index, "Number the tasks of a job from 0, without large gaps.")
 
 
@@ -171,4 +175,4 @@ def _check_addresses(jobs: Jobs, where: str) -> None:
                 raise refuse(where, f"{path} {error.what}", address, error.advice) from None
             if (taken := first.setdefault(key, path)) != path:
                 advice = "Give each task an address of its own: another host, or another port."
-                raise refuse(where, f"{path} is the address of {taken} too", address, advice)
+                raise refuse(where, f"{path} must not have the address of {taken}", address, advice)

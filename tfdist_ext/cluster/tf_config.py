@@ -41,7 +41,7 @@ def parse(text: object, where: str) -> ClusterDescription:
     value = strict_json.loads(text, where)
     if not isinstance(value, dict):
         advice = 'Write {"cluster": {...}, "task": {...}}.'
-        raise refuse(where, "is not a JSON object", value, advice)
+        raise refuse(where, "must be a JSON object", value, advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
     jobs, task = _jobs(value, where), _task(value, where)
     return ClusterDescription(jobs, task, where, value.get("rpc_layer"), value.get("environment"))
@@ -103,7 +103,7 @@ def _jobs(value: dict[str, Any], where: str) -> Jobs:
     cluster = value["cluster"]
     if not isinstance(cluster, dict):
         advice = 'Write {"worker": ["host:port"]}.'
-        raise refuse(where, "cluster is not a JSON object", cluster, advice)
+        raise refuse(where, "cluster must be a JSON object", cluster, advice)
     dense = {
         name: _from_sparse(name, given, where) if isinstance(given, dict) else given
         for name, given in cluster.items()
@@ -120,7 +120,7 @@ def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
     by_index: dict[int, Any] = {}
     for key, address in given.items():
         if not (key.isascii() and key.isdigit()):
-            what = f"cluster.{name} has a key that is not an index"
+            what = f"cluster.{name} must have indices as keys"
             raise refuse(where, what, key, f'Write {{"{name}": {{"1": "host:port"}}}}.')
         if len(key.lstrip("0")) >= len(str(MAX_INDEX)):
             raise index_too_large(name, key, where)
@@ -140,7 +140,7 @@ def _task(value: dict[str, Any], where: str) -> Task:
     task = value["task"]
     if not isinstance(task, dict):
         advice = 'Write {"type": "worker", "index": 0}.'
-        raise refuse(where, "task is not a JSON object", task, advice)
+        raise refuse(where, "task must be a JSON object", task, advice)
     _refuse_unknown(task, _TASK_KEYS, _FOREIGN_TASK_KEYS, "task", where)
     if "type" not in task:
         raise refuse(where, "task.type is missing", task, 'Add "type": "worker".')
@@ -149,7 +149,7 @@ def _task(value: dict[str, Any], where: str) -> Task:
     index = task["index"]
     if isinstance(index, str):
         if not (index.isascii() and index.isdigit()):
-            raise refuse(where, "task.index is not a whole number", index, "Give 0, 1, 2, ...")
+            raise refuse(where, "task.index must be a whole number", index, "Give 0, 1, 2, ...")
         # No more digits than needed to be out of range: int() refuses very long texts.
         index = int(index.lstrip("0")[:18] or "0")
     return Task(task["type"], index)

@@ -1,4 +1,4 @@
-"""How data is made: from arrays, record files, one's own source, or a function of the shard."""
+"""How data is made: from arrays, record files, a custom source, or a function of the shard."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def from_tfrecords(
         parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
         global_batch_size: examples of one step, over all workers.
         seed: of the order; None keeps that of the files.
-        on_error: "skip" goes on without damaged records, which are counted and named in warnings.
+        on_error: "skip" skips damaged records, which are counted and named in warnings.
         batched: `parse` takes many records at a time, a string tensor of shape [n], and returns
             tensors of shape [n, ...], as `tf.io.parse_example` does: about twice as fast where
             records are small. n is any number, those of a part of a batch.
@@ -103,7 +103,7 @@ def from_dataset_fn(
     service: str | bool | None = None,
     job_name: str | None = None,
 ) -> FunctionDataset:
-    """What a function of the shard returns, for sources that cannot be read by number.
+    """A dataset made by a function of the shard, for sources that cannot be read by number.
 
     In `fit` each task that reads is a shard: one of several workers, or the only process there is,
     whose batches are then cut for its replicas. Under parameter servers the workers read, and each
@@ -120,8 +120,8 @@ def from_dataset_fn(
             examples then. Each shard takes its part of this number.
         service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
             or True for that of `tfdist run --data-workers N`. The function is called for all of the
-            data, and each batch goes to one of the tasks, whoever asks first (`through_service`
-            says what is guaranteed). There is no order, so a training can go on from the end of an
+            data, and each batch goes to the first task that asks (`through_service`
+            says what is guaranteed). There is no order, so a training can resume from the end of an
             epoch only; under parameter servers the coordinator reads.
         job_name: as in `through_service`.
 
@@ -182,10 +182,10 @@ class RecordFiles:
         return tf.cond(tf.size(payloads) > 0, lambda: self._rows(payloads), self._no_rows)
 
     def _rows(self, payloads: tf.Tensor) -> Any:
-        """What `parse` returns for many records, a row for each: no one could tell otherwise."""
+        """The output of `parse` for many records, checked to have a row for each."""
 
         def checked(output: tf.Tensor) -> tf.Tensor:
-            message = "parse with batched=True returned more or fewer rows than there are records"
+            message = "parse with batched=True must return a row for each record, got more or fewer"
             rows = tf.debugging.assert_equal(tf.shape(output)[0], tf.size(payloads), message)
             with tf.control_dependencies([rows]):
                 return tf.identity(output)
@@ -235,7 +235,7 @@ def _example_spec(output: Any) -> tf.TensorSpec:
 
 
 def _row_spec(output: Any) -> tf.TensorSpec:
-    """Of one row of what `parse` returned for many records."""
+    """The spec of one row of the output of `parse` for many records."""
     # A structure's leaf may be anything; sparse tensors and ragged ones have no rows to cut.
     dense = isinstance(output, tf.Tensor | tf.TensorSpec) and output.shape.rank is not None
     if not dense or output.shape.rank == 0 or output.shape[0] is not None:

@@ -58,7 +58,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def open_bytes(path: str) -> _Local | _Remote:
-    """A file, open to be read at any offset; it is closed when nobody refers to it any more.
+    """A file, open to be read at any offset; it is closed when the last reference is gone.
 
     Raises:
         DataError: the file cannot be opened.

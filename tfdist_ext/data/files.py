@@ -144,8 +144,8 @@ def _ranges(files: list[str], shard: Shard) -> list[RecordRange]:
     records = sum(index.records for index in indexes)
     if records < shard.count:
         raise DataError(
-            f"{records} records in {len(files)} files cannot be shared out over {shard.count}"
-            " shards: some would have nothing. Use fewer workers, or give the same data to each."
+            f"each of {shard.count} shards must have a record, got {records} records in"
+            f" {len(files)} files. Use fewer workers, or give the same data to each."
         )
     begin, end = _cuts(indexes, shard.count)[shard.index : shard.index + 2].tolist()
     found, first = [], 0  # the number of a file's first record

@@ -19,7 +19,7 @@ __all__ = ["FunctionDataset"]
 
 
 class FunctionDataset(ShardedDataset):
-    """What a function of the shard returns; a shard is the part of one task.
+    """A dataset made by a function of the shard; a shard is the part of one task.
 
     Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
     may have different numbers of batches, of different sizes. A task whose data has ended waits
@@ -88,7 +88,7 @@ class FunctionDataset(ShardedDataset):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """What the function returns for this shard: the k-th batch is its part of global batch k.
+        """The function's dataset for this shard: the k-th batch is its part of global batch k.
 
         Args:
             shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
@@ -113,9 +113,9 @@ class FunctionDataset(ShardedDataset):
         if self._done:
             if self._shards not in (None, shard.count):
                 raise DataError(
-                    f"the position is after {self._done} batches of each of {self._shards} shards,"
-                    f" and {shard.count} shards were asked for: nobody can tell which examples are"
-                    f" behind. Go on with {self._shards} tasks, or from the end of an epoch."
+                    f"the number of shards must be {self._shards} in the middle of an epoch, got"
+                    f" {shard.count}: the position is after {self._done} batches of each shard."
+                    f" Resume with {self._shards} tasks, or from the end of an epoch."
                 )
             found = found.skip(self._done)
         self._shards = shard.count
@@ -134,7 +134,7 @@ class FunctionDataset(ShardedDataset):
         return self._kept[shard]
 
     def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
-        """What the function returns now, in batches, with sharding options that are set.
+        """The function's dataset for now, in batches, with sharding options set.
 
         Args:
             alone: each batch is a whole global batch, not a part of one.
@@ -174,9 +174,10 @@ class FunctionDataset(ShardedDataset):
         check_reads_here(strategy)
         if Shard.of(strategy).count > 1:
             raise DataError(
-                "the workers may have different numbers of batches, and a loop of one's own would"
-                " hang at the end of the shortest. fit, evaluate and predict agree on it; or take"
-                " ordered data: from_tfrecords, from_arrays."
+                "data of a custom loop on several workers must be ordered (from_tfrecords,"
+                " from_arrays), got data made by a function: the workers may have different numbers"
+                " of batches, and the loop would hang at the end of the shortest. fit, evaluate and"
+                " predict agree on the number."
             )
         batches = self.dataset(remainder=remainder)
 

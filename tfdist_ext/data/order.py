@@ -6,7 +6,7 @@ positions asked for, for any n. Of a thousand examples or fewer the whole permut
 
 `tf.random.experimental.index_shuffle` is the same operation with 4 rounds of the cipher, and it
 uses the low 8 to 32 bits of each word of the seed. That is too little: of a million examples,
-neighbours in the order are near each other in the data (correlation 0.4), the orders of two epochs
+neighbors in the order are near each other in the data (correlation 0.4), the orders of two epochs
 are almost one (0.95), and up to 65,536 examples the seeds 7 and 263 give the same order. So
 this asks for 16 rounds, where nothing of the kind is measurable (`tests/data/test_order.py`), and
 for a key in which every bit depends on the whole seed and the epoch.
@@ -108,7 +108,7 @@ class Order:
         return tf.ensure_shape(key, [3])
 
     def key(self, epoch: int) -> np.ndarray:
-        """What picks the permutation of an epoch: three words (uint32), for `indices(key=...)`.
+        """The key of an epoch's permutation: three words (uint32), for `indices(key=...)`.
 
         Raises:
             DataError: the epoch is no whole number from 0 below 2**63.
@@ -141,7 +141,7 @@ class Order:
             int64 of shape [examples of the part], each in [0, n).
 
         Raises:
-            DataError: a step that the epoch does not have, a shard that is none.
+            DataError: a step that the epoch does not have, or an invalid shard.
         """
         if not isinstance(shard, Shard):
             raise DataError(f"shard must be a Shard(index, count), got {shown(shard)}.")

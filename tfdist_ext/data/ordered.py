@@ -41,7 +41,7 @@ class OrderedDataset(ShardedDataset):
             seed: a whole number from 0; None keeps the order of the data in every epoch.
 
         Raises:
-            DataError: an empty source, a batch larger than the data, a seed that is none.
+            DataError: an empty source, a batch larger than the data, an invalid seed.
         """
         self.source = source
         self.order = Order(len(source), global_batch_size, seed)
@@ -97,7 +97,7 @@ class OrderedDataset(ShardedDataset):
                 0; elements are (x, y, sample_weight) then.
 
         Raises:
-            DataError: a shard or an epoch that is none, PAD for data without targets.
+            DataError: an invalid shard or epoch, PAD for data without targets.
         """
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
@@ -122,7 +122,7 @@ class OrderedDataset(ShardedDataset):
     def _read(
         self, epoch: int, count: int, remainder: Remainder
     ) -> tuple[int, Callable[[Number, Number], Any]]:
-        """What is left of an epoch for `count` shards, or replicas.
+        """The rest of an epoch for `count` shards, or replicas.
 
         Returns:
             The steps, and what reads in a graph the part that (step, shard) have.
@@ -200,8 +200,8 @@ class OrderedDataset(ShardedDataset):
             local: replicas of this task.
             replicas: of all tasks.
             begin: the global batch to begin with, counted on from epoch 0 over whole epochs.
-            counted: else each part says 1, and not the examples of the global batch: nobody knows
-                how many the others have.
+            counted: else each part says 1, and not the examples of the global batch: the other
+                parts' numbers are unknown.
         """
 
         def parts(number: tf.Tensor) -> Any:

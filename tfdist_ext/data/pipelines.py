@@ -42,7 +42,7 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.Dataset:
-    """What is read for each of the numbers, in their order; there is nothing to tune."""
+    """The elements of the numbers, in their order, read in parallel without autotune."""
     return without_autotune(
         numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     )
@@ -71,7 +71,7 @@ def data_errors_as_raised() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        # What TensorFlow makes of it begins with its own words, and goes on with the traceback.
+        # What TensorFlow makes of it begins with its own words, and continues with the traceback.
         found = re.search(r"\bDataError: (.*?)\n+Traceback", error.message, re.DOTALL)
         if found is None:
             raise

@@ -1,4 +1,4 @@
-"""How far a training is in its data, and in which: a few JSON fields, kept in a checkpoint.
+"""The position of a training in its data, and in which: a few JSON fields, kept in a checkpoint.
 
 A fingerprint identifies data without reading all of it. It is one level of fields, so that a
 difference can be named. It does not grow with the data: of many files it has numbers and hashes of
@@ -30,7 +30,7 @@ _BLOCKS = 256  # of each array at most: with 4 KiB each, 1 MiB of it is read
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of examples; it says nothing about workers, so any number can go on.
+    """A place in the order of examples; it says nothing about workers, so any number can resume.
 
     Attributes:
         seed: that of the order; None where it is the order of the data.
@@ -97,9 +97,9 @@ class Position:
         changed = difference(self.fingerprint, json.loads(json.dumps(fingerprint)))
         if changed:
             raise DataError(
-                f"the data has changed since this position was saved: {changed}. Example"
-                f" {self.examples} of epoch {self.epoch} is not in the same place any more. Go on"
-                " with the data as it was, or begin again without the saved position."
+                "the data must be the same as when this position was saved, got changed data:"
+                f" {changed}. Example {self.examples} of epoch {self.epoch} is in another place"
+                " now. Resume with the data as it was, or start again without the saved position."
             )
 
     def after(self, examples: int, n: int) -> Position:

@@ -34,7 +34,7 @@ _CHECK_EVERY = 1 << 20  # records; until its length is checked, a walk may go as
 
 
 class Damage(NamedTuple):
-    """Where a walk had to end.
+    """The place where a walk had to end.
 
     Attributes:
         record: the number of the record that is damaged, from 0.
@@ -128,7 +128,7 @@ def walk(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, D
     at, width = 0, _WIDE
 
     def checked() -> bool:
-        """Take over the headers gone past, up to the first wrong one; whether there is none."""
+        """Take over the headers gone past, up to the first wrong one; True if all are right."""
         fields = np.frombuffer(bytes(headers), _HEADERS)
         wrong = np.flatnonzero(_checksums_of(fields["length"]) != fields["checksum"])
         good = fields["length"][: wrong[0] if wrong.size else None].astype(np.int64)

@@ -57,7 +57,7 @@ class RecordIndex:
     _held: np.ndarray | None
 
     def content(self) -> str:
-        """What tells whether the file has changed: its time, or its offsets where it has none."""
+        """A fingerprint of the file's content: its time, or its offsets where it has none."""
         if self.stamp.modified_ns:
             return str(self.stamp.modified_ns)
         return hashlib.blake2b(self.offsets().tobytes(), digest_size=12).hexdigest()
@@ -81,7 +81,7 @@ class RecordIndex:
         return offsets
 
     def damaged(self) -> str:
-        """What is wrong with the file, with its name, the record and the offset."""
+        """A message on the damage, with the file's name, the record and the offset."""
         assert self.damage is not None
         record, offset, what = self.damage
         return f"{self.path}: record {record} at byte {offset} of {self.stamp.size}: {what}."
@@ -101,7 +101,7 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
     stamp = stamp_of(path)
     if stamp.size == 0:  # as writers leave it that had no records, or that died at once
         warnings.warn(f"{path} is empty: it has 0 bytes, and no records.", stacklevel=2)
-    # Where the file system knows no times, nobody can tell whether a kept index is of this file.
+    # Where the file system knows no times, a kept index may be of another file.
     places = places_of(path) if stamp.modified_ns else ()
     for place in places:
         offsets = load(place, stamp)
@@ -161,7 +161,7 @@ def is_index(path: str) -> bool:
 
 
 def places_of(path: str) -> tuple[str, str]:
-    """Where a file's index may be, in the order in which to try: beside it, and in the cache."""
+    """The possible paths of a file's index, in the order to try: beside it, and in the cache."""
     folder, slash, name = path.rpartition("/")
     whole = os.path.realpath(path) if is_local(path) else path
     digest = hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()

@@ -4,7 +4,7 @@
     len(records)                  # examples of all files
     records.read([5, 700, 6])     # their payloads
 
-Bytes read are those of the records asked for; neighbours are read together.
+Bytes read are those of the records asked for; neighbors are read together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfdist_ext.messages import shown
 
 __all__ = ["Records"]
 
-_TOGETHER = 8 << 20  # bytes: neighbours are read together up to this
+_TOGETHER = 8 << 20  # bytes: neighbors are read together up to this
 _LARGE = 1 << 15  # bytes: from here on, copying a record costs more than more calls to read it
 _MOST_OPEN = 2048  # files held open, when the system allows it
 
@@ -101,7 +101,7 @@ class Records:
             raise DataError(
                 f"indices must be below {len(self)}, the number of records, got {beyond}."
             )
-        # In the order of files and offsets: neighbours are found, and a disk turns less.
+        # In the order of files and offsets: neighbors are found, and a disk turns less.
         by_place = np.argsort(wanted, kind="stable")
         found = self._read_sorted(wanted[by_place].astype(np.int64))
         payloads[by_place] = np.fromiter(found, object, len(found))
@@ -181,9 +181,7 @@ class Records:
         where = self._where(number, start)
         message = f"{where} is damaged: its {size} bytes do not have the right checksum."
         if not self.skips:
-            raise DataError(
-                f'{message} Write the file again, or use on_error="skip" to go on without.'
-            )
+            raise DataError(f'{message} Write the file again, or use on_error="skip" to skip it.')
         with self._lock:
             seen = number in self.skipped
             self.skipped[number] = message
@@ -193,7 +191,7 @@ class Records:
             )
 
     def _opened(self, file: int) -> tuple[ReadAt, np.ndarray]:
-        """What reads a file, and its offsets; held open for the next time, unless too many are."""
+        """A file's reader and its offsets; kept open for the next time, unless too many are."""
         with self._lock:
             opened = self._open.get(file)
             if opened is not None:
@@ -215,10 +213,10 @@ def _looks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The first record of each look at a file, and the one after its last.
 
-    Neighbours are read together, up to a limit.
+    Neighbors are read together, up to a limit.
     """
     new = _cuts((starts[1:] != stops[:-1]) | (files[1:] != files[:-1]))
-    if len(new) <= len(starts):  # there are neighbours
+    if len(new) <= len(starts):  # there are neighbors
         looks = new[:-1]
         piece = (starts - np.repeat(starts[looks], np.diff(new))) // _TOGETHER
         new = np.union1d(new, _cuts(piece[1:] != piece[:-1]))

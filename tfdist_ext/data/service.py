@@ -33,8 +33,8 @@ def through_service(
     Each task of the run calls this for the same data set, and iterates over what it returns. Then:
 
     - The n-th pass of all tasks is one pass over the data: each example is in exactly one batch,
-      each batch comes to exactly one task, in no order, to whoever asks first; shares differ in
-      size, and can be empty. A pass begins with each `iter()`, so to look at one batch of it is a
+      each batch goes to exactly one task, the first that asks, in no order; shares differ in size,
+      and can be empty. A pass begins with each `iter()`, so to look at one batch of it is a
       pass too, and those of this task and of the others are then no longer the same.
     - A task may be in a later pass than others. One that joins a pass late gets what is left.
     - Each data worker makes batches of the elements it is dealt, so that there is a last, smaller
@@ -43,7 +43,7 @@ def through_service(
       at most once, never twice. `tfdist run` ends the run then; without it, the pass waits until
       a worker is started at the same address.
     - A job lives as long as its dispatcher. A program that starts anew on a living dispatcher, with
-      the same job name, goes on with the passes of the last one, the finished ones being empty:
+      the same job name, continues the passes of the last one, the finished ones being empty:
       give each run a name of its own.
 
     The source's elements (files, rows, numbers) are what is dealt out, one a request: what counts
@@ -67,7 +67,7 @@ def through_service(
         which strategies do not shard again.
 
     Raises:
-        DataError: no service, an address that is none, no answer, a data set that runs Python.
+        DataError: no service, an invalid address, no answer, a data set that runs Python.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise DataError(f"dataset must be a tf.data.Dataset, got {shown(dataset)}.")
@@ -98,9 +98,9 @@ def _address(service: str | None, env: Mapping[str, str]) -> str:
     if env.get(DATA_SERVICE):
         return dispatcher_address(env[DATA_SERVICE], DATA_SERVICE)
     raise DataError(
-        f"there is no tf.data service: no `service` was given, and {DATA_SERVICE} is not set."
-        " Start the script with: tfdist run --data-workers 2 -- python script.py; on several"
-        " machines, start tf.data.experimental.service servers (or python -m"
+        f"a tf.data service must be given, got no `service`, and {DATA_SERVICE} is not set. Start"
+        " the script with: tfdist run --data-workers 2 -- python script.py; on several machines,"
+        " start tf.data.experimental.service servers (or python -m"
         ' tfdist_ext.data.service_process), and give service="grpc://host:port" of the dispatcher.'
     )
 

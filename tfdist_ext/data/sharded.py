@@ -18,7 +18,7 @@ __all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
 
 
 class ShardedDataset(abc.ABC):
-    """Data for `fit`, `evaluate`, `predict` and loops of one's own, on any cluster.
+    """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
 
     It goes into `fit` as it is; each task then reads its own part. What it is made by says what the
     parts are: `from_arrays`, `from_tfrecords` and `from_source` have one order of examples for any
@@ -96,7 +96,7 @@ class ShardedDataset(abc.ABC):
             remainder: of a global batch that does not divide by the shards.
 
         Raises:
-            DataError: a shard or an epoch that is none.
+            DataError: an invalid shard or epoch.
         """
 
     @abc.abstractmethod
@@ -126,7 +126,7 @@ class ShardedDataset(abc.ABC):
         remainder: Remainder = Remainder.KEEP,
         progress: bool = True,
     ) -> Batches:
-        """The rest of the position's epoch for a loop of one's own, which moves the position on.
+        """The rest of the position's epoch for a custom loop, which moves the position on.
 
         `for batch in data` is the same with its defaults. To look at a batch and stay where it is,
         take `next(iter(data.dataset()))`.
@@ -163,7 +163,7 @@ class ShardedDataset(abc.ABC):
     def __len__(self) -> int:
         """Global batches of an epoch."""
         if self.steps is None:
-            raise TypeError("how many global batches there are is known only when they are read")
+            raise TypeError("the number of global batches is known only after reading them")
         return self.steps
 
 
@@ -172,7 +172,13 @@ class Batches:
     """The rest of an epoch, batch by batch.
 
     A batch counts as done when it is handed out: a state that is saved in the body of the loop,
-    after the step, goes on behind it.
+    after the step, resumes after it.
+
+    Attributes:
+        data: its position moves on with each batch.
+        strategy: batches come as its `run` takes them; None: as the dataset has them.
+        remainder: rows that do not divide by the shards.
+        progress: show a progress bar.
     """
 
     data: ShardedDataset
@@ -199,7 +205,7 @@ class Batches:
             data.end_epoch()
 
     def _bar(self) -> Callable[[int], None]:
-        """What is told of steps, each when it is done; 0 when the epoch is."""
+        """The progress bar's callback: gets each step that is done; 0 at the end of the epoch."""
         strategy = self.strategy
         if not self.progress or not (strategy is None or strategy.extended.should_checkpoint):
             return lambda more: None
@@ -241,7 +247,7 @@ def check_reads_here(strategy: object) -> None:
         )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
-            "under ParameterServerStrategy steps run on the workers, not in this process: train"
-            " with tfd.distribute(...).fit(data), or read data.dataset(Shard(index, workers)) in"
-            " ClusterCoordinator.create_per_worker_dataset."
+            "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"
+            " run on the workers: train with tfd.distribute(...).fit(data), or read"
+            " data.dataset(Shard(index, workers)) in ClusterCoordinator.create_per_worker_dataset."
         )

@@ -1,4 +1,4 @@
-"""What each worker of a cluster would read, computed without data and without a cluster.
+"""A simulation of what each worker of a cluster reads, without data and without a cluster.
 
     print(report(Plan(examples=10**9, files=10_000, workers=4096, kill=3)))
 
@@ -34,7 +34,7 @@ class Plan:
             start.
         example_bytes: of an example's payload in its file.
         kill: workers that die, all at once; 0: nothing happens.
-        resume_workers: that go on; 0 is those that are left.
+        resume_workers: that resume; 0: those that are left.
         kill_step: after how many steps; -1 is in the middle of the epoch.
         checkpoint_steps: between two checkpoints.
 
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of the epoch, a last smaller one included."""
+        """Steps of the epoch, a last smaller one included."""
         return -(-self.examples // self.batch)
 
     @property
     def record_bytes(self) -> int:
-        """Of an example in its file, payload and what is around it."""
+        """Bytes of an example in its file, with the record's header and footer."""
         return self.example_bytes + _OVERHEAD
 
     @property
@@ -120,13 +120,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a plan.
+    """The result of a plan.
 
     Attributes:
         whole: an epoch in which nothing happens.
         before: up to the last checkpoint before workers died; None where none did.
         again: from there to the moment they died: read once more after the restart.
-        after: from there to the end, by those that go on.
+        after: from there to the end, by those that resume.
         by_files: bytes of each worker, were whole files shared out instead of examples; None with
             fewer files than workers.
         lost, doubled: positions of the epoch, those of `before` and `after` or of `whole`.
@@ -210,7 +210,7 @@ def report(plan: Plan) -> str:
         count = sum(found.again.examples)
         lines.append(
             f"killed: {plan.kill:,} of {plan.workers:,} workers after step {plan.killed_at:,}; the"
-            f" last checkpoint is of step {plan.saved_at:,}; {plan.going_on:,} workers go on"
+            f" last checkpoint is of step {plan.saved_at:,}; {plan.going_on:,} workers continue"
         )
         lines.append(
             f"read again: {plan.killed_at - plan.saved_at:,} steps, {count:,} examples,"

@@ -17,7 +17,7 @@ __all__ = ["Arrays", "Lookup", "Source"]
 class Source(Protocol):
     """Examples that can be had by their numbers, in any order.
 
-    A source of one's own needs no base class: what has these members is one.
+    A custom source needs no base class, only these members.
     """
 
     def __len__(self) -> int:

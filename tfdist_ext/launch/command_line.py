@@ -1,4 +1,4 @@
-"""What a person typed to start this process, to be typed again."""
+"""The command line that started this process, to be typed again."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Guard:
         return watchdog.marked(self._run_id)
 
     def dismiss(self) -> None:
-        """All have ended."""
+        """Stop watching: all processes have ended."""
         self._tell("done\n")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -57,6 +57,6 @@ class Guard:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # killed by somebody: the run goes on
+        with contextlib.suppress(OSError, ValueError):  # killed from outside: the run continues
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()

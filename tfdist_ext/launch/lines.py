@@ -51,7 +51,7 @@ class LineSplitter:
         return lines + [_line(piece) for piece in pieces]
 
     def flush(self) -> list[Line]:
-        """What is left, as a line: at the end, or when nothing more comes for a while."""
+        """The rest as a line: at the end, or when nothing more comes for a while."""
         rest, self._rest = self._rest, b""
         text = rest.removesuffix(b"\r")
         return self._lines(text, rewritten=text != rest) if rest else []

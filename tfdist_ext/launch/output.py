@@ -31,7 +31,7 @@ _COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def wants_color(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether the stream is a terminal that shows colours, and NO_COLOR is not set."""
+    """Whether the stream is a terminal that shows colors, and NO_COLOR is not set."""
     try:
         terminal = stream.isatty()
     except ValueError:  # closed
@@ -77,7 +77,7 @@ class _Channel:
 
     def __init__(self, name: str, fd: int, prefix: str, log: BinaryIO | None) -> None:
         self.name = name
-        self.fd = os.dup(fd)  # its own: nobody else closes it while the thread reads
+        self.fd = os.dup(fd)  # its own: no one else closes it while the thread reads
         self.prefix = prefix
         self.log = log
         self.log_error: OSError | None = None  # why the log lacks what came after

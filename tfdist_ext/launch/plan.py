@@ -1,4 +1,4 @@
-"""What would be started: a pure function from a request to a plan of processes."""
+"""The plan of a run: a pure function from a request to a plan of processes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def plan_local(
     free = (f"127.0.0.1:{port}" for port in ports)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     everyone = {job: tuple(islice(free, count)) for job, count in counts.items() if count}
-    # The evaluator is in nobody's cluster but its own: TensorFlow's MultiWorkerMirroredStrategy
+    # The evaluator is in its own cluster alone: TensorFlow's MultiWorkerMirroredStrategy
     # silently trains on a single worker when the cluster names one.
     cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
     service = list(islice(free, data_workers + 1)) if data_workers else []

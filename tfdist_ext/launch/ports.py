@@ -1,11 +1,11 @@
-"""Ports that nobody else takes between being chosen and being used.
+"""Ports that no other process takes between being chosen and being used.
 
 The usual way, binding port 0 and closing the socket, gives back a port of the kernel's ephemeral
 range. Until the task binds it, seconds later, the kernel may hand it to any `bind(0)` and to any
 outgoing connection. Keeping the socket open is no way out: TensorFlow's gRPC server switches
 SO_REUSEPORT off, and fails on a port that another socket holds (measured with 2.21: "Could not
 start gRPC server"; TF_GRPC_REUSE_PORT=1 changes that, and then two servers that were given one
-address by mistake would share it without a word).
+address by mistake would silently share it).
 
 So the ports lie outside the ephemeral range, where the kernel hands out nothing by itself, and
 were seen free by binding them. Another launcher is kept away by a lock a port: the UDP socket of

@@ -1,4 +1,4 @@
-"""What a person reads when a run has not gone well: pure functions from facts to text."""
+"""Reports of failed runs: pure functions from facts to text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def failure_report(
 def peer_failure_report(
     task: TaskProcess, blame: Blame, left: TaskProcess | None, at: time.struct_time
 ) -> str:
-    """What failed because of another task.
+    """The report of a task that failed because of another one.
 
     Args:
         task: the task that failed.
@@ -111,7 +111,7 @@ def peer_failure_report(
 
 
 def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> str:
-    """Who had not ended in time, and the last thing each of them said."""
+    """The tasks that had not ended in time, and the last output of each."""
     last = {name: said[-1] if said else "(wrote nothing)" for name, said in last_lines.items()}
     return _text(
         [
@@ -122,10 +122,10 @@ def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> s
 
 
 def log_report(errors: Mapping[str, OSError]) -> str:
-    """Whose log files lack the end of what the task wrote, and why; no text where all are whole."""
+    """The tasks whose log files are incomplete, and why; no text where all are complete."""
     return _text(
         [
-            f"the log file of {name} is incomplete: {error}; the run goes on, free some space or"
+            f"the log file of {name} is incomplete: {error}; the run continues: free some space or"
             " give another folder with --log-dir"
             for name, error in errors.items()
         ]

@@ -254,7 +254,7 @@ class _Run:
                 self.deadline = time.monotonic() + self.linger
         if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
             running = self.processes.running()
-            if running and all(map(self._serves, running)):  # for nobody: they never end
+            if running and all(map(self._serves, running)):  # no task needs them: they never end
                 self._begin_ending()
 
     def _failure(self, task: TaskProcess) -> None:

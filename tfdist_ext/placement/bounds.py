@@ -1,4 +1,4 @@
-"""What no placement can beat: the floor under the fullest task, by counting alone."""
+"""Lower bounds of the fullest task's bytes, which no placement can beat."""
 
 from __future__ import annotations
 

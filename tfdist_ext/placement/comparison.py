@@ -41,7 +41,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; `str()` of it is a table."""
+    """The result of `compare`; `str()` of it is a table.
+
+    Attributes:
+        rows: bytes for each strategy and device.
+    """
 
     rows: tuple[Footprint, ...]
 

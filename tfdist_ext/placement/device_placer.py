@@ -35,6 +35,11 @@ class DevicePlacer:
     A model that is known before it is created is planned as a whole (`learn`): its owners hold
     nearly equal bytes, and fewer pieces than devices go where that balances. What comes one by one
     is owned by the device that owns the fewest bytes, and piece i is on device i.
+
+    Attributes:
+        devices: names of the replicas' devices.
+        plan: of the last model that was planned as a whole; None before.
+        owned_bytes: bytes of weights that each device owns.
     """
 
     def __init__(
@@ -141,20 +146,19 @@ class DevicePlacer:
         if named not in (*self.devices, self._host):
             host = "" if self._host in self.devices else f" or {self._host}, the host"
             raise PlacementError(
-                f"{rule} names a device outside of the strategy, which has"
-                f" {', '.join(self.devices)}. Name one of these{host}; or give {named} to the"
-                " strategy, too."
+                f"{rule} must name one of {', '.join(self.devices)}{host}, got {named}: name one of"
+                f" these, or give {named} to the strategy, too."
             )
         if isinstance(placement, OnTask):
             raise PlacementError(
-                f"{rule} is for parameter servers. On the devices of one machine write mirrored,"
-                f" owned, balanced, sharded(n), or device {self.devices[0]}."
+                f"{rule} must be mirrored, owned, balanced, sharded(n) or a device such as"
+                f" {self.devices[0]}, got {placement}, which is for parameter servers."
             )
         if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
             raise PlacementError(
-                f"{rule} asks for a device for each piece, and the strategy has"
-                f" {len(self.devices)}: {', '.join(self.devices)}. Write sharded for a piece on"
-                f" each, or a number up to {len(self.devices)}."
+                f"{rule} must have at most {len(self.devices)} pieces, got {placement.pieces}: the"
+                f" strategy has the devices {', '.join(self.devices)}. Write sharded for a piece on"
+                " each."
             )
 
 
@@ -162,6 +166,7 @@ def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
     if not spec.shape or pieces > spec.rows:
         has = counted(spec.rows, "row") if spec.shape else "no rows, it is a scalar"
         raise PlacementError(
-            f"{rule} cannot cut {spec.path!r} of shape {spec.shape}, which has {has}. Narrow the"
-            f" pattern, or give {spec.path!r} a rule of its own."
+            f"{rule} must match variables with a row for each piece, got {spec.path!r} of shape"
+            f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"
+            " its own."
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["require_matplotlib", "save"]
 
-_NAMED = 20  # variables with a colour and a name of their own
+_NAMED = 20  # variables with a color and a name of their own
 _MOST_BARS = 96  # of more tasks, the fullest and the emptiest are drawn
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40), ("PiB", 2**50))
 _REST, _BUDGET = "#d9d9d9", "#c00000"
@@ -184,6 +184,6 @@ def _shortened(path: str, room: int) -> str:
 
 
 def _colour(rank: int) -> tuple[float, float, float]:
-    """A light colour for each rank, neighbours far apart: text on it stays readable."""
+    """A light color for each rank, neighbors far apart: text on it stays readable."""
     hue = (rank * 0.381966) % 1.0
     return colorsys.hls_to_rgb(hue, 0.72 if rank % 2 else 0.62, 0.62)

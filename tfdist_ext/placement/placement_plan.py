@@ -112,7 +112,7 @@ class PlacementPlan:
         return plan_json.fingerprint(self.specs)
 
     def names(self) -> tuple[str, ...]:
-        """What the tasks are called: "ps 0", or the names of the devices."""
+        """The names of the tasks: "ps 0", or those of the devices."""
         return self.devices or tuple(f"ps {task}" for task in range(self.tasks))
 
     def holds(self, spec: VariableSpec) -> bool:
@@ -142,7 +142,8 @@ class PlacementPlan:
         ]
         if differences:
             raise PlacementError(
-                f"the plan is for another model. Variables {'; '.join(differences)}. Plan again."
+                "the variables of the model must be those of the plan, got"
+                f" {'; '.join(differences)}. Plan again."
             )
 
     def check_tasks(self, tasks: int) -> None:

@@ -26,6 +26,11 @@ class Placer:
     A model that is known before it is created is planned as a whole: see `learn`. What comes one
     by one is placed by its rule, or by the policy; where that is the planner, which must see a
     whole model, on the server with the fewest bytes.
+
+    Attributes:
+        plan: the given one, or that of the last model that was planned as a whole; None before.
+        plans_models: whether models are to be planned as a whole.
+        bytes_by_task: bytes that are on each server.
     """
 
     def __init__(self, placement: Any, tasks: int, policy: Policy | None = None):

@@ -58,8 +58,8 @@ def load(text: str) -> dict[str, Any]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlacementError(
-            f"{_WHERE} is not JSON at line {error.lineno}, column {error.colno}: {error.msg}. Write"
-            " it with to_json()."
+            f"{_WHERE} must be JSON, got an error at line {error.lineno}, column {error.colno}:"
+            f" {error.msg}. Write it with to_json()."
         ) from None
     except (RecursionError, ValueError) as error:
         raise PlacementError(f"{_WHERE} cannot be read: {error}.") from None
@@ -135,7 +135,9 @@ def _variable(
         raise _changed(f"{name} must be on tasks below {tasks}, got {shown(place.tasks)}")
     most = {Held.PIECES: max(spec.rows, 1), Held.COPIES: tasks, Held.OWNED: 1}[place.held]
     if not 1 <= len(place.tasks) <= most:
-        raise _changed(f"{name} of {spec.rows} rows is on {len(place.tasks)} tasks")
+        raise _changed(
+            f"{name} of {spec.rows} rows must be on 1 to {most} tasks, got {len(place.tasks)}"
+        )
     return spec, place, made
 
 
@@ -147,7 +149,7 @@ def _changed(what: str) -> PlacementError:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of the content, not of its spaces and line ends."""
+    """The sha256 of the content, without its spaces and line ends."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

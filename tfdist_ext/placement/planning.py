@@ -87,7 +87,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be placed, and how.
+    """The variables to be placed, and how.
 
     Attributes:
         specs: the variables.
@@ -145,7 +145,7 @@ class _Order:
     def _prepared(
         self, targets: Targets, budgets: tuple[int, ...] | None
     ) -> tuple[list[Place], list[int], list[int], Tasks]:
-        """What rules place, the indices of what is left, and the tasks as the policy finds them.
+        """The places by rules, the indices of the rest, and the tasks as the policy finds them.
 
         Left are what adds bytes where it goes, and the owned without slots, which add none.
         """

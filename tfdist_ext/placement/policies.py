@@ -1,6 +1,6 @@
-"""Who gets which task: policies, each a pure function of the variables and the tasks.
+"""Placement policies: each a pure function of the variables and the tasks.
 
-A policy of one's own is a function, here one that keeps all variables of a layer together:
+A custom policy is a function, here one that keeps all variables of a layer together:
 
     def by_layer(specs, tasks):
         return [[zlib.crc32(spec.path.split("/")[0].encode()) % tasks.count] for spec in specs]
@@ -28,7 +28,7 @@ __all__ = ["Policy", "Tasks", "greedy", "partitioned", "round_robin"]
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a policy is told of the tasks.
+    """The tasks, as a policy gets them.
 
     Attributes:
         count: how many there are.

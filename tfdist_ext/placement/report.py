@@ -88,7 +88,7 @@ def _by_task(plan: PlacementPlan) -> list[list[str]]:
 
 
 def fullest_and_emptiest(plan: PlacementPlan, each: int) -> list[int]:
-    """So many of the fullest tasks and as many of the emptiest, by index."""
+    """`n` of the fullest tasks and as many of the emptiest, by index."""
     by_bytes = sorted(range(plan.tasks), key=lambda task: (-plan.bytes_by_task[task], task))
     return by_bytes[:each] + by_bytes[-each:]
 

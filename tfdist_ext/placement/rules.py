@@ -1,4 +1,4 @@
-"""What a user wants of a variable: placements, and rules that give them to paths.
+"""Placements of variables, and rules that give them to paths.
 
 In a file a placement is a text, the same that `str(placement)` writes:
 
@@ -44,7 +44,7 @@ _COMPARED = 2000  # paths looked through for the nearest ones: difflib takes its
 
 
 class Placement:
-    """What a rule asks for; `str()` of it is the text that `placement_from` reads."""
+    """A placement that a rule gives; `str()` of it is the text that `placement_from` reads."""
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
@@ -67,7 +67,7 @@ class Balanced(Placement):
 
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """So many even pieces along axis 0; Sharded(1) keeps a variable whole.
+    """Even pieces along axis 0; Sharded(1) keeps a variable whole.
 
     The policy chooses the tasks. The planner takes as many different ones as there are pieces, and
     where there are more pieces than tasks, those that balance.
@@ -92,7 +92,11 @@ class Sharded(Placement):
 
 @dataclass(frozen=True)
 class OnTask(Placement):
-    """Whole, on the parameter server of that index."""
+    """Whole, on one parameter server.
+
+    Attributes:
+        task: the server's index.
+    """
 
     task: int
 
@@ -105,7 +109,11 @@ class OnTask(Placement):
 
 @dataclass(frozen=True)
 class OnDevice(Placement):
-    """One copy, on the device of that name: "GPU:0", or as TensorFlow lists it."""
+    """One copy, on one device.
+
+    Attributes:
+        name: the device's name: "GPU:0", or as TensorFlow lists it.
+    """
 
     name: str
 
@@ -220,7 +228,7 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
                 continue
             if path in matched:
                 raise PlacementError(
-                    f"two rules match {path!r}: {matched[path].pattern!r}"
+                    f"at most one rule must match {path!r}, got {matched[path].pattern!r}"
                     f" ({matched[path].placement}) and {rule.pattern!r} ({rule.placement}). Narrow"
                     f" one of them, or add a rule for the path {path!r} itself."
                 )

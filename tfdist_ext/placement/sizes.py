@@ -63,7 +63,7 @@ def parse_size(size: int | str, what: str = "budget") -> int:
 
 
 def size_text(size: int) -> str:
-    """For people: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
+    """A readable size: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
     if size < 1024:
         return f"{size} B"
     value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]

@@ -163,7 +163,7 @@ def piece_rows(rows: int, pieces: int) -> list[int]:
     """Rows of each piece: they differ by one at most, larger ones first.
 
     It is the "div" division, the only one that TensorFlow's embedding_lookup computes with: on any
-    other it reads wrong rows without a word.
+    other it silently reads wrong rows.
     """
     least, more = divmod(rows, pieces)
     return [least + 1] * more + [least] * (pieces - more)

@@ -1,4 +1,4 @@
-"""What variables are placed on: parameter servers, or the devices of one machine."""
+"""The targets of a placement: parameter servers, or the devices of one machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Targets:
-    """Where pieces can go, by index.
+    """The targets of pieces, by index.
 
     Attributes:
         count: of parameter servers or devices.
@@ -41,7 +41,7 @@ class Targets:
 
     @classmethod
     def of(cls, tasks: int | None, devices: Sequence[str] | None) -> Targets:
-        """From the arguments of `plan`.
+        """The targets of the arguments of `plan`.
 
         Raises:
             PlacementError: not exactly one of them, no number from 1, a device that stands twice.
@@ -79,14 +79,14 @@ class Targets:
         ):
             rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
             raise PlacementError(
-                f"{spec.path!r} of shape {spec.shape} cannot be {placement}: it has {rows}."
+                f"{spec.path!r} must have a row for each piece to be {placement}, got shape"
+                f" {spec.shape}: it has {rows}."
             )
         if self.devices is None:
             if isinstance(placement, Mirrored | Owned | OnDevice):
                 raise PlacementError(
-                    f"{spec.path!r} cannot be {placement!s} on parameter servers: that is for the"
-                    " devices of one machine (devices=). Here there are task N, sharded(N) and"
-                    " balanced."
+                    f"{spec.path!r} on parameter servers must be on task N, sharded(N) or balanced,"
+                    f" got {placement!s}, which is for the devices of one machine (devices=)."
                 )
             if isinstance(placement, OnTask):
                 if placement.task >= self.count:
@@ -97,14 +97,14 @@ class Targets:
                 return placement.task
         elif isinstance(placement, OnTask):
             raise PlacementError(
-                f"{spec.path!r} cannot be on {placement!s}: a plan for devices has no tasks. Write"
+                f"{spec.path!r} in a plan for devices must be on a device, got {placement!s}: write"
                 f" OnDevice({self.devices[0]!r}), or device {self.devices[0]} in a file."
             )
         elif isinstance(placement, OnDevice):
             name = short_name(placement.name)
             if name not in self.devices:
                 raise PlacementError(
-                    f"{spec.path!r} cannot be on {placement!s}: the plan has no such device."
+                    f"{spec.path!r} must be on a device of the plan, got {placement!s}."
                     f" {nearest(name, self.devices)}"
                 )
             return self.devices.index(name)

@@ -1,4 +1,4 @@
-"""The private names of TensorFlow that a strategy of one's own needs, each with the reason.
+"""The private names of TensorFlow that a custom strategy needs, each with the reason.
 
 `tf.distribute.StrategyExtended` is public, but what every synchronous strategy of TensorFlow is
 made of is not: its threads, its containers of values, its distributed datasets. They are taken over
@@ -237,7 +237,7 @@ def outside_of_tapes() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def across(device: str) -> Iterator[None]:
-    """Scope on a device that may take tensors of other devices without a word.
+    """Scope on a device that may silently take tensors of other devices.
 
     Private because the policy of this thread cannot be set publicly.
     """
@@ -260,7 +260,7 @@ def per_replica(parts: Sequence[Any], *, mirrored: bool = False, always: bool = 
 
 
 def of_replica(number: int, structure: Any) -> Any:
-    """What a replica sees of a structure of values per replica. Private as `per_replica` is."""
+    """A replica's values of a structure of values per replica. Private as `per_replica` is."""
     return NAMES("distribute.distribute_utils.select_replica")(number, structure)
 
 
@@ -300,7 +300,7 @@ def is_synchronized_on_read(variable: tf.Variable) -> bool:
 
 
 def validate_neighbour(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
-    """Raise ValueError where `colocate_vars_with` is given what is none of the strategy's.
+    """Raise ValueError where `colocate_vars_with` gets a variable of another strategy.
 
     Private because a variable does not tell its strategy publicly.
     """

@@ -41,7 +41,7 @@ def multi_worker_mirrored(
             raise StrategyError(
                 "the cluster of multi_worker_mirrored must have chief and worker tasks alone, got"
                 f" {job!r} ({', '.join(described.jobs[job])}) as well from {described.source}."
-                f" TensorFlow would hang, or train alone without a word. Take {job!r} out of the"
+                f" TensorFlow would hang, or silently train alone. Take {job!r} out of the"
                 f" cluster, {advice}."
             )
     if described.task is None:
@@ -106,7 +106,7 @@ def parameter_server(
 def _restore_sigterm() -> None:
     """Let SIGTERM do what it did before TensorFlow's coordination service replaced its handler.
 
-    The service's own handler takes note of a preemption, and the process goes on.
+    The service's own handler takes note of a preemption, and the process continues.
     """
     handler = signal.getsignal(signal.SIGTERM)  # Python's; the service has told it nothing
     if threading.current_thread() is threading.main_thread() and handler is not None:

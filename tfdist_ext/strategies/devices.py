@@ -59,9 +59,9 @@ def make_logical_cpus(count: int | None) -> None:
         there = sum(name.startswith("CPU:") for name in seen_devices())
         if there != count:
             raise StrategyError(
-                f"logical_cpus={count}: TensorFlow has started with {there} already, and the"
-                " number is fixed then. Make the strategy, or call tfdist_ext.testing.logical_cpus,"
-                " before the first TensorFlow operation."
+                f"logical_cpus must be set before TensorFlow starts, got {count} where TensorFlow"
+                f" has started with {there}: make the strategy, or call"
+                " tfdist_ext.testing.logical_cpus, before the first TensorFlow operation."
             ) from None
 
 

@@ -34,7 +34,7 @@ def run(main: Callable[[], Result]) -> Result | None:
 
     Raises:
         SystemExit: with 1, in a `ps`, `worker` or `evaluator` task: the coordinator has failed,
-            or is gone without a word. And what `main` itself raises.
+            or is gone without a message. And what `main` itself raises.
         ClusterConfigError: the environment describes a cluster that cannot be right.
         StrategyError: a server cannot listen at its address.
     """

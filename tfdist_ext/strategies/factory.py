@@ -92,7 +92,7 @@ def create_strategy(
         found = ClusterConfig.from_env(os.environ) if of_cluster and cluster is None else None
         evaluator = _evaluator(cluster if found is None else found) if of_cluster else None
         if evaluator is not None:
-            wanted = "auto"  # among its own devices: the training goes on without it
+            wanted = "auto"  # among its own devices: the training runs without it
         if wanted == "auto":
             choice = _automatic(found if cluster is None else cluster, tpu, settings.values)
             entry = lookup(choice.name)
@@ -113,7 +113,7 @@ def create_strategy(
         settings = merge([*layers, (_ENVIRONMENT, signals)])
         given = {key: v for key, v in settings.values.items() if key not in ("name", "alone")}
         if not entry.takes("wait"):
-            given.pop("wait", None)  # it waits for nobody
+            given.pop("wait", None)  # it waits for no task
         if wanted == "auto" and entry.name == "default":
             given.pop("logical_cpus", None)  # they are made: the choice counted them
         if evaluator is not None:
@@ -198,7 +198,7 @@ def _of_training(option: str, chosen: Entry) -> bool:
 
 
 def _signals(entry: Entry, found: ClusterConfig | None, tpu: TpuSignal | None) -> dict[str, Any]:
-    """What the environment sets, of the options that the strategy lets it set."""
+    """The options that the environment sets, of those that the strategy lets it set."""
     signals: dict[str, Any] = {"cluster": found}
     if tpu is not None:
         signals |= {"tpu": tpu.name, "zone": tpu.zone, "project": tpu.project}
@@ -219,7 +219,7 @@ def _not_used(env: Mapping[str, str]) -> str | None:
 
 
 def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
-    """What the environments say, without the one that was used."""
+    """The other environments' descriptions, without the one that was used."""
     return [
         f"{name}: {text}"
         for name, text in describe_environments(os.environ)
@@ -247,7 +247,7 @@ def _in_words(cluster: ClusterConfig) -> str:
 
 
 def _from_elsewhere(settings: Settings) -> str:
-    """Those settings that are not to be seen in the call."""
+    """The settings that come neither from the call nor from the environment."""
     return "; ".join(
         line
         for option, line in settings.origins.items()

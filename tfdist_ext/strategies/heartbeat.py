@@ -59,11 +59,14 @@ def greets(address: str, timeout: float) -> bool | None:
 class Silence:
     """How long a task that was there has not answered; a number of missed beats, and a time.
 
-    Only beats that this process has sent count: if it was itself frozen meanwhile, it has missed
-    none.
+    Only beats that this process has sent count: while it was frozen itself, none was missed.
 
     Args:
         limit: seconds without an answer after which the task counts as frozen.
+
+    Attributes:
+        beat_every: seconds between two beats.
+        seconds: without an answer, so far.
     """
 
     def __init__(self, address: str, limit: float):
@@ -140,7 +143,7 @@ class Watcher:
             process = subprocess.Popen(
                 command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
             )
-        except (OSError, TypeError):  # no Python to start: then nobody watches
+        except (OSError, TypeError):  # no Python to start: then there is no watchdog
             return
         self._pipe = process.stdin
         # Not at the end of this process, which may hang there.
@@ -185,7 +188,7 @@ def _advice(folder: str) -> str:
     files = sorted(Path(folder).glob("*.h5"), key=lambda file: file.stat().st_mtime)
     if not files:
         return f"There is no checkpoint in {folder} yet."
-    return f"The last checkpoint is {files[-1]}: start the job again to go on from it."
+    return f"The last checkpoint is {files[-1]}: start the job again to resume from it."
 
 
 def exit_within(seconds: float) -> None:

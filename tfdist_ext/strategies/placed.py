@@ -82,7 +82,7 @@ class PlacedStrategy(StrategyTemplate):
         return self._placer.learn(specs)
 
     def check_model(self, paths: Sequence[str]) -> None:
-        """Check the rules on a model that was built by its data, which nobody could plan before.
+        """Check the rules on a model that was built by its data and could not be planned before.
 
         Raises:
             PlacementError: a rule that matches no variable, or two that match one.

@@ -19,9 +19,13 @@ __all__ = ["PlacedParameterServers", "placer_for"]
 
 
 class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
-    """TensorFlow's strategy; only where its variables are created is decided by a Placer.
+    """ParameterServerStrategy, with a Placer that decides where its variables are created.
 
     A `tf.device("/job:ps/task:1")` scope in the user's code goes before everything.
+
+    Attributes:
+        placer: decides for each variable.
+        watcher: ends the job when a server is frozen.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is reduced over replicas: told to the `reduce_values` hook of a StrategyTemplate."""
+"""The description of a reduction, for the `reduce_values` hook of a StrategyTemplate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What the values are that `reduce_values` reduces.
+    """The values that `reduce_values` reduces.
 
     Attributes:
         kind: "gradient": of `variable`, on the way to an optimizer;
@@ -27,8 +27,8 @@ class Reduced:
             average that a layer wrote (then `variable` is what it wrote to);
             "assignment": a value that replicas assign to `variable`, to be aggregated;
             "other": what your own code reduces (`all_reduce`, `reduce`, `tfd.all_rows`).
-        variable: the strategy's variable, as `update_variable` gets it; None where there is none.
-        path: Keras's path of the variable, or its name; "" where there is none.
+        variable: the strategy's variable, as `update_variable` gets it; or None.
+        path: Keras's path of the variable, or its name; "" without a variable.
     """
 
     kind: Kind

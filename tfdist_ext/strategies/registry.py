@@ -45,9 +45,9 @@ class Entry:
             near = difflib.get_close_matches(unknown, [*parameters, "name"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise StrategyError(
-                f"the strategy {self.name!r} does not take {unknown}={given[unknown]!r}, which"
+                f"the options of the strategy {self.name!r} must be"
+                f" {', '.join(parameters) or 'left out'}, got {unknown}={given[unknown]!r}, which"
                 f" comes from {where.get(unknown, 'the call')}.{hint}"
-                f" It takes: {', '.join(parameters) or 'no options'}."
             )
         for option, parameter in parameters.items():
             variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -61,7 +61,7 @@ class Entry:
         return option in self._parameters()
 
     def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
-        """What the factory returns, which must be a strategy."""
+        """Call the factory, and check that it returns a strategy."""
         strategy = self.factory(**given)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(

@@ -16,7 +16,7 @@ from tfdist_ext.strategies.timeouts import call_with_timeout
 
 __all__ = ["Cluster", "Described", "describe", "describe_if_known", "resolver_of"]
 
-# What describes a cluster; None: there is none.
+# What describes a cluster; None: no cluster.
 Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
 
 LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
@@ -24,7 +24,7 @@ LOOKUP_SECONDS = 60.0  # a resolver may ask scontrol, Kubernetes or a cloud
 
 @dataclass(frozen=True)
 class Described:
-    """What a cluster says, once.
+    """A cluster's description, read once.
 
     Attributes:
         jobs: job -> addresses in index order, "" where none is listed; empty: no cluster.
@@ -84,7 +84,7 @@ def resolver_of(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResol
 
 
 def describe(cluster: Cluster) -> Described:
-    """What a cluster says, checked as a TF_CONFIG is.
+    """Describe a cluster, checked as a TF_CONFIG is.
 
     Raises:
         StrategyError: it is no cluster, or the resolver failed or did not answer in a minute.
@@ -113,7 +113,7 @@ def describe(cluster: Cluster) -> Described:
 
 
 def describe_if_known(cluster: Cluster) -> Described | None:
-    """What a cluster says; None without one, for a TPU's, and where `describe` would raise."""
+    """Describe a cluster; None without one, for a TPU's, and where `describe` would raise."""
     if cluster is None or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
         return None  # a TPU's resolver asks the cloud each time
     try:

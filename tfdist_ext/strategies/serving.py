@@ -2,10 +2,10 @@
 
 TensorFlow's servers never end by themselves. These watch for two signs:
 
-- The coordinator's word: "here" when it has connected, "done" or "failed" when its process ends.
+- The coordinator's message: "here" when it has connected, "done" or "failed" when its process ends.
   It runs an operation on each server, which makes a file of that name in that server's memory
-  ("ram://", TensorFlow's own). It takes the way of the training, so it arrives where that works.
-- The coordinator's address. No answer there any more, and no last word, is a crash. A connection
+  ("ram://", TensorFlow's own). It takes the way of the training, so it works where that works.
+- The coordinator's address. No answer there any more, and no last message, is a crash. A connection
   that is accepted, and not greeted for a minute, is a process that is frozen.
 
 The coordinator looks at its servers in the same way, and ends the job when one of them is frozen.
@@ -85,7 +85,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
 
 
 def ends_as_failure() -> None:
-    """This process will end with a status that Python lets nobody see before: sys.exit(1)."""
+    """This process will end with a status that Python does not show before: sys.exit(1)."""
     _failed.set()
 
 
@@ -95,7 +95,7 @@ def watch_servers(described: Described) -> Watcher:
 
 
 def _servers(described: Described) -> dict[str, str]:
-    """Its ps and worker tasks that have an address."""
+    """The cluster's ps and worker tasks that have an address."""
     return {
         task: address
         for task, address in described.addresses.items()
@@ -153,12 +153,12 @@ _failed = threading.Event()
 
 
 def _last_word(described: Described, wait: float | None) -> str:
-    """What the coordinator said last, when it has ended or is gone; meanwhile this serves."""
+    """The coordinator's last message, once it has ended or is gone; this serves until then."""
     me, driver = str(described.task), driver_of(described)
     if driver is None:
         say(
-            f"{me}: serving at {described.address}. {described.source} names no chief: a"
-            " coordinator that ends by itself is heard, one that is killed is not noticed."
+            f"{me}: serving at {described.address}. {described.source} names no chief: this server"
+            " detects that a coordinator ends by itself, but not that it is killed."
         )
         while (word := _heard()) not in (_DONE, _FAILED):
             time.sleep(_LOOK_EVERY)
@@ -182,7 +182,7 @@ def _last_word(described: Described, wait: float | None) -> str:
                 " seconds."
             )
     if word not in (_DONE, _FAILED):
-        say(f"{me}: the coordinator, {coordinator}, is gone without a last word: a crash")
+        say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
         return word
     # It has a few things left to do; none of them should find its servers gone.
     deadline = time.monotonic() + _LEAVE

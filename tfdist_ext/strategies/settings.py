@@ -52,7 +52,7 @@ def merge(layers: list[tuple[str, Mapping[str, Any]]]) -> Settings:
 
 
 def _shown(value: Any) -> str:
-    """As Python writes it; an object without a text of its own by its type."""
+    """The repr of a value; the type's name for an object without a readable repr."""
     text = repr(value)
     return type(value).__name__ if text.startswith("<") else text
 
@@ -88,7 +88,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     for key in ("cluster", "config"):
         if key in table:
             raise StrategyError(
-                f"{path}: strategy.{key} cannot be set in a file. A cluster is described by"
-                " TF_CONFIG or another environment, or passed as cluster=."
+                f"strategy.{key} must be left out of {path}, got {table[key]!r}: a cluster is"
+                " described by TF_CONFIG or another environment, or passed as cluster=."
             )
     return table

@@ -14,7 +14,7 @@ __all__ = ["check_spans_cluster"]
 
 
 def check_spans_cluster(strategy: tf.distribute.Strategy, name: str) -> None:
-    """To be called where nobody asked for a training of each task by itself.
+    """Check that the strategy spans the cluster; not for tasks that train by themselves.
 
     Args:
         name: of the strategy, for the message.

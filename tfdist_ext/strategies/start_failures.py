@@ -1,4 +1,4 @@
-"""What TensorFlow says when it cannot start in a cluster, put in words."""
+"""TensorFlow's errors at the start of a cluster, with their causes in words."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def start_failures_in_words(described: Described) -> Iterator[None]:
         if "program startup" not in str(error):
             raise
         raise StrategyError(
-            "multi_worker_mirrored must be made before TensorFlow starts, and it has started:"
-            " an operation, a tensor, a model, a data set or a list of devices came first."
+            "multi_worker_mirrored must be made before TensorFlow starts, got TensorFlow started"
+            " already: an operation, a tensor, a model, a dataset or a list of devices came first."
             " Move create_strategy() to the top of the program, above the first of them."
         ) from error
     except (tf.errors.UnknownError, tf.errors.NotFoundError) as error:
         text = str(error)
         if "Could not start gRPC server" in text and described.task is not None:
             raise StrategyError(
-                f"{described.task} cannot listen at {described.address}, the address"
-                f" {described.source} gives it: the port is in use. End what uses it (the same"
+                f"{described.task} cannot listen at {described.address}, the address from"
+                f" {described.source}: the port is in use. Stop the process that uses it (this"
                 " program, started before?), or give this task another port on every task."
             ) from error
         if "No server factory registered" in text:
             raise StrategyError(
-                f"this TensorFlow has no such rpc_layer as {described.source} asks for: take it"
-                " out, or write 'grpc'."
+                f"rpc_layer must be one of this TensorFlow, got another from {described.source}:"
+                " leave it out, or write 'grpc'."
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""StrategyTemplate: a strategy to write one's own on.
+"""StrategyTemplate: the base class for custom strategies.
 
 It is complete as it stands: one replica for each device, a copy of each variable on each of them,
 sums and means computed on one device. A subclass overrides the hooks whose decision it changes and
@@ -48,8 +48,9 @@ class StrategyTemplate(tf.distribute.Strategy):
     def __getattr__(self, name: str) -> Any:
         if name == "_extended":  # what all methods of a strategy begin with
             raise StrategyError(
-                f"{type(self).__name__} has not been initialised: call super().__init__(devices) in"
-                " its __init__, before anything else of the strategy is used."
+                f"{type(self).__name__} must be initialized before it is used, got no call of"
+                " super().__init__(devices): call it in its __init__, before anything else of the"
+                " strategy."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -99,7 +100,7 @@ class StrategyTemplate(tf.distribute.Strategy):
         (synchronization ON_READ, as in metrics).
 
         Args:
-            spec: path (of a variable that is none of Keras's: its name), shape, dtype, bytes,
+            spec: path (its name, if it is not a Keras variable), shape, dtype, bytes,
                 and whether it is trained.
             create: `create(devices)` makes it: on the devices of all replicas, a copy on each; on
                 one device, one copy that all replicas use. `create(devices, in_pieces=True)` cuts

@@ -1,4 +1,4 @@
-"""What the hooks of a StrategyTemplate return, checked when it is first used."""
+"""Checks of what the hooks of a StrategyTemplate return, at their first use."""
 
 from __future__ import annotations
 

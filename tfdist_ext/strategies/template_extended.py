@@ -1,4 +1,4 @@
-"""What stands behind a StrategyTemplate: TensorFlow asks here, and the template's hooks answer.
+"""The `extended` of a StrategyTemplate: TensorFlow calls it, and it calls the template's hooks.
 
 What no hook decides, MirroredStrategy's own methods do: threads of replicas, datasets, collections
 of values. The methods with an underscore are those that TensorFlow leaves to each strategy.
@@ -77,9 +77,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             return creation.create(self._devices)
         if self._asking:
             raise StrategyError(
-                f"{type(strategy).__name__}.create_variable makes {self._asking!r} by creating a"
-                " variable itself, which would come to the hook again, without an end. Return what"
-                " create(devices) makes."
+                f"{type(strategy).__name__}.create_variable must return what create(devices) makes,"
+                f" got {self._asking!r} created by itself, which would call the hook again without"
+                " end."
             )
         self._asking = creation.spec.path
         try:
@@ -244,7 +244,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
 
 
 def _what(value: Any, destinations: Any) -> Reduced:
-    """What is reduced where nobody has told."""
+    """The description of a reduction that was not given."""
     if tp.is_synchronized_on_read(value):
         return Reduced(kind="metric", variable=value, path=value.name.removesuffix(":0"))
     if isinstance(destinations, tf.Variable):

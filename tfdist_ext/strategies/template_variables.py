@@ -96,14 +96,15 @@ class Creation:
     def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> tf.Variable:
         if self.spec is None or kwargs["initial_value"] is None:
             raise StrategyError(
-                f"{of}: create() cannot cut a variable whose value is loaded from a SavedModel, or"
-                " whose shape is not known. Create it on one device, or on those of all replicas."
+                f"{of}: the devices of create() must be one, or those of all replicas, for a"
+                " variable whose value is loaded from a SavedModel, or whose shape is not known,"
+                f" got {', '.join(devices)}."
             )
         initial = InitialValue(kwargs, where=devices[0])
         if not initial.spec.shape or initial.spec.rows < len(devices):
             raise StrategyError(
-                f"{of}: create() cannot cut a variable of shape {list(initial.spec.shape)} into"
-                f" {len(devices)} pieces of rows. Give it fewer devices."
+                f"{of}: the devices of create() must not be more than the rows of a variable of"
+                f" shape {list(initial.spec.shape)}, got {len(devices)}. Give it fewer devices."
             )
         where: Where = []
         start = 0

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises.
+    """Return or raise what `call` does, within a time limit.
 
     It runs in a thread of its own. One that takes too long is left behind; it does not keep the
     process from ending.

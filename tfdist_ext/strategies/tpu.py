@@ -80,7 +80,7 @@ def _connected(
         for index, address in enumerate(addresses)
     }
     for address in tasks.values():
-        # TensorFlow tries to connect for ever, without a word.
+        # TensorFlow tries to connect forever, and reports nothing.
         if why := speaks_grpc(address, REACH_SECONDS):
             raise StrategyError(
                 f"no TPU found at {name}: {address} {why}. {_seen()} Is the TPU running, is its"

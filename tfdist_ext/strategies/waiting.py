@@ -1,4 +1,4 @@
-"""Who is missing, said while TensorFlow waits in silence.
+"""Names the missing tasks while TensorFlow silently waits for them.
 
 TensorFlow connects inside one long call that neither returns nor prints while a peer is missing.
 For multi_worker_mirrored it holds Python's lock all the while, so that no thread of this process
@@ -153,12 +153,12 @@ def watch(
 
 
 def say(line: str) -> None:
-    """For a person who looks at what this task does; results are not written to stderr."""
+    """Write a line on what this task does to stderr, where no results go."""
     print(line, file=sys.stderr, flush=True)
 
 
 def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:
-    """The first 5 tasks, as 'worker:1 (host:port)', at whose address nobody listens.
+    """The first 5 tasks, as 'worker:1 (host:port)', at whose address no process listens.
 
     Its connections are closed at once.
     """

@@ -1,4 +1,4 @@
-"""What tests of distributed training mostly ask."""
+"""Assertions for tests of distributed training."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def _assert_equal(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray], a
             worst, most = name, largest
     if most > atol:
         raise AssertionError(
-            f"not as on one device: {worst} differs by {most:.2g}, and by {atol:.2g} at most was"
-            f" expected.\none device: {wanted[worst]!r}\nstrategy: {found[worst]!r}"
+            f"not as on one device: {worst} must differ by at most {atol:.2g}, got {most:.2g}.\none"
+            f" device: {wanted[worst]!r}\nstrategy: {found[worst]!r}"
         )
 
 

@@ -50,7 +50,7 @@ class IsolatedRun:
 
 
 class Cluster:
-    """What the fixture `tfdist_cluster` gives: the cluster, seen from one of its tasks.
+    """The value of the fixture `tfdist_cluster`: the cluster, seen from one of its tasks.
 
     Attributes:
         config: the `ClusterConfig` of this task.
@@ -93,7 +93,7 @@ def running_cluster() -> Cluster | None:
 
 
 def mark_error(item: pytest.Item) -> str | None:
-    """What is wrong with the marks of a test, None where they are right."""
+    """A message on wrong marks of a test; None where they are right."""
     try:
         _cluster_of(item)
         _logical_cpus_of(item)
@@ -138,7 +138,7 @@ def _cluster_of(item: pytest.Item) -> tuple[dict[str, int], float] | None:
     timeout = counts.pop("timeout")
     if mark.args or not counts:
         raise LaunchError(
-            f"tfdist_cluster needs numbers of tasks by name, got {mark.args!r}: write"
+            f"tfdist_cluster must get numbers of tasks by name, got {mark.args!r}: write"
             " @pytest.mark.tfdist_cluster(worker=2, ps=1)."
         )
     check_timeout(timeout)
@@ -154,7 +154,7 @@ def _logical_cpus_of(item: pytest.Item) -> int | None:
     if len(mark.args) != 1 or mark.kwargs or type(mark.args[0]) is not int or mark.args[0] < 1:
         got = ", ".join([*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())])
         raise StrategyError(
-            f"tfdist_logical_cpus needs one integer from 1 on, got ({got}): write"
+            f"tfdist_logical_cpus must get one integer from 1, got ({got}): write"
             " @pytest.mark.tfdist_logical_cpus(4)."
         )
     return mark.args[0]
@@ -236,7 +236,7 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str = "") -> pytes
 
 
 def _arguments(item: pytest.Item) -> list[str]:
-    """For the pytest of a task."""
+    """The arguments for the pytest of a task."""
     config = item.config
     _, *rest = item.nodeid.split("::")
     arguments = ["::".join([str(item.path), *rest]), "--rootdir", str(config.rootpath)]

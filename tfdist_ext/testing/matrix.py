@@ -68,7 +68,7 @@ def case_of(name: str) -> Case:
     """The case of a name.
 
     Raises:
-        StrategyError: there is none of that name.
+        StrategyError: no strategy has that name.
     """
     match = re.fullmatch(r"([a-z_]+?)(?:_([1-9][0-9]*))?", name.strip())
     kind, count = match.groups() if match else ("", None)

@@ -114,14 +114,14 @@ def write_strategy(path: str | Path) -> tuple[Path, Path]:
     name = "".join(word[:1].upper() + word[1:] for word in module.split("_"))
     if strategy.suffix != ".py" or not name.isidentifier() or iskeyword(module):
         raise StrategyError(
-            f"{strategy.name!r} cannot be the file of a strategy: name a Python module, such as"
-            " my_strategy.py."
+            "the file of a strategy must be a Python module such as my_strategy.py, got"
+            f" {strategy.name!r}."
         )
     if module in _TAKEN or module in sys.stdlib_module_names:
         raise StrategyError(
-            f"{strategy.name!r} cannot be the file of a strategy: `import {module}` would find it"
-            " instead of the module that has this name already. Take another, such as"
-            " my_strategy.py."
+            "the file of a strategy must not have the name of another module, got"
+            f" {strategy.name!r}: `import {module}` would find the other one. Take a new name such"
+            " as my_strategy.py."
         )
     if not strategy.parent.is_dir():
         raise StrategyError(f"there is no folder {strategy.parent}: make it first.")

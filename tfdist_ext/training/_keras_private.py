@@ -114,7 +114,7 @@ class Replaced(NamedTuple):
     """A function, or a property, that does something else while a step runs.
 
     Attributes:
-        key: what a step knows it by; several functions may do the same job.
+        key: its key in a step; several functions may do the same job.
         path: its module, and its name there, as "keras:losses.Loss.__call__".
         why: what it does in a step, and why there is no other way in.
     """
@@ -337,7 +337,7 @@ def has_own_config(model: keras.Model) -> bool:
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What `compile` was called with, as the live objects: losses may be plain functions."""
+    """The arguments of `compile`, as the live objects: losses may be plain functions."""
     arguments = dict(NAMES.of(model, "_compile_config", "the settings of compile").config)
     arguments["optimizer"] = model.optimizer  # with its loss scaling, where compile added it
     arguments["auto_scale_loss"] = False

@@ -72,7 +72,7 @@ def read(
     class_weight: dict[int, float] | None = None,
     seed: Callable[[], int] | None = None,
 ) -> GlobalBatches:
-    """What `fit`, `evaluate` and `predict` take, as global batches.
+    """Read what `fit`, `evaluate` and `predict` take, as global batches.
 
     Args:
         x: arrays (or structures of them), a `tf.data.Dataset` of global batches, a
@@ -84,7 +84,7 @@ def read(
             arrays, of the batches where it is a finite `PyDataset`. "batch" is, for arrays, a new
             order of the examples within each batch, as Keras has it.
         seed: where that order starts, of data to train on; asked only when it is needed. Without
-            it nothing is shuffled, an OrderedDataset neither, and its position plays no part.
+            it nothing is shuffled, an OrderedDataset neither, and its position is not used.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.
@@ -176,7 +176,7 @@ def _parts_of_arrays(
 
 
 def _spec_of_arrays(arrays: Structure) -> Specs:
-    """What a batch of them is; None where that takes a pipeline to know."""
+    """The spec of a batch of the arrays; None where only a pipeline can tell."""
     if not all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
         return None
     return keras.tree.map_structure(
@@ -214,7 +214,7 @@ def _plain(batch: Structure) -> Structure:
 def _spans(
     rows: tf.Tensor, first: int, local: int, replicas: int
 ) -> list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
-    """Of each local replica: rows of its part, first row, row after the last one to read.
+    """For each local replica: rows of its part, first row, row after the last one to read.
 
     A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
     same: many operations fail, or yield NaN, on no rows.
@@ -238,8 +238,8 @@ def _check_batches(spec: Specs) -> None:
     if single or len(rows) > 1:
         found = "single values" if single else f"parts of {sorted(rows)} rows"
         raise TrainingError(
-            f"the dataset yields {found}, not batches: its element_spec is {spec}."
-            " Call .batch(n) on it, n being the examples of a global batch."
+            f"the dataset must yield batches, got {found}: its element_spec is {spec}. Call"
+            " .batch(n) on it, n being the examples of a global batch."
         )
 
 
@@ -378,9 +378,9 @@ def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     epoch, examples = data.position
     if examples % data.global_batch_size:
         raise TrainingError(
-            f"the data's position is after {examples} examples of an epoch, which is between two"
-            f" global batches of {data.global_batch_size}: go on with the global batch of the"
-            " training that was there before."
+            "the position of the data must be between two global batches of"
+            f" {data.global_batch_size}, got {examples} examples of an epoch: resume with the"
+            " global batch size of the training before."
         )
     begin = epoch * data.steps + data.steps_done
 
@@ -411,13 +411,13 @@ def check_says_nothing_else(
     """
     if any(given is not None for given in beside):
         raise TrainingError(
-            "a ShardedDataset holds targets and sample weights itself, as from_arrays((x, y)):"
-            " leave out y and sample_weight."
+            "y and sample_weight must be left out, got them beside a ShardedDataset, which holds"
+            " targets and sample weights itself, as from_arrays((x, y))."
         )
     if class_weight is not None:
         raise TrainingError(
-            "class_weight cannot be given beside a ShardedDataset: give it sample weights, as"
-            " from_arrays((x, y, sample_weight)), or return them from parse."
+            f"class_weight must be left out, got {class_weight!r} beside a ShardedDataset: give it"
+            " sample weights, as from_arrays((x, y, sample_weight)), or return them from parse."
         )
     if batch_size not in (None, data.global_batch_size):
         size = data.global_batch_size

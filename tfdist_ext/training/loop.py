@@ -133,13 +133,13 @@ class Loop:
             return logs, done
 
 
-_EMPTY = "the data holds no batch at all: nothing can be done with it."
+_EMPTY = "the data must hold a batch, got none."
 
 
 def steps_of_epoch(position: int, in_pass: int, requested: int | None) -> tuple[int, int]:
     """(steps of the next epoch, position in the pass after it).
 
-    An epoch of `requested` steps goes on where the last one ended; the epoch in which a pass ends
+    An epoch of `requested` steps continues where the last one ended; the epoch in which a pass ends
     is short, and the one after it starts a new pass.
     """
     left = in_pass - position
@@ -166,8 +166,8 @@ class Epochs:
         requested = requested or None  # as Keras: 0 is all there is
         if batches.steps is None and batches.is_infinite and requested is None:
             raise TrainingError(
-                "the data is infinite, so an epoch has no end: pass steps_per_epoch (in evaluate"
-                " and predict: steps)."
+                "steps_per_epoch (in evaluate and predict: steps) must be given for infinite data,"
+                " got None: such data has no end of an epoch."
             )
         if batches.steps == 0:
             raise TrainingError(_EMPTY)
@@ -300,8 +300,8 @@ class Epochs:
 
     def _warn_of_end(self, steps: int) -> None:
         warnings.warn(
-            f"the data ended after {steps} of the {self._requested} steps asked for in this epoch."
-            " Ask for fewer steps, or repeat the data with .repeat().",
+            f"the data ended after {steps} of the {self._requested} steps requested in this epoch."
+            " Request fewer steps, or repeat the data with .repeat().",
             stacklevel=7,
         )
 
@@ -324,7 +324,7 @@ class DatasetPasses:
     Args:
         dataset: one pass of global batches, or an infinite dataset.
         in_steps: epochs have a number of steps, and may end in the middle of a pass.
-        inspect: called with the first batch of all (None where there is none) before it is used.
+        inspect: called with the first batch of all (None if there is no batch) before it is used.
             It is the batch that the first step gets: nothing else is read for this.
     """
 
@@ -351,7 +351,7 @@ class DatasetPasses:
         """The global batches of the next epoch: each iteration is over those of one more.
 
         What reads ahead in it stops at its end: reading ahead into another repetition of the
-        data would make iterators at a moment that nobody knows.
+        data would make iterators at unknown times.
 
         Args:
             steps: batches in the epoch; None: all that are left.
@@ -394,7 +394,7 @@ class DatasetPasses:
 
 @tf.autograph.experimental.do_not_convert
 def _rest_of(iterator: tf.data.Iterator, steps: int | None, known_length: bool) -> tf.data.Dataset:
-    """What an iterator yields from here on, at most `steps` elements."""
+    """The rest of an iterator, at most `steps` elements."""
     turns = tf.data.Dataset.range(2**62 if steps is None else steps)
     if known_length:
         return turns.map(lambda _: iterator.get_next())

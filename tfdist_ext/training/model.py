@@ -85,8 +85,9 @@ class DistributedModel(SavingMixin):
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
-                f"variables of the model {model.name!r} were created outside of the strategy:"
-                " make it with tfdist_ext.distribute(model, strategy), which makes a copy inside."
+                "variables of the model must be created inside the strategy's scope, got"
+                f" {model.name!r} with others: make it with tfdist_ext.distribute(model, strategy),"
+                " which makes a copy inside."
             )
         make_readable(model)
         self._model = model
@@ -147,7 +148,7 @@ class DistributedModel(SavingMixin):
 
         Args:
             checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
-                new job with the same folder goes on where the last one ended, with the epoch, the
+                new job with the same folder resumes where the last one ended, with the epoch, the
                 weights, the optimizer and the order of examples of a training without a break.
             checkpoint_every: global batches after which there is one in the middle of an epoch,
                 too; `x` is a `tfd.data.ShardedDataset` then.
@@ -324,8 +325,8 @@ class DistributedModel(SavingMixin):
         check_counts(batch_size=batch_size, steps=steps)
         if isinstance(x, FunctionDataset) and self._reduction.multi_worker:
             raise TrainingError(
-                "predict() gives rows in an order, and from_dataset_fn has none over several"
-                " workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
+                "the data of predict() must have an order, got from_dataset_fn, which has none over"
+                " several workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
                 " tf.data.Dataset."
             )
         self._check_same_call("predict", x=x, batch_size=batch_size, steps=steps)
@@ -375,7 +376,7 @@ class DistributedModel(SavingMixin):
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the Keras model has, such as `summary`, `layers`, or `generate` of KerasHub.
+        """Other attributes of the Keras model: `summary`, `layers`, or `generate` of KerasHub.
 
         Its methods run on this task, on the first replica's copies of the variables; where they
         call `self.fit`, `self.evaluate`, `self.predict`, ... the whole strategy runs these. Methods
@@ -489,8 +490,9 @@ class DistributedModel(SavingMixin):
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
             raise TrainingError(
-                f"{method}() needs a compiled model: call compile(optimizer, loss) in the function"
-                " given to distribute(), or on the model before it is distributed."
+                f"the model must be compiled for {method}(), got one that is not: call"
+                " compile(optimizer, loss) in the function given to distribute(), or on the model"
+                " before it is distributed."
             )
 
 
@@ -516,8 +518,8 @@ def distribute(
             the strategy has replicas on this machine only.
 
     Raises:
-        TrainingError: not a model, one that cannot be copied from its config, or a strategy
-            that is none.
+        TrainingError: not a model, one that cannot be copied from its config, or not a
+            strategy.
         StrategyError: a strategy of one machine in a cluster of several tasks.
     """
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
@@ -542,7 +544,7 @@ def distribute(
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise TrainingError for one that is no whole number, or is too small; None is none given."""
+    """Raise TrainingError for a count that is not a whole number, or too small; None: not given."""
     for name, value in counts.items():
         least = 1 if name.endswith("batch_size") else 0  # 0 steps are all, as in Keras
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What a training is made of, and what each side of it brings; and what stands in for nobody.
+"""The interfaces of a training: what each engine implements; and their null objects.
 
 `DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them
 in `synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
@@ -73,7 +73,7 @@ StepFunction = Callable[[Structure], Structure]
 
 @dataclass(frozen=True)
 class Execution:
-    """What comes back from an execution of several steps.
+    """The result of an execution of several steps.
 
     Attributes:
         logs: over the epoch so far, the same on every worker.
@@ -90,7 +90,7 @@ class StepProgram(Protocol):
     """The compiled steps of one model and one kind, "train" or "test"."""
 
     def reset(self, *, resume: bool = False) -> None:
-        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does.
@@ -110,13 +110,13 @@ class PredictProgram(Protocol):
 
 
 class StepListener(Protocol):
-    """Who is told of finished steps, between the executions of a `fit`."""
+    """A listener for finished steps, called between the executions of a `fit`."""
 
     def max_steps(self) -> int | None:
         """How many steps may be done before it is to be told; None: any number."""
 
     def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
-        """So many global batches more were trained on; `logs` are over the epoch so far."""
+        """Called after that many more global batches; `logs` are over the epoch so far."""
 
 
 class BatchSource(Protocol):
@@ -125,8 +125,8 @@ class BatchSource(Protocol):
     Attributes:
         steps: global batches in a pass; None where only reading tells.
         batch_size: examples in a global batch; None where only reading tells.
-        is_infinite: it starts the next pass by itself, so that nobody has to ask, step by step,
-            whether the data has ended: under several workers each such question is a collective.
+        is_infinite: it starts the next pass by itself, so that no step has to ask whether
+            the data has ended: under several workers each such question is a collective.
         begin: the global batch of a pass that the first pass begins with.
         needs_row_count: how many rows a global batch has is known only when those of all parts are
             counted.
@@ -152,7 +152,7 @@ class BatchSource(Protocol):
     def on_epoch_end(self) -> None: ...
 
     def advance(self, steps: int) -> None:
-        """So many global batches more were used; data with a position moves it."""
+        """Called after that many more global batches were used; data with a position moves it."""
 
     def ended(self) -> None:
         """A pass is over."""
@@ -215,7 +215,7 @@ class Reduction(Protocol):
 
 
 class Engine(Protocol):
-    """What runs the steps of a model: the replicas of this process, or workers elsewhere.
+    """The engine that runs a model's steps: on replicas of this process, or on workers elsewhere.
 
     Attributes:
         reduction: who agrees with whom.
@@ -226,13 +226,13 @@ class Engine(Protocol):
 
     @property
     def reduction(self) -> Reduction:
-        """Who agrees with whom."""
+        """The reduction over the workers that have to agree."""
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
-        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
 
     def feed(self, batches: Any) -> Any:
-        """What programs iterate over, made of what `read` gave."""
+        """The input that programs iterate over, made from the result of `read`."""
 
     def keeps_position(self, data: Any) -> bool:
         """Whether `fit` knows at each step where it is in this data."""
@@ -257,7 +257,7 @@ class Engine(Protocol):
         """The compiled predict step."""
 
     def finalize(self, model: keras.Model) -> None:
-        """At the end of a training: averaged weights take the place of the last ones."""
+        """End a training: averaged weights replace the last ones."""
 
 
 _Value = TypeVar("_Value")
@@ -265,7 +265,7 @@ _Answer = TypeVar("_Answer")
 
 
 class NullStepTimer:
-    """In the place of a `StepTimer` where nobody wants to know: adds nothing to the graph."""
+    """The null object of `StepTimer`, where times are not asked for: adds nothing to the graph."""
 
     records = False
 
@@ -278,7 +278,7 @@ class NullStepTimer:
         return ask(value)
 
     def replica_timer(self) -> ReplicaTimer | None:
-        """What one replica's step is to note with."""
+        """The timer of one replica's step."""
         return None
 
     def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:

@@ -89,7 +89,7 @@ class LocalCopies(keras.StatelessScope):
 
 
 class UpdatesVariables(ABC):
-    """What an optimizer takes for its strategy; subclasses say where an update runs.
+    """The object that an optimizer takes for its strategy; subclasses say where an update runs.
 
     It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
     """
@@ -255,7 +255,7 @@ class LocalVariables:
         return not variable.trainable and self._is_shared(variable)
 
     def of(self, variable: keras.Variable) -> tf.Variable:
-        """What to read and assign on the replica that runs."""
+        """The variable to read and assign on the running replica."""
         if isinstance(self._strategy, tf.distribute.TPUStrategy):
             return kp.raw_value(variable)  # copies cannot be had one by one there
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -275,11 +275,11 @@ class LocalVariables:
         """
         if variable.trainable and self._is_shared(variable):
             raise TrainingError(
-                f"the step assigns to the trainable variable {variable.path!r} inside a"
-                " tf.function, a cond or a loop of its own, where"
-                f" {type(self._strategy).__name__}, whose replicas share one copy of it, cannot."
-                " Assign to it directly in the body of train_step or call (tf.where chooses a"
-                " value without a cond), or create it with trainable=False."
+                f"the trainable variable {variable.path!r} must be assigned directly in the body of"
+                " train_step or call, got an assignment inside a tf.function, a cond or a loop of"
+                f" the step's own: the replicas of {type(self._strategy).__name__} share one copy"
+                " of it. Move it (tf.where chooses a value without a cond), or create the variable"
+                " with trainable=False."
             )
         copy = self.of(variable)
         copy.assign(tf.cast(value, copy.dtype))
@@ -452,8 +452,8 @@ def check_built(model: keras.Model) -> None:
     for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             raise TrainingError(
-                f"the optimizer {type(model).__name__}.{name} has no variables yet, and a step"
-                " cannot make them: call its build(variables it trains) in the function given to"
+                f"the optimizer {type(model).__name__}.{name} must be built before a step, got one"
+                " without variables: call its build(variables it trains) in the function given to"
                 " distribute(), after the model is built."
             )
 

@@ -32,7 +32,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     where = f"Kubernetes ({_INDEX}={index})"
     total = size(env, "TFDIST_JOB_SIZE", where, _SET_SIZE)
     if index >= total:
-        what = f"{_INDEX} is out of range: TFDIST_JOB_SIZE is {total}"
+        what = f"{_INDEX} must be below TFDIST_JOB_SIZE, {total}"
         raise refuse(where, what, index, _SET_SIZE)
     if total == 1:
         return ALONE
@@ -50,5 +50,5 @@ def _job_name(env: Mapping[str, str], index: int, where: str) -> str:
     job = hostname.removesuffix(f"-{index}")
     if not job or job == hostname:
         # With hostNetwork, HOSTNAME is the name of the machine.
-        raise refuse(where, f"HOSTNAME is not <job>-{index}", env.get("HOSTNAME"), _SET_JOB)
+        raise refuse(where, f"HOSTNAME must be <job>-{index}", env.get("HOSTNAME"), _SET_JOB)
     return job

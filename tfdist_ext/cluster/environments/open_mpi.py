@@ -32,7 +32,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     rank = number(env, _RANK, where, _BY_MPIRUN)
     total = size(env, _SIZE, where, _BY_MPIRUN)
     if rank >= total:
-        what = f"{_RANK} is out of range: {_SIZE} is {total}"
+        what = f"{_RANK} must be below {_SIZE}, {total}"
         raise refuse(where, what, rank, _BY_MPIRUN)
     if total == 1:
         return ALONE
@@ -53,12 +53,12 @@ def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None or match[2] == "0":
-            what = f"TFDIST_HOSTS has the entry {shown(entry)}"
+            what = f"TFDIST_HOSTS must have no entry like {shown(entry)}"
             raise refuse(where, what, text, 'Write host or host:slots, as in "n1:2,n2:2".')
         slots.append((match[1], int(match[2] or 1)))
     count = sum(number_of for _, number_of in slots)
     if count != total:
-        what = f"TFDIST_HOSTS has {count} slots, but {_SIZE} is {total}"
+        what = f"TFDIST_HOSTS must have {total} slots, as {_SIZE} says, not {count}"
         advice = "The number after a host is its ranks, not a port (TFDIST_PORT_BASE is the port)."
         raise refuse(where, what, text, advice)
     return [host for host, number_of in slots for _ in range(number_of)]
@@ -68,5 +68,5 @@ def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str
     expected = {_LOCAL_RANK: layout.local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
     for name, value in expected.items():
         if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
-            what = f"{name} is not {value}, as TFDIST_HOSTS would have it for rank {rank}"
+            what = f"{name} must be {value}, as TFDIST_HOSTS has it for rank {rank}"
             raise refuse(where, what, env[name], _IN_ORDER)

@@ -17,7 +17,7 @@ def number(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
     """A variable that is a whole number from 0 up; `advice` says how it comes to be set."""
     text = required(env, name, where, advice)
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise refuse(where, f"{name} is not a whole number", text, advice)
+        raise refuse(where, f"{name} must be a whole number", text, advice)
     return int(text)
 
 
@@ -25,7 +25,7 @@ def size(env: Mapping[str, str], name: str, where: str, advice: str) -> int:
     """A variable that is the number of tasks: at least 1."""
     count = number(env, name, where, advice)
     if not 1 <= count <= MAX_INDEX:
-        raise refuse(where, f"{name} is not a possible number of tasks", count, advice)
+        raise refuse(where, f"{name} must be a possible number of tasks", count, advice)
     return count
 
 
@@ -50,7 +50,7 @@ def worker_cluster(
         advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
         port_base = number(env, "TFDIST_PORT_BASE", source, advice)
         if not 1 <= port_base <= 65535 - last:
-            what = f"TFDIST_PORT_BASE leaves no room for {last + 1} ports"
+            what = f"TFDIST_PORT_BASE must leave room for {last + 1} ports"
             raise refuse(source, what, port_base, advice)
     workers = layout.addresses(hosts, port_base)
     jobs = Jobs({"worker": workers}, source)

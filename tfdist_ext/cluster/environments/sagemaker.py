@@ -22,14 +22,14 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     where = "SageMaker"
     hosts = strict_json.loads(text, f"{where}: SM_HOSTS")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
-        raise refuse(where, "SM_HOSTS is not a JSON list of host names", text, _AS_SET)
+        raise refuse(where, "SM_HOSTS must be a JSON list of host names", text, _AS_SET)
     current = required(env, "SM_CURRENT_HOST", where, _AS_SET)
     if len(set(hosts)) < len(hosts):
-        raise refuse(where, "SM_HOSTS has a host twice", text, "List each host once.")
+        raise refuse(where, "SM_HOSTS must have each host once", text, "List each host once.")
     if not all(_NAME.fullmatch(host) for host in hosts):
-        raise refuse(where, "SM_HOSTS has what is not a host name", text, _AS_SET)
+        raise refuse(where, "SM_HOSTS must have host names alone", text, _AS_SET)
     if current not in hosts:
-        raise refuse(where, "SM_CURRENT_HOST is not one of SM_HOSTS", current, _AS_SET)
+        raise refuse(where, "SM_CURRENT_HOST must be one of SM_HOSTS", current, _AS_SET)
     if len(hosts) == 1:
         return ALONE
     source = f"SageMaker (SM_CURRENT_HOST={current})"

@@ -55,15 +55,15 @@ def _check_totals(
     as_set = "Leave both as srun set them."
     if len(hosts) != len(counts):
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-        what = f"{names[0]} has {len(hosts)} hosts, {names[1]} {len(counts)}"
+        what = f"{names[0]} must have a host for each count of {names[1]}"
         raise refuse(where, what, tuple(env[name] for name in names), as_set)
     total = sum(counts)
     name = "SLURM_STEP_NUM_TASKS"
     if env.get(name) and size(env, name, where, _BY_SRUN) != total:
-        what = f"SLURM_STEP_TASKS_PER_NODE adds up to {total}, not to {name}"
+        what = f"{name} must be {total}, the sum of SLURM_STEP_TASKS_PER_NODE"
         raise refuse(where, what, env[name], as_set)
     if rank >= total:
-        what = f"SLURM_PROCID is out of range: the step has {total} tasks"
+        what = f"SLURM_PROCID must be below {total}, the tasks of the step"
         advice = "Start all tasks in one srun step, not a heterogeneous one."
         raise refuse(where, what, rank, advice)
 
@@ -76,7 +76,7 @@ def _chunk(env: Mapping[str, str], where: str) -> int | None:
     if kind == "plane" or kind.startswith("plane="):
         return size(env, "SLURM_DIST_PLANESIZE", where, _USE_BLOCK)
     if kind == "arbitrary":
-        what = "SLURM_DISTRIBUTION does not tell which rank runs where"
+        what = "SLURM_DISTRIBUTION must tell which rank runs where"
         raise refuse(where, what, kind, _USE_BLOCK)
     return None
 
@@ -95,7 +95,7 @@ def _check_place(
     for name, value in expected.items():
         told = env.get(name, "").strip()
         if told and told != value:
-            what = f"{name} is not {shown(value)}, as the distribution of ranks would have it"
+            what = f"{name} must be {shown(value)}, as the distribution of ranks has it"
             raise refuse(where, what, told, _USE_BLOCK)
 
 

@@ -104,7 +104,7 @@ def server_variable_class() -> Any:
 
         @property
         def device(self) -> str:
-            """That of the first piece."""
+            """The device of the first piece."""
             return str(self._variables[0].device)
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -196,7 +196,7 @@ def partitioned_variable_class() -> Any:
 
         @property
         def device(self) -> str:
-            """That of the first piece; a checkpoint of a Keras model is written from there."""
+            """The first piece's device; a checkpoint of a Keras model is written from there."""
             return str(self._variables[0].device)
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

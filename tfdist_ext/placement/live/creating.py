@@ -1,4 +1,4 @@
-"""Variables created where a Placer says, each initialised there, by public means.
+"""Variables created where a Placer says, each initialized there, by public means.
 
 TensorFlow calls variable creators from the innermost scope outwards. One that is entered after the
 strategy's own decides, and cuts; one that is entered before it is called inside the strategy's

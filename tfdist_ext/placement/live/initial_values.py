@@ -22,7 +22,7 @@ class InitialValue:
     """The initial value that TensorFlow is given for a variable, and what it says of it.
 
     Attributes:
-        spec: path (of a variable that is none of Keras's: its name), shape, dtype, and whether it
+        spec: path (its name, if it is not a Keras variable), shape, dtype, and whether it
             is to be trained.
         of_keras: whether Keras says what the variable is.
         given: the initial value, made already where that was needed to know its shape.
@@ -32,7 +32,7 @@ class InitialValue:
         """
         Args:
             kwargs: what a variable creator is given.
-            where: the device on which a value is made whose shape nobody knows.
+            where: the device on which a value of unknown shape is made.
         """
         self.given = kwargs["initial_value"]
         behind = variable_behind(self.given)
@@ -63,7 +63,7 @@ class InitialValue:
         return self.given[start:stop]
 
     def _look(self, kwargs: dict[str, Any], where: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a variable that is none of Keras's."""
+        """Shape and dtype of a variable that is not a Keras variable."""
         dtype, shape = kwargs.get("dtype"), tf.TensorShape(kwargs.get("shape"))
         if callable(self.given) and (dtype is None or not shape.is_fully_defined()):
             with tf.device(where):

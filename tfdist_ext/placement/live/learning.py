@@ -91,8 +91,8 @@ def learn_specs(
             model, finished = _built(model_or_builder), False
         if not model.variables:
             raise PlacementError(
-                f"the variables of the model {model.name!r} are not known before it is built:"
-                " begin it with keras.Input(shape), or call model.build(shape) in the function."
+                f"the model must be built, got {model.name!r} without variables: begin it with"
+                " keras.Input(shape), or call model.build(shape) in the function."
             )
         chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if chosen is not None and (finished or optimizer is not None):
@@ -154,14 +154,14 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _optimizer(given: Any) -> keras.optimizers.Optimizer:
-    """A new one of the same settings: the user goes on with the given one."""
+    """A new one of the same settings: the user keeps the given one."""
     try:
         if isinstance(given, keras.optimizers.Optimizer):
             return type(given).from_config(given.get_config())
         return keras.optimizers.get(given)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise PlacementError(
-            f"there is no optimizer {shown(given)} to plan slots of: {error}"
+            f"optimizer must be a Keras optimizer, or the name of one, got {shown(given)}: {error}"
         ) from error
 
 
@@ -228,6 +228,7 @@ def _with_loads(
     for path in loads:
         if path not in paths:
             raise PlacementError(
-                f"loads names {path!r}, which is no variable. {nearest_paths(path, sorted(paths))}"
+                f"loads must name variables of the model, got {path!r}."
+                f" {nearest_paths(path, sorted(paths))}"
             )
     return [replace(spec, load=loads.get(spec.path)) for spec in specs]

@@ -46,7 +46,7 @@ _DRAWING = frozenset(
 def rows_drawn_by(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
 ) -> Rows | None:
-    """What makes rows of the initializer's value, if that is one draw of TensorFlow's; else None.
+    """A function that makes rows of the initializer's value; None unless it is one random draw.
 
     The initializer is called here, once and for the whole shape, and takes its seed as if it had
     drawn.

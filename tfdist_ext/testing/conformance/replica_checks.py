@@ -63,7 +63,7 @@ class ReplicaChecks(StrategyCase):
             self.under_test().run(fails)
         except ZeroDivisionError:
             return
-        raise AssertionError("an exception in a step: run must raise it; it returned.")
+        raise AssertionError("an exception in a step: run must raise it, got a return.")
 
     def test_all_reduce(self) -> None:
         """SUM and MEAN over all replicas, on each of them; of structures, too."""
@@ -133,7 +133,10 @@ class ReplicaChecks(StrategyCase):
 
         def largest(strategy: Any, value: Any, times: float) -> Any:
             if not tf.distribute.in_cross_replica_context():
-                raise AssertionError("merge_call: its function must be in cross-replica context.")
+                raise AssertionError(
+                    "merge_call: its function must be in cross-replica context, got replica"
+                    " context."
+                )
             return times * tf.reduce_max(tf.stack(strategy.experimental_local_results(value)))
 
         def step() -> Any:
@@ -189,7 +192,7 @@ class ReplicaChecks(StrategyCase):
         expect_equal("gather, axis 0", joined, [r for r in each for _ in range(int(r))])
 
     def test_local_results(self) -> None:
-        """A value for each replica; what is none of the strategy's stays one."""
+        """A value for each replica; a value of another origin stays one."""
         strategy = self.under_test()
         parts = strategy.experimental_local_results(strategy.run(replica_number))
         expect_equal("the type of local results", type(parts), tuple)

@@ -20,7 +20,7 @@ __all__ = ["StrategyCase"]
 
 
 class StrategyCase:
-    """What the checks know: a strategy on one machine, and how exact it is.
+    """The case of the checks: a strategy on one machine, and its tolerance.
 
     Attributes:
         tolerance: how far trained weights, losses and metrics may be from those of one device;
@@ -51,7 +51,7 @@ class StrategyCase:
             return tf.Variable(value, aggregation=tf.VariableAggregation[aggregation], **options)
 
     def numbers(self) -> list[float]:
-        """What `replica_number` is on each replica: 1.0 to N."""
+        """The `replica_number` of each replica: 1.0 to N."""
         return [float(number) for number in range(1, self.replicas() + 1)]
 
     def expect_values(self, what: str, value: Any, wanted: list[Any]) -> None:

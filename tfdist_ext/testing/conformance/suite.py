@@ -65,7 +65,7 @@ class StrategyConformance(
         for name in cls.known_faults:
             if name not in checks:
                 raise StrategyError(
-                    f"{cls.__name__}.known_faults names {name!r}, which is no check; there are"
+                    f"{cls.__name__}.known_faults must name checks, got {name!r}; there are"
                     f" {', '.join(checks)}."
                 )
         for name in checks:
@@ -108,7 +108,7 @@ def _expected_to_fail(check: Any, reason: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Of one check.
+    """The result of one check.
 
     Attributes:
         verdict: "passed", "known fault", "**failed**" or "does not apply".

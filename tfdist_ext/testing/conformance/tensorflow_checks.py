@@ -35,7 +35,7 @@ class TensorFlowChecks(StrategyCase):
         contract_test("replica_id", self.under_test())
 
     def test_tensorflow_exceptions(self) -> None:
-        """What steps and merge calls raise, one within the other, arrives."""
+        """Exceptions of nested steps and merge calls are raised."""
         contract_test("call_and_merge_exceptions", self.under_test())
 
     def test_tensorflow_summary(self) -> None:

@@ -191,7 +191,7 @@ class TrainingChecks(StrategyCase):
         expect_close("predictions of the saved model", found, predictions, self.tolerance)
 
     def test_keras_metrics(self) -> None:
-        """In a loop of one's own: what all replicas have seen, and nothing after reset_state."""
+        """In a custom loop: what all replicas have seen, and nothing after reset_state."""
         strategy, count = self.under_test(), self.replicas()
         with strategy.scope():
             total, mean = keras.metrics.Sum(), keras.metrics.Mean()

@@ -31,7 +31,7 @@ class VariableChecks(StrategyCase):
     """What is written must be seen by every replica, whoever wrote it, and however."""
 
     def seen(self, variable: Any) -> list[Any]:
-        """What each replica reads."""
+        """The value that each replica reads."""
         return local_values(self.under_test(), self.under_test().run(lambda: variable.read_value()))
 
     def expect_everywhere(self, what: str, variable: Any, value: Any) -> None:
@@ -244,7 +244,8 @@ class VariableChecks(StrategyCase):
         except ValueError:
             return
         raise AssertionError(
-            "colocate_vars_with a tensor that is no variable: must raise ValueError, did not."
+            "colocate_vars_with a tensor that is not a variable must raise ValueError, got no"
+            " error."
         )
 
     def _devices(self, variable: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""What runs in the process of a task: its beginning, the function and its report, its exit."""
+"""The code in the process of a task: its beginning, the function and its report, its exit."""
 
 from __future__ import annotations
 

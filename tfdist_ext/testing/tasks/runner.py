@@ -97,14 +97,15 @@ def task_counts(cluster: Mapping[str, int] | int) -> dict[str, Any]:
     given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
     if unknown := [name for name in given if name not in JOB_NAMES]:
         raise LaunchError(
-            f"a cluster has tasks of the types {', '.join(JOB_NAMES)}, got {unknown[0]!r}."
+            f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got"
+            f" {unknown[0]!r}."
         )
     for name, count in given.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise LaunchError(f"{name} must be a number of tasks, got {count!r}.")
     for name in ("chief", "evaluator"):
         if given.get(name, 0) > 1:
-            raise LaunchError(f"a cluster has at most one {name}, got {given[name]}.")
+            raise LaunchError(f"a cluster must have at most one {name}, got {given[name]}.")
     counts: dict[str, Any] = {
         "workers": given.get("worker", 0),
         "chief": bool(given["chief"]) if "chief" in given else None,

@@ -55,7 +55,17 @@ class _Task:
 
 @dataclass
 class Supervision:
-    """One run of a plan, from the start of its tasks to the end of the last."""
+    """One run of a plan, from the start of its tasks to the end of the last.
+
+    Attributes:
+        plan: the tasks to start.
+        call: the function that each task runs.
+        args: its arguments.
+        env: environment variables of all tasks.
+        folder: for the output of the tasks.
+        timeout: seconds until the tasks that still run are killed.
+        on_message: called with a message of a task: (task, kind, content).
+    """
 
     plan: LaunchPlan
     call: Callable[..., Any]

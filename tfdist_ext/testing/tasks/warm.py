@@ -79,8 +79,9 @@ def start(target: Callable[..., None], *args: Any, env: Mapping[str, str]) -> Wa
             process.start()
     except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
         raise LaunchError(
-            f"what is to run in another process cannot be sent there: {error}. Define the function"
-            " at the top level of a module, and give it arguments that pickle can handle."
+            f"the function for another process and its arguments must be picklable, got: {error}."
+            " Define the function at the top level of a module, and give it arguments that pickle"
+            " can handle."
         ) from error
     return WarmProcess(process)
 

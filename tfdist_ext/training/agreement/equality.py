@@ -59,7 +59,7 @@ _RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3
 
 
 class Difference(NamedTuple):
-    """What one worker has and the first one has not.
+    """A difference between one worker and the first one.
 
     Attributes:
         workers: the names of the first worker and of the other.
@@ -232,7 +232,7 @@ def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = 
 def first_batch_comparison(
     reduction: Reduction, dataset: tf.data.Dataset | None, names: str = ""
 ) -> Callable[[Structure], None] | None:
-    """What compares the first batch of a dataset that each worker reads whole; None without one.
+    """A function that compares the first batch of a dataset that each worker reads whole, or None.
 
     Inputs may differ rightly where a pipeline draws random numbers or calls Python, as an
     augmentation does: then there is a warning. Batch sizes and class labels may not.

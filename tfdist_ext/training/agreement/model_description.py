@@ -103,7 +103,7 @@ class ModelDescription:
     Attributes:
         certain: must be the same for the workers to train one model.
         attributes: plain values that the user's own code has at hand (attributes of layers, what
-            functions refer to), which may play no part.
+            functions refer to), which may not matter.
     """
 
     def __init__(self, names: _Names, with_code: bool):
@@ -169,7 +169,7 @@ class ModelDescription:
                 self.certain[f"code of {named}"] = _digest(repr(codes))
 
     def add_attribute(self, name: str, value: object) -> None:
-        """A value that may play no part, where it is a plain one."""
+        """A value that may not matter, where it is a plain one."""
         if isinstance(value, bool | int | float | str):
             self.attributes[name] = self._plain(value)
 

@@ -63,7 +63,7 @@ _ROOM = "tfdist_ext/"
 
 
 def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
-    """Those with whom the workers of this strategy meet; nobody where this process is all."""
+    """The tasks that a strategy's workers wait for; a null object where this process is alone."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return _ALONE
@@ -149,7 +149,7 @@ class Peers(TaskStatus):
                 raise failure from None
             raise
         finally:
-            # An outer meeting goes on under a new number: what it waits for comes after.
+            # An outer meeting continues under a new number: what it waits for comes after.
             number = self._here.number
             if outer.inside:
                 self._here = replace(outer, number=number + 1)
@@ -191,7 +191,7 @@ class Peers(TaskStatus):
             if end["kind"] == "left" and (others := self._all_have_left()):
                 # Not they are odd, but this one.
                 task = self._me
-                text = f"{self._me} alone goes on: the scripts of {others} have ended"
+                text = f"{self._me} continues alone: the scripts of {others} have ended"
             if end["kind"] != "differs":
                 text += f"; {self._me} is in {here}, which needs every worker."
             if end["kind"] == "left":
@@ -339,7 +339,7 @@ class Peers(TaskStatus):
                 return
 
     def _alarm(self, what: Hashable, here: Place, looks: int = _LOOKS) -> bool:
-        """Whether this was found in several looks in a row, in the meeting that still goes on."""
+        """Whether this was found in several looks in a row, in a meeting that has not ended."""
         found, look = self._alarms.get(what, (0, 0))
         found = found + 1 if look == self._looks - 1 else 1
         self._alarms[what] = found, self._looks
@@ -387,10 +387,10 @@ class Peers(TaskStatus):
         return kind, self._me, text, self._completed
 
     def _leave(self) -> None:
-        """At exit: tell the others, and wait for them where all is well.
+        """At exit: tell the others, and wait for them unless one has failed.
 
         Where a worker's process is gone, each collective of the others fails from then on; and
-        without the leader nobody can tell anybody anything.
+        without the leader no worker can send a message to another.
         """
         if os.getpid() != self._pid:  # a child that was forked
             return

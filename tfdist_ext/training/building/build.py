@@ -93,7 +93,7 @@ def adopt(
         model = model_or_builder()
     if not isinstance(model, keras.Model):
         raise TrainingError(
-            f"the function given to distribute() must return a keras.Model; it returned {model!r}."
+            f"the function given to distribute() must return a keras.Model, got {model!r}."
         )
     if not all(belongs_to(variable, strategy) for variable in model.weights):
         return _copy(model, strategy)  # made elsewhere, and only handed out by the function
@@ -179,7 +179,7 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
 
     Raises:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
-            cannot be made again, or an optimizer that trains variables of something else.
+            cannot be cloned, or an optimizer that trains variables of something else.
     """
     if not source.compiled:
         return
@@ -205,8 +205,8 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     for name, old in before.items():
         if (new := after.get(name)) is None:
             raise TrainingError(
-                f"{type(source).__name__}.{name} is an optimizer, and compile_from_config() made"
-                " none of that name: let it make all that get_compile_config() tells of."
+                f"{type(source).__name__}.{name} must be an optimizer after compile_from_config(),"
+                " got none of that name: let it make all that get_compile_config() describes."
             )
         weights = target.weights
         _take_over_optimizer(old, new, [weights[place] for place in trained[name]], strategy)
@@ -221,7 +221,7 @@ def _stateless(argument: Any) -> Any:
 
 
 def _compile_arguments(source: keras.Model) -> dict[str, Any]:
-    """What a compile() of the user's was called with, as far as the model tells.
+    """The arguments of a custom compile(), as far as the model stores them.
 
     Keras keeps what it was given itself; other arguments are attributes of the same name.
     """
@@ -293,8 +293,8 @@ def _trained(source: keras.Model, optimizer: keras.optimizers.Optimizer) -> list
     trained = [places.get(id(v)) for v in kp.trained_by(optimizer)] if optimizer.built else []
     if None in trained:
         raise TrainingError(
-            f"the optimizer of {source.name!r} was built for variables that are not among the"
-            " model's weights, so its state cannot come along. Call compile() with a new one."
+            f"the optimizer of {source.name!r} must be built for the model's weights, got other"
+            " variables, so its state cannot be copied. Call compile() with a new one."
         )
     return [place for place in trained if place is not None]
 
@@ -312,8 +312,8 @@ def _take_over_optimizer(
         new.build(weights)
     if [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
         raise TrainingError(
-            f"the optimizer {new.name!r} was built for other variables than before when the model"
-            " was compiled again: do not build it in compile() or compile_from_config()."
+            f"the optimizer {new.name!r} must have the same variables after the model is compiled"
+            " again, got others: do not build it in compile() or compile_from_config()."
         )
     for variable, value in zip(new.variables, old.variables, strict=True):
         variable.assign(value.numpy())
@@ -331,16 +331,17 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
         ) from error
     if len(copy.weights) != len(model.weights):
         raise TrainingError(
-            f"the copy of {model.name!r} has {len(copy.weights)} weights, the model itself"
-            f" {len(model.weights)}: its config does not say all. Pass a function that builds the"
-            " model instead: distribute(build, strategy)."
+            f"the copy of {model.name!r} must have {len(model.weights)} weights, as the model"
+            f" itself, got {len(copy.weights)}: its config is incomplete. Pass a function that"
+            " builds the model instead: distribute(build, strategy)."
         )
     for new, old in zip(copy.weights, model.weights, strict=True):
         if new.shape != old.shape:
             raise TrainingError(
-                f"the copy of {model.name!r} has a weight {new.path!r} of shape {new.shape}, the"
-                f" model itself {old.path!r} of shape {old.shape}: its config does not say all."
-                " Pass a function that builds the model instead: distribute(build, strategy)."
+                f"the copy of {model.name!r} must have the weight {old.path!r} of shape"
+                f" {old.shape}, as the model itself, got {new.path!r} of shape {new.shape}: its"
+                " config is incomplete. Pass a function that builds the model instead:"
+                " distribute(build, strategy)."
             )
         new.assign(old.numpy())
     copy_flags_and_assets(model, copy)
@@ -349,7 +350,7 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """To be called before anything of a model is traced, or even built.
+    """Refuse stateful RNN layers; to be called before anything of a model is traced, or even built.
 
     Raises:
         TrainingError: a recurrent layer is stateful, and batches are cut for several replicas or go
@@ -369,16 +370,16 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
         where = f"{strategy.num_replicas_in_sync} replicas, each of which gets other rows"
     elif not all(layer.built for layer in stateful):
         raise TrainingError(
-            f"stateful=True of {names} needs the size of a batch before the first one comes: begin"
-            " the model with keras.Input(batch_shape=(examples, steps, features)), or call its"
+            f"the batch size must be known for stateful=True of {names}, got none: begin the model"
+            " with keras.Input(batch_shape=(examples, steps, features)), or call its"
             " build((examples, steps, features)) in the function given to distribute()."
         )
     else:
         return
     raise TrainingError(
-        f"stateful=True of {names} keeps a state for each row of a batch, on which row i of the"
-        f" next batch goes on. That cannot be with {where}. Make the layers with stateful=False, or"
-        ' train on one replica: create_strategy("one_device").'
+        f"stateful must be False with {where}, got True of {names}: it keeps a state for each row"
+        " of a batch, with which row i of the next batch continues. Make the layers with"
+        ' stateful=False, or train on one replica: create_strategy("one_device").'
     )
 
 
@@ -396,7 +397,6 @@ def creating_variables_together() -> Iterator[None]:
         if found is None:
             raise
         raise TrainingError(
-            "the models must be the same on all workers, but their variables are not:"
-            f" {found[0].strip()} Build and compile the same model on every worker, from the same"
-            " code and settings."
+            f"the models must be the same on all workers, got other variables: {found[0].strip()}"
+            " Build and compile the same model on every worker, from the same code and settings."
         ) from error

@@ -56,8 +56,8 @@ def clone_from_config(thing: Configured) -> Configured:
             return type(thing).from_config(thing.get_config())
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
-            f"{type(thing).__name__} was made outside of the strategy's scope and cannot be made"
-            f" again from its config: {truncate_message(error)} Make it in the function given to"
+            f"{type(thing).__name__} was made outside of the strategy's scope and cannot be cloned"
+            f" from its config: {truncate_message(error)} Make it in the function given to"
             " distribute(), or give it a get_config()."
         ) from error
 

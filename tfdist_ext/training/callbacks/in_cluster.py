@@ -263,6 +263,7 @@ def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBo
     boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
     if len(boards) > 1:
         raise TrainingError(
-            f"a fit has one WorkerTensorBoard, and {len(boards)} are among its callbacks: give one."
+            f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks: give"
+            " one."
         )
     return boards[0] if boards else None

@@ -1,4 +1,4 @@
-"""TensorBoard of all workers in one folder, and a word on which of them is slow."""
+"""TensorBoard of all workers in one folder, and a message on which of them is slow."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._timer = program.timer
         self._reduction = program.reduction
         self._first_epoch = True
-        self._close()  # what a fit that broke off has left open
+        self._close()  # what an interrupted fit has left open
         self._workers = _workers(program.reduction)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -86,15 +86,16 @@ class WorkerTensorBoard(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._program is None:
             raise TrainingError(
-                "WorkerTensorBoard goes into the fit of tfdist_ext.distribute(model, strategy): it"
-                " notes times inside the steps, which Keras's own fit has no place for."
+                "WorkerTensorBoard must be in the fit of tfdist_ext.distribute(model, strategy),"
+                " got Keras's own fit: it records times inside the steps, which Keras's own fit has"
+                " no place for."
             )
         if self._writer is None:
             folder = self._workers[self._reduction.worker].replace(":", "-")
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
-            self._step = int(iterations)  # a training that goes on draws its curves further
-        self._timer.read()  # what is left of an epoch that was broken off
+            self._step = int(iterations)  # a resumed training continues its curves
+        self._timer.read()  # what is left of an interrupted epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         notes = self._timer.read()

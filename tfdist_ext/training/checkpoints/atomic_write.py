@@ -31,7 +31,7 @@ def local_path(path: str | Path) -> Path:
     """
     if "://" in str(path):
         raise TrainingError(
-            f"checkpoints are files of a mounted file system, and {path} is the address of a"
+            f"a checkpoint must be a file of a mounted file system, got {path}, the address of a"
             " remote store: mount it and give the path there, or save to a disk and copy the file."
         )
     return Path(path)
@@ -55,7 +55,7 @@ def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
 
 
 def check_writable(folder: Path, argument: str) -> None:
-    """Make a folder where there is none, and a file in it that is removed again.
+    """Create a folder if missing, and a file in it that is removed again.
 
     Raises:
         TrainingError: this process cannot write there.

@@ -64,9 +64,9 @@ def evaluate_checkpoints(
     if folder is None or validation_data is None:
         lacks = "checkpoint_dir" if folder is None else "validation data"
         raise TrainingError(
-            f"this task is {me}, where fit() evaluates the checkpoints of the training, and it was"
-            f" called without {lacks}: give fit(validation_data=..., checkpoint_dir=...) on every"
-            " task."
+            f"the fit() of {me}, which evaluates the checkpoints of the training, must get"
+            f" checkpoint_dir and validation data, got no {lacks}: give fit(validation_data=...,"
+            " checkpoint_dir=...) on every task."
         )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
 

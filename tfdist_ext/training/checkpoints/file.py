@@ -59,7 +59,7 @@ _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
 
 
-_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit goes on from the one before."
+_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit resumes from the one before."
 
 
 _DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
@@ -67,14 +67,23 @@ _DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
 
 @dataclass(frozen=True)
 class Saved:
-    """A variable in a checkpoint."""
+    """A variable in a checkpoint.
 
-    name: str  # that holds in every job
-    path: str  # as Keras called it in the job that saved it
+    Attributes:
+        name: the same in every job.
+        path: Keras's name of it in the job that saved it.
+        shape: of the whole variable.
+        dtype: its name, such as "float32".
+        crc: the checksum of its values; None in a file of version 1.
+        values: the dataset in the file, while that is open.
+    """
+
+    name: str
+    path: str
     shape: tuple[int, ...]
     dtype: str
-    crc: int | None  # None in a file of version 1
-    values: h5py.Dataset  # the dataset in the file, while that is open
+    crc: int | None
+    values: h5py.Dataset
 
 
 def write_checkpoint(
@@ -87,7 +96,7 @@ def write_checkpoint(
     """Write variables, a block of rows at a time.
 
     Args:
-        path: of the file; its folder is made where there is none.
+        path: the file; its folder is created if missing.
         groups: group -> name -> Keras variable.
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
@@ -98,7 +107,7 @@ def write_checkpoint(
         OSError: the file cannot be written.
     """
     if path.is_dir():
-        raise TrainingError(f"a checkpoint is one file, and {path} is a folder: add a file name.")
+        raise TrainingError(f"a checkpoint must be a file, got the folder {path}: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
     with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
@@ -158,15 +167,15 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def __init__(self, path: Path):
         self._path = path
         if path.is_dir():
-            raise TrainingError(f"a checkpoint is one file, and {path} is a folder.{_in(path)}")
+            raise TrainingError(f"a checkpoint must be a file, got the folder {path}.{_in(path)}")
         if not path.exists():
             raise TrainingError(f"there is no checkpoint {path}.{_in(path.parent)}")
         try:
             self._file = _open(path, "r")
         except OSError as error:
             raise TrainingError(
-                f"{path} is no checkpoint, or is cut off ({error}). Give a file that"
-                f" save_checkpoint() has written; a copy must be complete. {_REMOVE}"
+                f"{path} must be a complete checkpoint that save_checkpoint() has written, got a"
+                f" file that cannot be opened ({error}): copy it again. {_REMOVE}"
             ) from error
         try:
             self._version = self._checked_version()
@@ -197,7 +206,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             return _text(self._file.attrs.get(name, ""))
 
     def kind(self, group: str) -> str | None:
-        """What a group belongs to; None where the checkpoint has no such group."""
+        """The class that a group belongs to; None where the checkpoint has no such group."""
         return self._kinds.get(group)
 
     def variables(self, group: str) -> dict[str, Saved]:
@@ -226,8 +235,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 crc = _crc_of(self._stored_rows(saved, start, stop), crc)
             if saved.crc not in (None, crc):
                 raise TrainingError(
-                    f"the values of {saved.path!r} in {self._path} are others than were written."
-                    f" {_DAMAGED}"
+                    f"the values of {saved.path!r} in {self._path} must have the checksum that was"
+                    f" written with them, got another one. {_DAMAGED}"
                 )
 
     def _checked_version(self) -> int:
@@ -235,14 +244,14 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             written_by = _text(self._file.attrs.get("format"))
         if written_by != _FORMAT:
             raise TrainingError(
-                f"{self._path} is an HDF5 file, and no checkpoint of save_checkpoint(). Weights"
-                " that Keras saved are loaded with keras_model.load_weights()."
+                f"{self._path} must be a checkpoint of save_checkpoint(), got another HDF5 file."
+                " Weights that Keras saved are loaded with keras_model.load_weights()."
             )
         version = self.number("version")
         if version > _VERSION:
             raise TrainingError(
-                f"{self._path} is a checkpoint of version {version}; this package reads up to"
-                f" version {_VERSION}. Install a newer one."
+                f"{self._path} must be a checkpoint of version {_VERSION} or earlier, got version"
+                f" {version}: install a newer version of this package."
             )
         return version
 
@@ -309,7 +318,7 @@ def _stored_as_bits(dtype: np.dtype) -> bool:
 
 def _as_bytes(text: str) -> np.bytes_:
     # Of a fixed length. HDF5 keeps others in a heap without checksums, and where that is damaged it
-    # may read for ever.
+    # may read forever.
     return np.bytes_(text.encode())
 
 

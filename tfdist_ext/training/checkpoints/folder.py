@@ -8,12 +8,12 @@ nothing that it may still do destroys a newer job's files:
 
 - A new checkpoint takes no name that is in use, and two jobs never write into one file.
 - An index says of which job it is. One that an older job has put over that of a newer does not
-  agree with the files, and is made again from them.
+  agree with the files, and is rebuilt from them.
 - A job removes only files that it knows to be replaced: those of its own index.
 
 The index is a small JSON file, replaced at once: a reader on another machine sees the old or the
 new one. Each checkpoint also says for itself what it is. So an index that is lost, damaged or not
-that of the files is found out, and made again from them.
+that of the files is detected, and rebuilt from them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CheckpointFolder:
             if training != self._owner.training:
                 self._owner = self._owner.update(self.path, training=training)
         if faults:
-            goes_on = "goes on from what is there; to start it anew, give another folder"
+            goes_on = "resumes from what is there; to start it anew, give another folder"
             if not self._listed:
                 goes_on = "starts anew: there are no checkpoints"
             warnings.warn(
@@ -122,7 +122,7 @@ class CheckpointFolder:
 
     @property
     def attributes(self) -> dict[str, int | str]:
-        """What a checkpoint of this job says of itself, so that an index can be made from it."""
+        """The attributes of a checkpoint of this job, from which an index can be rebuilt."""
         if not self._owner.generation:  # not the chief
             return {}
         return {"training": self._owner.training, "generation": self._owner.generation}
@@ -269,7 +269,7 @@ _CHECKPOINT = re.compile(r"(epoch|last)-\d{5,}(-batch-\d{8,})?(-gen-\d{5,})?\.h5
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come.
+    """The progress of a training.
 
     Attributes:
         epoch: epochs that are done, and so the number of the next one, counted from 0.
@@ -300,7 +300,7 @@ class Progress:
 
 @dataclass
 class Index:
-    """What a folder of checkpoints holds.
+    """The index of a folder of checkpoints.
 
     Attributes:
         checkpoints: file name -> progress, the oldest first.
@@ -319,7 +319,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a folder, for one who only reads; an empty one where there is none.
+        """The index of a folder, for a reader; an empty one if there is no index.
 
         Where the index is lost, damaged, or not of the newest job, it is what the files say.
 
@@ -337,8 +337,7 @@ class Index:
     def checked(cls, folder: Path) -> tuple[Index, list[str]]:
         """(the index of a folder, compared with its files; what was wrong with it, if anything).
 
-        Where the two do not agree, the index is made again from the files whose checksums are
-        right.
+        Where the two do not agree, the index is rebuilt from the files whose checksums are right.
 
         Raises:
             TrainingError: no checkpoint can be read, or they are of several trainings.
@@ -354,7 +353,7 @@ class Index:
         found, damaged = _look_into_files(folder, verify=True)
         index, others = _made_from(found, damaged, folder, [training, index.training])
         files = ", ".join(index.files)
-        return index, [f"{INDEX} {fault}", f"made again from {files}", *others]
+        return index, [f"{INDEX} {fault}", f"rebuilt from {files}", *others]
 
     @classmethod
     def stored(cls, folder: Path) -> tuple[Index, str | None]:
@@ -412,7 +411,7 @@ class Index:
 def finished_checkpoints(directory: str | Path) -> list[Path]:
     """The complete checkpoints of `fit(checkpoint_dir=directory)`, the oldest first.
 
-    Old ones are removed while the training goes on: the last few stay.
+    Old ones are removed while the training runs: the last few stay.
     """
     folder = local_path(directory)
     return [folder / name for name in Index.read(folder).checkpoints]
@@ -425,21 +424,28 @@ def training_is_done(directory: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a checkpoint says of itself."""
+    """The attributes that a checkpoint holds of itself.
+
+    Attributes:
+        progress: of the training, when it was saved.
+        training: the id of the training.
+        generation: of the job that saved it.
+        epochs_when_done: 0 unless it is the state at the end of a fit.
+    """
 
     progress: Progress
     training: str
     generation: int
-    epochs_when_done: int  # 0: it is not the state at the end of a fit
+    epochs_when_done: int
 
     @property
     def of_epoch(self) -> bool:
-        """Whether a training goes on from it."""
+        """Whether a training resumes from it."""
         return not self.epochs_when_done
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """By jobs, and by progress in each: an older job may have been ahead."""
+        """The sort key: by job, then by progress, as an older job may have been ahead."""
         return self.generation, self.progress.epoch, self.progress.batches
 
 
@@ -522,7 +528,7 @@ def _made_from(
         groups = " and ".join(f"({', '.join(names)})" for names in trainings.values())
         raise TrainingError(
             f"{folder} must hold the checkpoints of one training, got those of {len(trainings)}:"
-            f" {groups}, and no usable {INDEX} that says which one goes on. Move all but one away."
+            f" {groups}, and no usable {INDEX} that says which one resumes. Move all but one away."
         )
     chosen = known[0] if known else next(iter(trainings), "")
     newest_first = sorted(trainings.get(chosen, []), key=lambda n: found[n].order, reverse=True)
@@ -615,9 +621,9 @@ class Owner:
             return
         if newest.id or newest.generation > self.generation:
             raise FolderTakenError(
-                f"checkpoint_dir must have one writer, and a newer job has taken over {folder}:"
-                f" {newest}. This job stops before it writes there again, and the checkpoints of"
-                " the newer one stay. Give each training a checkpoint_dir of its own."
+                f"checkpoint_dir must have one writer, got a newer job in {folder}: {newest}. This"
+                " job stops before it writes there again, and the checkpoints of the newer one"
+                " stay. Give each training a checkpoint_dir of its own."
             )
 
     def update(self, folder: Path, *, training: str | None = None, ended: bool = False) -> Owner:
@@ -708,7 +714,7 @@ def _machine() -> tuple[str, str]:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since the boot; empty where there is none such."""
+    """When a process started, in clock ticks since the boot; empty if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -77,14 +77,14 @@ class CheckpointManager:
         given = keras.tree.flatten(callbacks or [])
         if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given):
             raise TrainingError(
-                "both checkpoint_dir and the callback BackupAndRestore would restore the model:"
-                " give one of them."
+                "one of checkpoint_dir and the callback BackupAndRestore must restore the model,"
+                " got both: give one of them."
             )
         opened = functools.partial(self._files.open, epochs)
         run_on_chief(reduction, opened, f"open {self._files.path}")
 
     def seed(self) -> int:
-        """Where the order of examples starts on all tasks: as in the job before, or anew.
+        """The seed of the order of examples on all tasks: that of the job before, or a new one.
 
         A new one comes from Python's generator, as Keras takes its seeds.
         """
@@ -98,7 +98,7 @@ class CheckpointManager:
         """The epoch to begin with, model and data brought to where they were before it.
 
         Args:
-            initial_epoch: the epoch where there is nothing to go on from.
+            initial_epoch: the epoch where there is nothing to resume from.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
         if self._files is None:
@@ -188,7 +188,7 @@ class CheckpointManager:
         self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
-        """A sentence for a person: the last checkpoint, and the command that goes on from it."""
+        """A sentence for a person: the last checkpoint, and the command that resumes from it."""
         if self._files is None:
             return "There is no checkpoint: fit() was called without checkpoint_dir."
         folder = self._files.path

@@ -132,7 +132,7 @@ class SavingMixin:
         return self._progress
 
     def _build_optimizer(self) -> None:
-        """Its slots, where no step has made them yet."""
+        """Build the optimizer's slots, where no step has made them yet."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)  # there is none before compile
         if model.built and optimizer is not None and not optimizer.built:
@@ -150,7 +150,7 @@ def export(
 
     Args:
         builder: makes the model once more, where it cannot be copied from its config.
-        spec: tf.TypeSpecs of the batch that the model was built for; None where nobody knows.
+        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
         arguments: those of `keras.Model.export`.
 
     Raises:
@@ -190,8 +190,8 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     if list(values) != list(targets):
         differs = sorted({*values} ^ {*targets})
         raise TrainingError(
-            f"the copy of {model.name!r} to export has other variables than the model itself:"
-            f" {', '.join(differs[:6])}. Give its class a get_config() that says all."
+            f"the copy of {model.name!r} to export must have the model's own variables, got other"
+            f" ones: {', '.join(differs[:6])}. Give its class a complete get_config()."
         )
     for name, target in targets.items():
         assign_whole(target, whole_value(values[name]))
@@ -237,8 +237,8 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
     """Give the model the state that a checkpoint holds; every task must call.
 
     Raises:
-        TrainingError: on every task: there is no such checkpoint, it is none or a part of one, is
-            damaged, or is one of another model or of another optimizer; nothing is changed then.
+        TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
+            damaged, or is of another model or optimizer; nothing is changed then.
             Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")
@@ -263,6 +263,6 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
 def _check_has_variables(model: keras.Model, call: str) -> None:
     if not model.built:
         raise TrainingError(
-            f"{call}() needs the model's variables, and {model.name!r} has none yet: begin it with"
-            " keras.Input(shape), or call build(), fit() or predict() first."
+            f"the model must have variables before {call}(), got {model.name!r} without: begin it"
+            " with keras.Input(shape), or call build(), fit() or predict() first."
         )

@@ -62,21 +62,26 @@ def matching(
         TrainingError: another model, or another optimizer.
     """
     state = state_of(model)
-    pairs = _pairs(file.variables(MODEL), state[MODEL], f"{path} is of another model than this one")
+    pairs = _pairs(
+        file.variables(MODEL),
+        state[MODEL],
+        f"{path} must be a checkpoint of this model, got one of another model",
+    )
     for name, kind in kinds_of(model).items():
         saved_kind = file.kind(name)
         if saved_kind is None:
             continue  # the model that was saved was not compiled: there is nothing to restore
         if saved_kind != kind:
             raise TrainingError(
-                f"{path} is of another optimizer: it has the state of {saved_kind}, and the model"
-                f" is compiled with {kind}. Compile with {saved_kind}; or take over the weights"
-                " alone: restore before compile()."
+                f"{path} must have the state of {kind}, the optimizer of the model, got that of"
+                f" {saved_kind}: compile with {saved_kind}; or restore the weights alone, before"
+                " compile()."
             )
         pairs += _pairs(
             file.variables(name),
             state[name],
-            f"{path} is of another optimizer than this {kind}: other slots, or set up differently",
+            f"{path} must have the state of this {kind}, got that of one with other slots, or set"
+            " up differently",
         )
     metrics = file.variables(METRICS)
     for name, variable in state[METRICS].items():

@@ -56,7 +56,7 @@ class Call:
         self._results.append(self._coordinator.schedule(function, args=args))
 
     def results(self) -> Iterator[Any]:
-        """What each call returned, as NumPy arrays. TensorFlow has copied it here already."""
+        """The results of the calls, as NumPy arrays. TensorFlow has copied them here already."""
         for result in self._results:
             yield keras.tree.map_structure(
                 lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
@@ -67,7 +67,7 @@ class Call:
 class Calls:
     """The workers of a cluster, as the coordinator calls them.
 
-    A call whose worker dies is made again on another one.
+    A call whose worker dies is retried on another one.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -95,7 +95,7 @@ class Calls:
         except tf.errors.UnavailableError as error:
             raise TrainingError(
                 "a parameter server does not answer, and its part of the model is lost:"
-                f" {' '.join(str(error).split())[:300]} Start the cluster again, and go on from a"
+                f" {' '.join(str(error).split())[:300]} Start the cluster again, and resume from a"
                 " checkpoint."
             ) from error
 
@@ -192,9 +192,11 @@ def _not_logged_twice(record: logging.LogRecord) -> bool:
 
 
 class BatchChunk(NamedTuple):
-    """Global batches, one after another in each tensor, and the rows at which each one ends.
+    """Global batches of one call; an empty chunk is a step without data.
 
-    Without any it stands for a step that has nothing to compute with.
+    Attributes:
+        tensors: the batches, one after another in each tensor.
+        ends: the row at which each batch ends.
     """
 
     tensors: list[tf.Tensor]

@@ -146,8 +146,8 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
 
     def step_timer(self) -> NoReturn:
         raise TrainingError(
-            "WorkerTensorBoard measures workers whose steps wait for each other; under"
-            f" {type(self._strategy).__name__} they do not, and the coordinator alone runs"
+            "WorkerTensorBoard must be used where the steps of workers wait for each other, got"
+            f" {type(self._strategy).__name__}, where they do not and the coordinator alone runs"
             " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
         )
 

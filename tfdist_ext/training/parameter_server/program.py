@@ -1,7 +1,7 @@
 """Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
 
 The global batches are read on the coordinator and travel with the remote calls. So a call that is
-made again because its worker died sees the same examples, and each example counts once: what the
+retried because its worker died sees the same examples, and each example counts once: what the
 workers return, not what they write on the way, becomes the metrics and the number of steps.
 Predictions are in input order, whichever worker made them.
 """
@@ -90,7 +90,7 @@ class ParameterServerProgram(ProgramBase):
         )
 
     def reset(self, *, resume: bool = False) -> None:
-        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
         # Float32 would lose counts above 16 million, and the ends of sums long before.

@@ -117,9 +117,9 @@ class WorkerScope(keras.StatelessScope):
             self._write(variable, value)
         else:
             raise TrainingError(
-                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
-                " a loop of train_step's own. Update metrics directly in the body of train_step;"
-                " the step is compiled as a whole already."
+                f"the metric variable {variable.path!r} must be updated directly in the body of"
+                " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
+                " own. The step is compiled as a whole already."
             )
 
     def write_watched(self) -> None:
@@ -153,7 +153,7 @@ class WorkerScope(keras.StatelessScope):
 
     @property
     def substitutes(self) -> dict[str, Callable[..., Any]]:
-        """What stands in for Keras's functions in this step, by key."""
+        """The replacements of Keras's functions in this step, by key."""
 
         def key(
             original: Callable[..., int | str],

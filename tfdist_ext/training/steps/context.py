@@ -153,7 +153,7 @@ class StepContext:
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
     def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
-        """Where this part's rows are in tensors of a graph; None where that cannot be told."""
+        """The places of this part's rows in tensors of a graph; None where unknown."""
         if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
             return None
         try:
@@ -213,7 +213,7 @@ class StepContext:
         return list(values) if self.replicas == 1 else list(map(self._times_share, values))
 
     def contribution(self, value: tf.Tensor) -> tf.Tensor:
-        """What this replica adds to the mean over all rows; what is no float stays as it is."""
+        """This replica's part of the mean over all rows; a value that is not a float stays."""
         return self._times_share(value) if value.dtype.is_floating else value
 
     def mean(
@@ -417,10 +417,10 @@ class StepContext:
         """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""
         if current_graph() is not self._graph:
             raise TrainingError(
-                "a value is summed over replicas inside a tf.function, a cond or a loop of the"
-                " step's own, where TensorFlow cannot: an optimizer's apply, a masked loss, a"
-                " synchronized BatchNormalization or tfd.all_rows. Call it directly in the body of"
-                " train_step or call; the step is compiled as a whole already."
+                "a sum over replicas must be directly in the body of train_step or call, got one"
+                " inside a tf.function, a cond or a loop of the step's own: an optimizer's apply, a"
+                " masked loss, a synchronized BatchNormalization or tfd.all_rows. The step is"
+                " compiled as a whole already."
             )
 
     def _times_share(self, value: Gradient) -> Gradient:
@@ -449,7 +449,7 @@ def _dense(value: Any) -> tf.Tensor:
             return value
         what = f"a tensor of shape {value.shape} and {value.dtype.name}"
     raise TrainingError(
-        "tfd.all_rows takes dense tensors of numbers or booleans, whose axis 0 is the batch; got"
+        "tfd.all_rows must get dense tensors of numbers or booleans, whose axis 0 is the batch, got"
         f" {what}. RaggedTensor.to_tensor and tf.sparse.to_dense make dense ones."
     )
 
@@ -487,7 +487,7 @@ def current_step() -> StepContext | None:
 
 @contextlib.contextmanager
 def running_step(value: StepContext | None) -> Iterator[None]:
-    """Scope of a replica's step; with None, a scope in which there is none."""
+    """Scope of a replica's step; with None, a scope without a step."""
     before, _here.step = current_step(), value
     functions, called = (value.substitutes, value.called) if value else (None, None)
     try:

@@ -66,7 +66,7 @@ Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 def substitutes_of(
     here: StepContext, take: Callable[..., tf.Tensor]
 ) -> Mapping[str, Callable[..., Any]]:
-    """What stands in for Keras's and TensorFlow's functions in a replica's step, by key.
+    """The replacements of Keras's and TensorFlow's functions in a replica's step, by key.
 
     Args:
         take: of rows of a table, which the variables know.
@@ -88,7 +88,7 @@ def substitutes_of(
 
 
 def own_applies(model: keras.Model) -> list[Target]:
-    """What the classes of the model's optimizers define themselves in the place of Keras's."""
+    """The methods that the classes of the model's optimizers override."""
     kinds = [type(optimizer) for optimizer in optimizers_of(model).values()]
     of_keras = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
     return own_targets(kinds, of_keras, ("apply", "apply_gradients"))
@@ -455,10 +455,10 @@ def _of_sums(here: StepContext, targets: list[tf.Tensor], output_gradients: Stru
     for target in targets:
         if here.may_have_rows(target):
             raise TrainingError(
-                f"the gradient of a loss of shape {target.shape} is asked for, which may or may"
-                " not be several numbers for each row of this replica's part of the batch. Sum it"
-                " up first, which leaves the gradient as it is on one device: to one number for"
-                " each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
+                "a loss whose gradient is taken must be one number, or one for each row, got shape"
+                f" {target.shape}, which may have several for each row of this replica's part of"
+                " the batch. Sum it up first, which leaves the gradient as it is on one device: to"
+                " one number for each row with tf.reduce_sum(loss, axis=...) if it has rows, with"
                 " tf.reduce_sum(loss) if not."
             )
     if not any(map(here.has_rows, targets)):

@@ -43,7 +43,7 @@ def has_own_outputs(model: keras.Model, kind: str) -> bool:
 
 
 def own_outputs(model: keras.Model, outputs: Structure) -> dict[str, tf.Tensor]:
-    """What an overridden step returned, by name, as tensors.
+    """The outputs of an overridden step, by name, as tensors.
 
     To be called in the step's scope: a metric's result may be a variable itself.
 
@@ -52,8 +52,8 @@ def own_outputs(model: keras.Model, outputs: Structure) -> dict[str, tf.Tensor]:
     """
     if not isinstance(outputs, dict):
         raise TrainingError(
-            f"{type(model).__name__}'s own step must return a dict of names and values; it"
-            f" returned {outputs!r}."
+            f"{type(model).__name__}'s own step must return a dict of names and values, got"
+            f" {outputs!r}."
         )
     return {name: tf.convert_to_tensor(value) for name, value in flat(outputs).items()}
 
@@ -218,7 +218,7 @@ class DerivedLogs:
         }
 
     def of_states(self, states: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Those of the logs that are computed from the metrics' states alone."""
+        """The logs that are computed from the metrics' states alone."""
         zeros = [tf.zeros(value.shape, value.dtype) for value, _ in self.returned]
         logs = self.compute(states, zeros)
         return {name: logs[name] for name in self._of_states}

@@ -7,7 +7,7 @@ and nested code that is not to be changed, get the original then, too. (`callbac
 does the same while a model's own `fit` runs, for the `fit` that its `super()` reaches.)
 
 A release of Keras may compute something in another way, past one of them. The step would then
-train on other numbers, without a word. So what was called is noted, and what a step must have
+silently train on other numbers. So what was called is noted, and what a step must have
 called is looked at when it is traced, or first runs eagerly: what follows from the model where
 the step is Keras's own, and what follows from what the step wrote where it is a user's.
 """
@@ -54,7 +54,7 @@ class Target(NamedTuple):
     """A function, or a property, that can be replaced.
 
     Attributes:
-        key: what `substitutes` knows it by. Several functions may do the same job.
+        key: its key in `substitutes`. Several functions may do the same job.
         owner: the class or module that holds it.
         name: its attribute there.
     """
@@ -65,10 +65,10 @@ class Target(NamedTuple):
 
 
 class _Step(threading.local):
-    """What stands in for the originals in this thread: by key, `substitute(original, *args)`."""
+    """The replacements of the originals in this thread: by key, `substitute(original, *args)`."""
 
     substitutes: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-    called: set[str] | None = None  # keys; None where nobody asks
+    called: set[str] | None = None  # keys; None: not recorded
 
 
 class _InPlace(NamedTuple):
@@ -115,7 +115,7 @@ def substitutes(
 
 
 def substitute_of(key: str) -> Callable[..., Any] | None:
-    """What stands in for the functions of a key in this thread now."""
+    """The replacement of the functions of a key in this thread now."""
     return _step.substitutes.get(key)
 
 
@@ -135,7 +135,7 @@ def functions_in_place(targets: Sequence[Target]) -> Iterator[None]:
 
 
 def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[str]) -> list[Target]:
-    """What classes, and their bases above `bases`, define themselves under some names.
+    """The methods of some names that classes, and their bases above `bases`, define.
 
     What is called first in a step must be replaced, and calls that of Keras only then.
     """
@@ -146,7 +146,7 @@ def own_targets(kinds: Sequence[type], bases: Sequence[type], names: Sequence[st
 
 @functools.cache
 def step_targets() -> list[Target]:
-    """Those of a step: what of `REPLACED` is there. `check_passed` misses what a step needs."""
+    """The targets of a step: those of `REPLACED` that exist; see `check_passed`."""
     found = []
     for replaced in kp.REPLACED:
         with contextlib.suppress(ImportError, AttributeError):
@@ -190,7 +190,7 @@ def _restore(targets: Sequence[Target], user: object) -> None:
 
 
 def _asking(key: str, original: Callable[..., Any] | property) -> Callable[..., Any] | property:
-    """In the place of an original: it asks which function this thread is to call."""
+    """The wrapper of an original: it looks up the function that this thread is to call."""
     if isinstance(original, property):
         return property(_function_asking(key, original.fget), doc=original.__doc__)
     return _function_asking(key, original)
@@ -224,7 +224,7 @@ def has_own_apply(optimizer: object) -> bool:
 
 
 class StepRecord(NamedTuple):
-    """What one replica's step has done, by which it is told what it must have called.
+    """A record of one replica's step, to check that it has called what it must.
 
     Attributes:
         called: keys of `REPLACED`.

@@ -346,11 +346,19 @@ _SAME_ORDER = _SAME_NUMBERS | {"ExpandDims", "Reshape", "Squeeze"}
 
 
 class _Operation(NamedTuple):
-    """One operation, of a graph or run eagerly."""
+    """One operation, of a graph or run eagerly.
+
+    Attributes:
+        type: such as "MatMul".
+        inputs: its input tensors.
+        output: the number of the output that is looked at.
+        attribute: name -> value of an attribute of the operation.
+        graph: that it is in; None if it ran eagerly.
+    """
 
     type: str
     inputs: Sequence[tf.Tensor]
-    output: int = 0  # which of its outputs
+    output: int = 0
     attribute: Callable[[str], Any] = lambda _: None
     graph: tf.Graph | None = None
 
@@ -360,7 +368,7 @@ class _Operation(NamedTuple):
 
 
 class BatchDependence:
-    """What depends on the batch in one replica's step.
+    """The tensors that depend on the batch in one replica's step.
 
     Args:
         batch: what the step gets, a structure of tensors.
@@ -601,14 +609,19 @@ _INDICES = 1 << 32  # more than a table has rows
 
 
 class PreparedReduction(NamedTuple):
-    """What of one gradient is to be summed over replicas, and what makes the gradient of it."""
+    """One gradient, ready to be summed over replicas.
+
+    Attributes:
+        values: to be summed.
+        finish: makes the gradient from the sums.
+    """
 
     values: list[Gradient]
     finish: Callable[[list[Gradient]], Gradient]
 
 
 def prepare_reduction(gradient: Gradient, dependence: BatchDependence) -> PreparedReduction:
-    """Of a replica's dense or sparse gradient, which counts with its share already."""
+    """Prepare a replica's dense or sparse gradient, which is scaled by its fraction already."""
     if not isinstance(gradient, tf.IndexedSlices):
         return PreparedReduction([gradient], lambda reduced: reduced[0])
     parts = dependence.parts_of(gradient.indices)

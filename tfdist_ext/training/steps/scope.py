@@ -127,7 +127,7 @@ class ReplicaScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable:
         key = id(variable)
         if key in self._watched and self._in_inner_graph():
-            self._move_to_own(variable)  # the graph may be a loop that goes on to write it
+            self._move_to_own(variable)  # the graph may be a loop that writes it later
         if key in self.state_mapping:
             return self.state_mapping[key]
         # Never None: Keras reads regularized weights through the scope.
@@ -142,13 +142,13 @@ class ReplicaScope(keras.StatelessScope):
             return read.whole()
 
     def record(self, called: Set[str]) -> StepRecord:
-        """What the step has done so far; `called` are keys of `REPLACED`."""
+        """The record of the step so far; `called` are keys of `REPLACED`."""
         read_whole = {raw for raw, read in self._reads.items() if read.read_whole}
         has_losses = bool(self.losses)
         return StepRecord(called, self.written_apart, self.updated, read_whole, has_losses)
 
     def forget_losses(self, layer: keras.Layer) -> None:
-        """Those that a layer, and the layers inside of it, gave to add_loss in this step."""
+        """Drop the losses that a layer and its sublayers gave to add_loss in this step."""
         for each in kp.flat_layers(layer) if self.losses else ():
             ids = kp.loss_ids(each)
             mine = {id(loss) for loss in self.losses} & ids
@@ -180,7 +180,7 @@ class ReplicaScope(keras.StatelessScope):
         return self._reads[id(raw)]
 
     def outcome(self, here: StepContext | None) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """What a replica's step returns: (the metrics' states, the values that it wrote).
+        """The result of a replica's step: (the metrics' states, the values that it wrote).
 
         To be called in the replica's context, after the scope.
 
@@ -239,9 +239,9 @@ class ReplicaScope(keras.StatelessScope):
     def _check_metric(self, variable: keras.Variable) -> None:
         if self._in_inner_graph():
             raise TrainingError(
-                f"the metric variable {variable.path!r} is updated inside a tf.function, a cond or"
-                " a loop of train_step's own. Update metrics directly in the body of train_step;"
-                " the step is compiled as a whole already."
+                f"the metric variable {variable.path!r} must be updated directly in the body of"
+                " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
+                " own. The step is compiled as a whole already."
             )
 
 
@@ -274,19 +274,19 @@ def assign_written(
 
 
 def _check_is_no_metric(variable: keras.Variable) -> None:
-    """Raise TrainingError for a variable that each replica adds to, and that nobody adds up."""
+    """Raise TrainingError for a variable that each replica adds to, and that is summed nowhere."""
     here = current_step()
     if here and here.replicas > 1 and variable.synchronization == "on_read":
         raise TrainingError(
-            f"the step updates the metric variable {variable.path!r}, and the model does not know"
-            " its metric, so its values on several replicas cannot be combined. Make the metric an"
-            " attribute of the model or of one of its layers (self.tracker = ...), or return it"
-            " from the model's metrics property."
+            "a metric that the step updates must belong to the model, got the variable"
+            f" {variable.path!r} of another one: its values on several replicas cannot be combined."
+            " Make the metric an attribute of the model or of one of its layers (self.tracker ="
+            " ...), or return it from the model's metrics property."
         )
 
 
 def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """What a replica contributes to a value that is the same on all of them."""
+    """A replica's contribution to a value that is the same on all of them."""
     if variable.aggregation != "sum" or not tf.distribute.has_strategy():
         return value
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -297,7 +297,7 @@ def metric_variables_on_one_copy() -> contextlib.AbstractContextManager[None]:
     """Scope in which metrics' variables are ordinary mirrored ones.
 
     Keras creates them to be summed over replicas when read. Reading such a variable is a
-    collective, so a callback that looks at a metric on the chief alone would wait for ever. The
+    collective, so a callback that looks at a metric on the chief alone would wait forever. The
     replicas' own states are in the loop; the variable only shows their aggregate.
     """
 
@@ -330,7 +330,7 @@ def metric_methods(metrics: Iterable[keras.metrics.Metric], *, eager: bool) -> I
 def contribution_of_part(
     here: StepContext, variable: keras.Variable, value: tf.Tensor, without_rows: tf.Tensor
 ) -> tf.Tensor:
-    """What a replica's state of a metric adds to the state over all replicas, in its context."""
+    """The contribution of a replica's metric state to that over all replicas, in its context."""
     if variable.aggregation == "sum":
         value = here.where_nonempty(value, without_rows)
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -363,9 +363,9 @@ def _result_over_all(
         else:
             if current_graph() is not None:
                 raise TrainingError(
-                    f"result() of the metric {metric.name!r} is called inside a tf.function of an"
-                    " eager step, where replicas cannot combine their states. Call it directly in"
-                    " the step, or compile the model without run_eagerly=True."
+                    f"result() of the metric {metric.name!r} must be called directly in an eager"
+                    " step, got a call inside a tf.function, where replicas cannot combine their"
+                    " states. Move the call, or compile the model without run_eagerly=True."
                 )
             with running_step(None), ReplicaScope(_over_all(here, scope, metric.variables)):
                 value = original(*args, **kwargs)
@@ -395,7 +395,7 @@ def _over_all(
 def rows_of_shared(
     strategy: tf.distribute.Strategy, local_replicas: int
 ) -> Callable[..., tf.Tensor]:
-    """What stands in for `keras.ops.take` of a table's rows.
+    """The replacement of `keras.ops.take` for a table's rows.
 
     Keras's way remains that of a variable with a copy for each replica, of one that the step has
     given another value, and of sparse ids.
@@ -440,7 +440,7 @@ def taken_by(
 def contribution(
     variable: keras.Variable, value: tf.Tensor, replicas: int, first: tf.Tensor | bool
 ) -> tf.Tensor:
-    """What one replica's state of a metric adds to the state over all replicas.
+    """The contribution of one replica's metric state to that over all replicas.
 
     Args:
         variable: the Keras variable, which says by `aggregation` how its states combine.

@@ -36,9 +36,13 @@ NO_ROWS = -1.0  # in the place of a norm; a gradient that has diverged is NaN
 
 
 class Notes(NamedTuple):
-    """Of each step, in order: seconds in all, seconds of this task's own, norm of its gradient.
+    """Times and norms of the steps since the last reading, a value for each step.
 
-    The norm is NO_ROWS where the task had no row in the step, or no gradient has come by.
+    Attributes:
+        step: seconds of the whole step.
+        own: seconds of this task's own part.
+        norm: of this task's gradient; NO_ROWS where the task had no row in the step, or the step
+            no gradient.
     """
 
     step: np.ndarray
@@ -81,7 +85,7 @@ class StepTimer(NullStepTimer):
         self._note(timestamp_after(last), -1.0, 0.0)
 
     def read(self) -> Notes:
-        """Of all steps since it was last called."""
+        """The notes of all steps since the last call."""
         begun, own, norm = self._queue.dequeue_many(self._queue.size()).numpy().T
         steps = own >= 0  # the others are ends of executions
         return Notes(np.diff(begun, append=0.0)[steps], own[steps], norm[steps])
@@ -126,7 +130,7 @@ class ReplicaTimer:
         """(when it was ready, less what it had waited before; norm of its own mean gradient).
 
         Args:
-            outcome: of a step that met nobody; it is ready when these tensors are there.
+            outcome: of a step without collectives; it is ready when these tensors are there.
         """
         if not self._meetings:
             return timestamp_after(outcome), self._norm()

@@ -50,7 +50,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
         self._warned_of_xla = False
 
     def read(self, *data: Any, **options: Any) -> GlobalBatches:
-        """What `fit`, `evaluate` and `predict` were given, as global batches."""
+        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
         if isinstance(data[0], ShardedDataset):
             check_equal_positions(self.reduction, data[0])
         if isinstance(data[0], FunctionDataset):
@@ -58,7 +58,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
         return read(*data, **options)
 
     def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
-        """What the programs iterate over: the parts of this task's replicas."""
+        """The input that the programs iterate over: the parts of this task's replicas."""
         on = self.reduction
         if on.feeds_on_host:
             return batches.on_host(on.first_replica, on.local_replicas, on.replicas)
@@ -79,7 +79,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
         return self._timer
 
     def finalize(self, model: keras.Model) -> None:
-        """At the end of a training: averaged weights take the place of the last ones."""
+        """End a training: averaged weights replace the last ones."""
         with self.reduction.peers.meeting("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
@@ -122,7 +122,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
         return seeded
 
     def _new_generators(self) -> list[keras.random.SeedGenerator]:
-        """Those of this worker's replicas; none where Keras's own serves."""
+        """The generators of this worker's replicas; none where Keras's own is used."""
         # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
         # the one replica of the default strategy, which has no devices.
         on_tpu = isinstance(self._strategy, tf.distribute.TPUStrategy)

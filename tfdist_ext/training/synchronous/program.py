@@ -125,7 +125,7 @@ class SynchronousProgram(ProgramBase):
         self._compiles = True  # the next execution does
 
     def reset(self, *, resume: bool = False) -> None:
-        """Start the metrics anew, as at the beginning of an epoch, or go on from what they are."""
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
         self._states = self.reduction.split_states(self._metrics)
@@ -285,7 +285,7 @@ class SynchronousProgram(ProgramBase):
         return new, written, outputs, notes
 
     def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
-        """What a replica adds to the values from which the logs are computed in the end."""
+        """A replica's contribution to the values from which the logs are computed in the end."""
 
         def has_mean(value: tf.Tensor) -> bool:
             if not is_carried(value):
@@ -333,7 +333,7 @@ class SynchronousProgram(ProgramBase):
         if not self._own_outputs:
             return {}
         trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
-        # This step is never run: nobody notes when it began.
+        # This step never runs, so its start is not recorded.
         timer, self.timer, self._turn = self.timer, NullStepTimer(), None
         try:
             spec_of = trace.get_concrete_function(iterator).structured_outputs
@@ -393,7 +393,7 @@ class Predictor:
     def _next_outputs(self, data: Epoch) -> Structure:
         if data.steps is not None or not self._reduction.multi_worker:
             return self._of_next(data.iterator, data.needs_row_count)
-        # gather is a collective: no worker may go on alone.
+        # gather is a collective: no worker may continue alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
@@ -462,7 +462,7 @@ def _context(
     take: Callable[..., tf.Tensor],
     *more: Any,
 ) -> StepContext:
-    """That of the replica that runs; `more` are further arguments of StepContext.
+    """The context of the running replica; `more` are further arguments of StepContext.
 
     Args:
         rows_of_all: of the global batch, where the part itself does not know.
