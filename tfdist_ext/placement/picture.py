@@ -83,7 +83,7 @@ def _figure(plan: PlacementPlan) -> Any:
     few = plan.tasks <= _MOST_BARS
     bars = list(range(plan.tasks)) if few else fullest_and_emptiest(plan, _MOST_BARS // 2)
     named = [spec for spec in largest_of(plan, _NAMED) if spec.bytes]
-    colours = {spec.path: _colour(rank) for rank, spec in enumerate(named)}
+    colors = {spec.path: _color_of(rank) for rank, spec in enumerate(named)}
     inside = max(len(bars) * _BAR, 0.21 * (len(named) + 3))
     # The figure is the bars alone; it is saved with what stands around it.
     figure = Figure(figsize=(_WIDTH, inside))
@@ -93,15 +93,15 @@ def _figure(plan: PlacementPlan) -> Any:
     axes.set_ylim(len(bars) - 0.5, -0.5)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _draw_bars(axes, plan, bars, colours, inside / len(bars))
-    legend = axes.legend(handles=_entries(plan, named, colours), frameon=False, fontsize=_FONT)
+    _draw_bars(axes, plan, bars, colors, inside / len(bars))
+    legend = axes.legend(handles=_entries(plan, named, colors), frameon=False, fontsize=_FONT)
     legend.set_loc("upper left")
     legend.set_bbox_to_anchor((1, 1))
     return figure
 
 
 def _draw_bars(
-    axes: Any, plan: PlacementPlan, bars: list[int], colours: dict[str, Any], height: float
+    axes: Any, plan: PlacementPlan, bars: list[int], colors: dict[str, Any], height: float
 ) -> None:
     """A row of blocks for each task; `height` is a row's, in inches."""
     budgets = plan.budgets if _budget_in_sight(plan) else None
@@ -113,10 +113,10 @@ def _draw_bars(
     high = int(0.84 * height / _CHARACTER) - 1
     for row, task in enumerate(bars):
         left = 0.0
-        for path, size in _blocks(plan, task, colours):
+        for path, size in _blocks(plan, task, colors):
             width = size / scale
-            colour = colours.get(path, _REST)
-            block = axes.barh(row, width, 0.84, left, color=colour, edgecolor="w", linewidth=0.5)
+            color = colors.get(path, _REST)
+            block = axes.barh(row, width, 0.84, left, color=color, edgecolor="w", linewidth=0.5)
             inches = width / limit * _WIDTH
             wide = int(inches / _CHARACTER) - 1
             # A narrow block of a high bar has its name written upwards.
@@ -130,12 +130,12 @@ def _draw_bars(
             axes.plot([at, at], [row - 0.5, row + 0.5], color=_BUDGET, linewidth=1.6)
 
 
-def _entries(plan: PlacementPlan, named: list[VariableSpec], colours: dict[str, Any]) -> list[Any]:
+def _entries(plan: PlacementPlan, named: list[VariableSpec], colors: dict[str, Any]) -> list[Any]:
     from matplotlib.patches import Patch
 
     entries = [
         Patch(
-            color=colours[spec.path], label=f"{_shortened(spec.path, 34)}  {size_text(spec.bytes)}"
+            color=colors[spec.path], label=f"{_shortened(spec.path, 34)}  {size_text(spec.bytes)}"
         )
         for spec in named
     ]
@@ -183,7 +183,7 @@ def _shortened(path: str, room: int) -> str:
     return f"…{layer[len(layer) - room + 1 :]}" if room >= 8 else ""
 
 
-def _colour(rank: int) -> tuple[float, float, float]:
+def _color_of(rank: int) -> tuple[float, float, float]:
     """A light color for each rank, neighbors far apart: text on it stays readable."""
     hue = (rank * 0.381966) % 1.0
     return colorsys.hls_to_rgb(hue, 0.72 if rank % 2 else 0.62, 0.62)

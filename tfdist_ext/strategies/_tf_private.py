@@ -44,7 +44,7 @@ __all__ = [
     "servers_extended",
     "shared_variable",
     "updating",
-    "validate_neighbour",
+    "validate_colocated",
     "with_own_reading",
     "with_scalar_conversions",
 ]
@@ -299,7 +299,7 @@ def is_synchronized_on_read(variable: tf.Variable) -> bool:
     return isinstance(variable, NAMES("distribute.values.SyncOnReadVariable"))
 
 
-def validate_neighbour(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
+def validate_colocated(variable: tf.Variable, extended: tf.distribute.StrategyExtended) -> None:
     """Raise ValueError where `colocate_vars_with` gets a variable of another strategy.
 
     Private because a variable does not tell its strategy publicly.

@@ -94,7 +94,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return tp.with_own_reading(super()._create_variable(next_creator, **kwargs))
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
-        tp.validate_neighbour(colocate_with_variable, self)
+        tp.validate_colocated(colocate_with_variable, self)
 
     def value_container(self, value: Any) -> Any:
         return tp.container_of(value)
