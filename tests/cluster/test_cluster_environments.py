@@ -160,9 +160,9 @@ def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
         assert config is not None
         return int(config.address.rpartition(":")[2])
 
-    neighbours = [port(job, step) for job in range(100, 120) for step in range(3)]
-    assert len(set(neighbours)) == len(neighbours)
-    assert all(20000 <= number < 30000 for number in neighbours)
+    neighbors = [port(job, step) for job in range(100, 120) for step in range(3)]
+    assert len(set(neighbors)) == len(neighbors)
+    assert all(20000 <= number < 30000 for number in neighbors)
     assert port(17, 0) == port(17, 0)
 
 

@@ -145,7 +145,7 @@ def test_large_records_among_small_ones(
             records.read([12, 40])
 
 
-def test_neighbours_are_read_together(monkeypatch: Any, files: list[str]) -> None:
+def test_neighbors_are_read_together(monkeypatch: Any, files: list[str]) -> None:
     records, looks = Records(files), []
 
     def counted(file: Any) -> Any:

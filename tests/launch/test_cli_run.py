@@ -211,7 +211,7 @@ def test_ctrl_c_ends_a_run_whose_output_nobody_reads(tfdist, mark):
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_colours_on_a_terminal(mark, no_color):
+def test_colors_on_a_terminal(mark, no_color):
     ours, theirs = pty.openpty()
     env = {**mark.env, "TERM": "xterm", **({"NO_COLOR": "1"} if no_color else {})}
     words = [sys.executable, "-m", "tfdist_ext.cli", "run", "--", "echo", "hello"]

@@ -388,7 +388,7 @@ def test_seconds_are_checked(option, value):
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_colours_are_for_terminals(terminal, env, expected):
+def test_colors_are_for_terminals(terminal, env, expected):
     class Stream:
         def isatty(self):
             return terminal

@@ -49,7 +49,7 @@ def test_the_trained_weights_are_those_of_one_device(result: dict[str, Any]) -> 
     assert result["trained"] < 1e-6
 
 
-def test_a_device_that_the_user_asks_for_is_honoured(result: dict[str, Any]) -> None:
+def test_a_device_that_the_user_asks_for_is_honored(result: dict[str, Any]) -> None:
     assert result["asked"] == [[[1, [5]]], [[1, [4]]], [[1, [3]]]]
 
 

@@ -53,7 +53,7 @@ class ReadAsMean(StrategyTemplate):
 
 
 class Pairwise(StrategyTemplate):
-    """Sums pairs of neighbours first, then the pairs; remembers what it was asked."""
+    """Sums pairs of neighbors first, then the pairs; remembers what it was asked."""
 
     def __init__(self, devices: Any = None):
         self.asked: list[tuple[Any, int, tuple[str, ...]]] = []

@@ -112,7 +112,7 @@ def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
         assert int(strategy.reduce("SUM", strategy.run(lambda: tf.constant([1, 2])), 0)) == 9
 
 
-def test_a_neighbour_from_elsewhere(strategy: StrategyTemplate) -> None:
+def test_a_neighbor_from_elsewhere(strategy: StrategyTemplate) -> None:
     stranger = variable(StrategyTemplate(2), 1.0)
     with pytest.raises(ValueError, match="created in this"), strategy.scope():
         strategy.extended.colocate_vars_with(stranger)

@@ -155,7 +155,7 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
 
 
 def test_shuffled_arrays_come_in_another_order_in_each_epoch() -> None:
-    """By the same computation: neighbours of an epoch are not neighbours in the next one."""
+    """By the same computation: neighbors of an epoch are not neighbors in the next one."""
     seen: list[np.ndarray] = []
 
     class Rows(keras.Model):
