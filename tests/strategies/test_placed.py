@@ -122,7 +122,7 @@ def test_lookups_move_rows() -> None:
     [
         (["CPU:0", "CPU:9"], (), ["devices that are there, got CPU:9"]),
         (["CPU:0", "cpu:0"], (), ["must name each device once, got CPU:0"]),
-        (["CPU:1", "CPU:2"], {"k.*": "device CPU:3"}, ["the rule 'k.*' (device CPU:3)", "got CPU:3"]),
+        (["CPU:1", "CPU:2"], {"k.*": "device CPU:3"}, ["'k.*' (device CPU:3)", "got CPU:3"]),
         (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["the rule 'k' (device GPU:0)", "got GPU:0"]),
         (2, {"k": "sharded(3)"}, ["the rule 'k' (sharded(3))", "got 3", "CPU:0, CPU:1"]),
         (2, {"k": "sharded(0)"}, ["the rule 'k': ", "got 0"]),
