@@ -136,7 +136,8 @@ class WorkerScope(keras.StatelessScope):
         if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
             return None
         if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self.rows(variable, ids.flat_values))
+            flat = self.rows(variable, ids.flat_values)
+            return None if flat is None else ids.with_flat_values(flat)
         if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
             ids = tf.sparse.to_dense(ids)
         ids = tf.convert_to_tensor(ids)
