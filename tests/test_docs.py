@@ -104,6 +104,9 @@ CLUSTERS_AS_ELSEWHERE = {
     "docs/placement.md",  # docs/parameter_servers.md
 }
 
+# Pages whose commands read what their Python has written.
+COMMANDS_AFTER_PYTHON = {"docs/data.md"}
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_the_page_runs(page: str, tmp_path: Path) -> None:
@@ -113,10 +116,14 @@ def test_the_python_of_the_page_runs(page: str, tmp_path: Path) -> None:
             compile(block.program, block.where, "exec")
     if page not in PYTHON_BY:
         here = folder_of_the_page(tmp_path)
-        given = GIVEN.get(page, "")
-        _run_as_one_program([block for block in blocks if not block.file], tmp_path, given)
+        run_python_of(page, tmp_path)
         if page == "README.md":
             assert (here / "model.keras").exists()
+
+
+def run_python_of(page: str, folder: Path) -> None:
+    program = [block for block in blocks_of(page) if not block.file]
+    _run_as_one_program(program, folder, GIVEN.get(page, ""))
 
 
 def folder_of_the_page(folder: Path) -> Path:
@@ -139,6 +146,8 @@ def folder_of_the_page(folder: Path) -> Path:
 def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     here = folder_of_the_page(tmp_path)
+    if page in COMMANDS_AFTER_PYTHON:
+        run_python_of(page, tmp_path)
     for block in reversed(blocks):  # a page may show a file's text after the first command
         if block.language in PYTHON and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")

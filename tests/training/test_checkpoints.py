@@ -418,7 +418,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (dense(4), [r"another model .* only the checkpoint has \S*dense\w*/kernel"]),
+        (dense(4), [r"another model: only the checkpoint has \S*dense\w*/kernel"]),
         (dense(4, 4, 1), ["another model", r"the checkpoint lacks \S*dense\w*/kernel"]),
         (dense(5, 1), ["another model", r"kernel \(saved: float32 \(5, 4\), here: float32 \(5, 5"]),
         (dense(4, 1, optimizer="adam"), ["state of Adam, the optimizer.*got that of SGD"]),
