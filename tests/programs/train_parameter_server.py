@@ -390,7 +390,10 @@ def loss_of_workers_with_data():
         data = tf.data.Dataset.from_tensor_slices((x, y))
         return data.shard(count, index).shuffle(32 * 300, seed=1).batch(32)
 
-    model.fit(shard, steps_per_epoch=10, verbose=0)
+    def other(context):  # nothing of it may come back when data is taken over
+        return shard(context).map(lambda rows, labels: (rows, labels + 1e6))
+
+    model.fit(other, steps_per_epoch=10, verbose=0)
     before, weight = steps(model), applied(model)
 
     def begin(epoch, logs):

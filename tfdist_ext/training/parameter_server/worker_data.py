@@ -376,9 +376,8 @@ class WorkerLoop:
     adds: Sequence[bool]
     number_and_rate: Sequence[tf.TensorSpec]
     counted: Callable[[], int]
-    _functions: dict[tuple[str, int], tuple[ConcreteFunction, ConcreteFunction]] = field(
-        default_factory=dict, init=False
-    )
+    _own: dict[tuple[str, int], ConcreteFunction] = field(default_factory=dict, init=False)
+    _rest: tuple[WorkerBatches, ConcreteFunction] | None = field(default=None, init=False)
 
     def run(
         self, data: WorkerIterators, n: int, first: int, rate: np.floating
@@ -390,7 +389,7 @@ class WorkerLoop:
             first: number of the first step.
         """
         begun = data.begin(self.start)
-        own, rest = self._functions_for(data)
+        own = self._calls_on_own(data.batches)
         outputs: dict[str, np.ndarray] = {}
         done = 0
         heard = dict.fromkeys(data.unfinished, time.monotonic())
@@ -414,14 +413,14 @@ class WorkerLoop:
                 late = [worker for worker in sorted(data.unfinished) if heard[worker] < limit]
                 for worker in late:
                     span = np.int64(n - done), np.int64(first + done), rate
-                    outputs = self._take_over(data, worker, rest, *span)
+                    outputs = self._take_over(data, worker, *span)
                     done = self._done(data, begun)
                 time.sleep(0.1)
         _, states = data.batches.records.read(self.start)
         return done, states, outputs
 
     def _take_over(
-        self, data: WorkerIterators, worker: int, rest: ConcreteFunction, *span: np.number
+        self, data: WorkerIterators, worker: int, *span: np.number
     ) -> dict[str, np.ndarray]:
         warnings.warn(
             f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
@@ -429,7 +428,7 @@ class WorkerLoop:
             stacklevel=2,
         )
         with self.calls.joined() as call:
-            call(rest, np.int64(worker), *span)
+            call(self._calls_on_rest(data.batches), np.int64(worker), *span)
         ((_, _, ended, _, outputs),) = call.results()
         data.unfinished -= {worker} if ended else set()
         return dict(outputs)
@@ -438,11 +437,10 @@ class WorkerLoop:
         positions, _ = data.batches.records.read(self.start)
         return int((positions - begun).sum())
 
-    def _functions_for(self, data: WorkerIterators) -> tuple[ConcreteFunction, ConcreteFunction]:
-        """(calls on the worker's own iterator, calls on the rest of another one's data)."""
-        batches = data.batches
+    def _calls_on_own(self, batches: WorkerBatches) -> ConcreteFunction:
+        """Calls on the worker's own iterator, for all data of one kind with the same records."""
         key = (str(batches.element_spec), id(batches.records))
-        if key not in self._functions:
+        if key not in self._own:
             index = tf.TensorSpec([], tf.int64)
             iterator_spec = tf.data.IteratorSpec((index, batches.element_spec))
 
@@ -450,15 +448,22 @@ class WorkerLoop:
                 worker = tf.distribute.coordinator.experimental_get_current_worker_index()
                 return self._loop(batches, iterator, tf.identity(worker), *span)
 
+            self._own[key] = on_worker(own, iterator_spec, index, *self.number_and_rate)
+        return self._own[key]
+
+    def _calls_on_rest(self, batches: WorkerBatches) -> ConcreteFunction:
+        """Calls on the rest of another worker's data, on whichever worker they run.
+
+        Traced when they are needed, and for this data alone: its datasets are in the graph.
+        """
+        if self._rest is None or self._rest[0] is not batches:
+
             def rest(worker: tf.Tensor, *span: tf.Tensor) -> Answer:
-                # Over the rest of a worker's data, on whichever worker it runs.
                 return self._loop(batches, iter(batches.rest_of(worker)), worker, *span)
 
-            self._functions[key] = (
-                on_worker(own, iterator_spec, index, *self.number_and_rate),
-                on_worker(rest, index, index, *self.number_and_rate),
-            )
-        return self._functions[key]
+            index = tf.TensorSpec([], tf.int64)
+            self._rest = batches, on_worker(rest, index, index, *self.number_and_rate)
+        return self._rest[1]
 
     def _loop(
         self, data: WorkerBatches, iterator: tf.data.Iterator, worker: tf.Tensor, *span: tf.Tensor
