@@ -22,6 +22,12 @@ def test_every_variable_and_slot_is_where_the_plan_says(result: dict[str, Any]) 
     assert len(slots) == 2 * 10
 
 
+def test_the_placer_counts_what_is_there(result: dict[str, Any]) -> None:
+    """Slots in pieces, too: the next variable goes to the server that holds the fewest bytes."""
+    counted, held = result["counted"]
+    assert counted == held
+
+
 def test_rules_are_kept(result: dict[str, Any]) -> None:
     live = result["live"]
     assert live["users/embeddings"] == [[0, [334]], [1, [334]], [2, [333]]]

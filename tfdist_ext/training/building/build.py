@@ -59,7 +59,8 @@ def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
     scope.enter_context(readable_numbers())
-    if not isinstance(strategy, StrategyTemplate):
+    # Those two know how by themselves, and count what they place.
+    if not isinstance(strategy, StrategyTemplate | PlacedParameterServers):
         scope.enter_context(slots_beside_shards())
     return scope
 
