@@ -11,13 +11,13 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from tfdist_ext.errors import DataError
 
-__all__ = ["Stamp", "is_local", "open_bytes", "stamp_of"]
+__all__ = ["FileBytes", "Stamp", "is_local", "open_bytes", "stamp_of"]
 
 
 class Stamp(NamedTuple):
@@ -57,7 +57,18 @@ def stamp_of(path: str) -> Stamp:
     return stamp
 
 
-def open_bytes(path: str) -> _Local | _Remote:
+class FileBytes(Protocol):
+    """An open file, local or remote."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """The bytes from an offset on; fewer only where the file ends.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+
+
+def open_bytes(path: str) -> FileBytes:
     """A file, open to be read at any offset; it is closed when the last reference is gone.
 
     Raises:
@@ -82,11 +93,6 @@ class _Local:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """The bytes from an offset on; fewer only where the file ends.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
         try:
             data = os.pread(self._descriptor, count, offset)
             while len(data) < count:  # a call may give less than there is (at most 2 GiB on Linux)
@@ -112,7 +118,6 @@ class _Remote:
         self._lock = threading.Lock()
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """As `_Local`."""
         try:
             with self._lock:  # a place in the file, and then a read from there
                 self._file.seek(offset)
