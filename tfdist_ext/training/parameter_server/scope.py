@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.training import _keras_private as kp
@@ -27,7 +26,7 @@ from tfdist_ext.training.steps.replaced import (
     step_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.scope import Ids, taken_by
+from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
     ShardedRead,
     UpdatesVariables,
@@ -116,11 +115,7 @@ class WorkerScope(keras.StatelessScope):
         elif key not in self._values:
             self._write(variable, value)
         else:
-            raise TrainingError(
-                f"the metric variable {variable.path!r} must be updated directly in the body of"
-                " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
-                " own. The step is compiled as a whole already."
-            )
+            raise metric_in_inner_graph(variable)
 
     def write_watched(self) -> None:
         """Add to the servers' variables what the step has added to those that it read."""

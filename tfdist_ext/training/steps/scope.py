@@ -50,6 +50,7 @@ __all__ = [
     "assign_written",
     "contribution",
     "contribution_of_part",
+    "metric_in_inner_graph",
     "metric_methods",
     "metric_variables_on_one_copy",
     "metrics_and_others",
@@ -106,7 +107,8 @@ class ReplicaScope(keras.StatelessScope):
         if (here := current_step()) is not None:
             here.check_written(variable, value)
         if key in self._metrics:
-            self._check_metric(variable)
+            if self._in_inner_graph():
+                raise metric_in_inner_graph(variable)
             self.updated.add(key)
             if self.resetting:
                 value = self.without_rows[key] = _on_first_replica(variable, value)
@@ -236,14 +238,6 @@ class ReplicaScope(keras.StatelessScope):
         else:  # the one copy of all replicas, in a wrapper that asks how they combine
             raw.get().assign(tf.cast(value, raw.dtype))
 
-    def _check_metric(self, variable: keras.Variable) -> None:
-        if self._in_inner_graph():
-            raise TrainingError(
-                f"the metric variable {variable.path!r} must be updated directly in the body of"
-                " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
-                " own. The step is compiled as a whole already."
-            )
-
 
 def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """(the variables of a model's metrics, its other variables), each variable once."""
@@ -271,6 +265,15 @@ def assign_written(
             args=(strategy.experimental_local_results(value)[0],),
             group=False,
         )
+
+
+def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
+    """The error for a metric's variable that is written where its value cannot leave the graph."""
+    return TrainingError(
+        f"the metric variable {variable.path!r} must be updated directly in the body of"
+        " train_step, got an update inside a tf.function, a cond or a loop of train_step's"
+        " own. The step is compiled as a whole already."
+    )
 
 
 def _check_is_no_metric(variable: keras.Variable) -> None:
