@@ -237,7 +237,7 @@ _gradient = tf.GradientTape.gradient
 _update_mean = keras.metrics.Mean.update_state
 _loss = keras.losses.Loss.__call__
 _reduce = keras.src.losses.loss.reduce_weighted_values
-_moments = keras.src.backend.tensorflow.nn._compute_moments_sync
+_moments = next(getattr(*each.place()) for each in REPLACED if each.key == "moments")
 _replicas = tf.distribute.Strategy.num_replicas_in_sync.fget
 
 
@@ -417,6 +417,11 @@ def test_a_function_that_is_gone_is_missed_by_those_who_need_it(
             tfd.distribute(with_all, mirrored()).fit(X, Y, **FIT)
     finally:
         step_targets.cache_clear()
+
+
+def test_a_function_that_has_moved_is_found() -> None:
+    moved = Replaced("loss", "keras.gone:Loss.__call__", "sums", "keras:losses.Loss.__call__")
+    assert moved.place() == (keras.losses.Loss, "__call__")
 
 
 def test_lookups_past_take() -> None:

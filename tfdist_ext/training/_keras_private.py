@@ -117,11 +117,13 @@ class Replaced(NamedTuple):
         key: its key in a step; several functions may do the same job.
         path: its module, and its name there, as "keras:losses.Loss.__call__".
         why: what it does in a step, and why there is no other way in.
+        moved_to: its path in newer releases.
     """
 
     key: str
     path: str
     why: str
+    moved_to: str = ""
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
@@ -132,9 +134,18 @@ class Replaced(NamedTuple):
         Raises:
             ImportError, AttributeError: this release has no such module or class.
         """
-        module, _, names = self.path.partition(":")
-        owner, _, name = names.rpartition(".")
-        return pkgutil.resolve_name(f"{module}:{owner}"), name
+        try:
+            return _place(self.path)
+        except (ImportError, AttributeError):
+            if not self.moved_to:
+                raise
+            return _place(self.moved_to)
+
+
+def _place(path: str) -> tuple[type | types.ModuleType, str]:
+    module, _, names = path.partition(":")
+    owner, _, name = names.rpartition(".")
+    return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
 REPLACED = (
@@ -191,6 +202,7 @@ REPLACED = (
         "keras.src.backend.tensorflow.nn:_compute_moments_sync",
         "statistics over all replicas. Keras's own have a gradient that does not weigh the"
         " replicas, and count a part of 0 rows",
+        moved_to="keras.src.backend.tensorflow.ops.nn:_compute_moments_sync",
     ),
     Replaced(
         "moments_of_layer",
@@ -207,6 +219,7 @@ REPLACED = (
         "keras.src.backend.tensorflow.numpy:take",
         "rows of a table that replicas share, or that is in shards, are gathered where they are."
         " Keras makes a tensor of the whole table first",
+        moved_to="keras.src.backend.tensorflow.ops.numpy:take",
     ),
     Replaced(
         "variable_key",
