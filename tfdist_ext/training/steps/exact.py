@@ -351,7 +351,7 @@ def _loss_of_batch(
     is_function = type(loss).call is keras.losses.Dice.call
     config = loss.get_config() if is_function and loss.fn in _RATIOS else {"axis": "any"}
     if config.get("axis") is None:
-        loss = _RatioOfSums(here, loss, config)
+        loss = _RatioOfSums(here, loss)
     value = original(loss, *given, **named)
     if here.reduced_losses == before:
         raise not_called("reduce_loss")
@@ -361,24 +361,22 @@ def _loss_of_batch(
 class _RatioOfSums(keras.losses.Loss):
     """Dice or Tversky over the rows of all replicas."""
 
-    def __init__(self, here: StepContext, loss: keras.losses.Loss, config: dict[str, Any]):
+    def __init__(self, here: StepContext, loss: keras.losses.Loss):
         super().__init__(loss.name, loss.reduction, loss.dtype)
         self._here = here
-        is_dice = loss.fn is keras.losses.dice
-        # Dice is Tversky with equal weights, but for the epsilon above.
-        self._weights = None if is_dice else (config.get("alpha", 0.5), config.get("beta", 0.5))
+        self._loss = loss
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         here = self._here
         y_pred = tf.convert_to_tensor(y_pred)
         y_true = tf.cast(y_true, y_pred.dtype)
-        present, zero = here.is_nonempty(y_pred.dtype), keras.config.epsilon()
+        present = here.is_nonempty(y_pred.dtype)
         sums = [tf.reduce_sum(value) * present for value in (y_true * y_pred, y_true, y_pred)]
         both, wanted, found = here.differentiable_all_reduce(sums)
-        if self._weights is None:
-            return 1 - 2 * both / (wanted + found + zero)
-        alpha, beta = self._weights
-        return 1 - both / (both + alpha * (wanted - both) + beta * (found - both) + zero)
+        # Three numbers with the sums of all, for the formula of whatever release of Keras.
+        one, zero = tf.ones_like(both), tf.zeros_like(both)
+        three = tf.stack([one, wanted - one, zero]), tf.stack([both, zero, found - both])
+        return self._loss.call(*three)
 
 
 def _clear_losses(here: StepContext, original: Callable[..., None], layer: keras.Layer) -> None:
