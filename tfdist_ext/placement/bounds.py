@@ -65,7 +65,9 @@ def _array(values: Iterable[float]) -> Floats:
 
 def _divisions(specs: Sequence[VariableSpec], tasks: Tasks) -> tuple[Floats, Floats]:
     """Rows of each variable, and the most pieces that it can be cut into."""
-    rows = _array(max(spec.rows, 1) for spec in specs)
+    rows = np.maximum(_array(spec.rows for spec in specs), 1)
+    if not tasks.pieces:
+        return rows, rows
     asked = _array(tasks.pieces.get(spec.path, 0) for spec in specs)
     return rows, np.where(asked > 0, asked, rows)
 
