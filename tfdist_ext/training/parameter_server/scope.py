@@ -26,7 +26,7 @@ from tfdist_ext.training.steps.replaced import (
     step_targets,
     substitutes,
 )
-from tfdist_ext.training.steps.scope import metric_in_inner_graph, taken_by
+from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
     ShardedRead,
     UpdatesVariables,
@@ -124,17 +124,28 @@ class WorkerScope(keras.StatelessScope):
             if after is not before:
                 _add_difference(kp.raw_value(self._watched[key]), after, before)
 
-    def rows(self, variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
+    def rows(self, variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
         """The rows of a variable, moved without the rest of it; None where that cannot be."""
         raw = kp.raw_value(variable)
         written = id(variable) in self.state_mapping and id(variable) not in self._before
-        if written or self._piece is not None:
+        if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
             return None
+        if isinstance(ids, tf.RaggedTensor):
+            flat = self.rows(variable, ids.flat_values)
+            return None if flat is None else ids.with_flat_values(flat)
+        if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
+            ids = tf.sparse.to_dense(ids)
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
         if not is_partitioned(raw):
-            return tf.gather(raw, ids)
-        if not variable.trainable:
-            return gather_rows(raw, ids)
-        return self._read_of(raw).rows(ids) if self._in_step() else None
+            taken = tf.gather(raw, ids)
+        elif not variable.trainable:
+            taken = gather_rows(raw, ids)
+        elif self._in_step():
+            taken = self._read_of(raw).rows(ids)
+        else:
+            return None
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
 
     @property
     def substitutes(self) -> dict[str, Callable[..., Any]]:

@@ -400,44 +400,44 @@ def rows_of_shared(
 ) -> Callable[..., tf.Tensor]:
     """The replacement of `keras.ops.take` for a table's rows.
 
-    Keras's way remains that of a variable with a copy for each replica, and of one that the step
-    has given another value.
+    Keras's way remains that of a variable with a copy for each replica, of one that the step has
+    given another value, and of sparse ids.
     """
 
-    def rows(variable: keras.Variable, ids: tf.Tensor) -> tf.Tensor | None:
+    def rows(variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
         raw, scope = kp.raw_value(variable), kp.stateless_scope()
+        if raw is None or raw.shape.rank < 1 or isinstance(ids, tf.SparseTensor):
+            return None
         is_shared = copies_per_worker(variable, strategy) < local_replicas
         if not is_shared or not isinstance(scope, ReplicaScope | None):
             return None
+        if isinstance(ids, tf.RaggedTensor):
+            flat = rows(variable, ids.flat_values)
+            return None if flat is None else ids.with_flat_values(flat)
+        ids = tf.convert_to_tensor(ids)
+        ids = tf.where(ids < 0, ids + tf.cast(variable.shape[0], ids.dtype), ids)
         if is_partitioned(raw):
-            return gather_rows(raw, ids) if scope is None else scope.rows(variable, ids)
-        if scope is None or scope.get_current_value(variable) is raw:
-            return tf.gather(local_copy(variable, strategy, 0), ids)
-        return None
+            taken = gather_rows(raw, ids) if scope is None else scope.rows(variable, ids)
+        elif scope is None or scope.get_current_value(variable) is raw:
+            taken = tf.gather(local_copy(variable, strategy, 0), ids)
+        else:
+            return None
+        # The layer's compute type, where it casts.
+        return None if taken is None else tf.cast(taken, variable.dtype)
 
     return functools.partial(taken_by, rows)
 
 
 def taken_by(
-    rows: Callable[[keras.Variable, tf.Tensor], tf.Tensor | None],
+    rows: Callable[[keras.Variable, Ids], tf.Tensor | None],
     original: Callable[..., tf.Tensor],
     x: keras.Variable | tf.Tensor,
     indices: Ids,
     axis: int | None = None,
 ) -> tf.Tensor:
     """`keras.ops.take`, by `rows(variable, ids)` where that gives what is asked for."""
-    if axis != 0 or not isinstance(x, keras.Variable) or not x.shape or kp.raw_value(x) is None:
-        return original(x, indices, axis=axis)
-    ids = indices
-    if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
-        ids = tf.sparse.to_dense(ids)
-    dense = ids.flat_values if isinstance(ids, tf.RaggedTensor) else tf.convert_to_tensor(ids)
-    dense = tf.where(dense < 0, dense + tf.cast(x.shape[0], dense.dtype), dense)
-    taken = rows(x, dense)
-    if taken is None:
-        return original(x, indices, axis=axis)
-    taken = tf.cast(taken, x.dtype)  # the layer's compute type, where it casts
-    return ids.with_flat_values(taken) if isinstance(ids, tf.RaggedTensor) else taken
+    taken = rows(x, indices) if axis == 0 and isinstance(x, keras.Variable) else None
+    return original(x, indices, axis=axis) if taken is None else taken
 
 
 def contribution(
