@@ -19,6 +19,7 @@ from tfdist_ext.placement.live import _tf_private as servers
 from tfdist_ext.private_names import PrivateNames
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.shared_step import SharedStep
 
 ROOT = Path(__file__).parents[2]
 # Nothing fails without it: `float(variable)` is then TensorFlow's own TypeError.
@@ -84,8 +85,30 @@ def use_plan() -> None:
     tfd.plan_placement(build, ps=2)
 
 
+def use_shared_step() -> None:
+    """A step that is traced once for two replicas."""
+    strategy = StrategyTemplate(2)
+    with strategy.scope():
+        weight = tf.Variable(2.0)
+
+    @tf.function(autograph=False)
+    def run() -> list[tf.Tensor]:
+        args = [[tf.constant(1.0)], [tf.constant(3.0)]]
+        devices = strategy.extended.worker_devices
+        step = SharedStep(strategy, devices, 0, lambda x: x * weight, args, list)
+        return step(args)
+
+    with tp.lightly_optimized():
+        assert [float(result) for result in run()] == [2.0, 6.0]
+
+
+OF_SHARED_STEPS = ("eager.context.context", "eager.polymorphic_function", "grappler")
 USES: list[tuple[PrivateNames, str, Callable[[], None]]] = [
-    *((tp.NAMES, name, use_template) for name in tp.NAMES.uses if name != OPTIONAL),
+    *(
+        (tp.NAMES, name, use_shared_step if name.startswith(OF_SHARED_STEPS) else use_template)
+        for name in tp.NAMES.uses
+        if name != OPTIONAL
+    ),
     *((servers.NAMES, name, use_shards) for name in servers.NAMES.uses),
     *((kp.NAMES, name, use_plan) for name in kp.NAMES.uses),
 ]
@@ -129,7 +152,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
     clear()
 
 
-@pytest.mark.parametrize("use", [use_template, use_shards, use_plan])
+@pytest.mark.parametrize("use", [use_template, use_shared_step, use_shards, use_plan])
 def test_nothing_is_missing(use: Callable[[], None]) -> None:
     use()
 

@@ -442,7 +442,9 @@ def test_slots_past_the_key() -> None:
 
 
 def test_collectives_past_their_keys() -> None:
-    here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=tf.constant(3))
+    here = StepContext(
+        tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=lambda: tf.constant(3)
+    )
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     with tf.distribute.MultiWorkerMirroredStrategy().scope(), said, here._keys_of_turn():
         pass

@@ -238,7 +238,8 @@ def test_xla_is_off_with_one_warning_and_each_program_is_kept(tmp_path: Path) ->
         programs.append(model._engine.program(model.keras_model, "train", timers[bool(callbacks)]))
     assert programs[:2] == programs[2:]
     assert programs[0] is not programs[1]
-    assert [program._counted.experimental_get_tracing_count() for program in programs[:2]] == [1, 1]
+    traced = [program._executions["_next_counted"] for program in programs[:2]]
+    assert [each.experimental_get_tracing_count() for each in traced] == [1, 1]
     assert model.keras_model.jit_compile
     found = scalars(tmp_path / "worker-0")["gradient_norm"]
     assert list(found) == [1, 2, 5, 6, 9, 10]

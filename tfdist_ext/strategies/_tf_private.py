@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ __all__ = [
     "NAMES",
     "across",
     "all_reduce_in_replica",
+    "call_in_graph",
     "container_of",
     "copied_to",
     "copied_variable_class",
@@ -35,14 +37,17 @@ __all__ = [
     "is_copied",
     "is_mirrored",
     "is_synchronized_on_read",
+    "lightly_optimized",
     "mirrored_class",
     "of_replica",
+    "optimized",
     "outside_of_tapes",
     "per_replica",
     "reduced_on",
     "results_of_update",
     "servers_extended",
     "shared_variable",
+    "unchanged_by_calls",
     "updating",
     "validate_colocated",
     "with_own_reading",
@@ -74,8 +79,14 @@ NAMES = PrivateNames(
         "distribute.values_util.get_current_replica_id_as_int": "reading variables with copies",
         "distribute.values_util.is_saving_non_distributed": "saving variables with copies",
         "eager.context.DEVICE_PLACEMENT_SILENT": "copies from device to device",
+        "eager.context.context": "functions that all replicas call",
         "eager.context.device_policy": "copies from device to device",
+        "eager.polymorphic_function.atomic_function.AtomicFunction": "functions that replicas call",
+        "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
         "eager.record.stop_recording": "initial values that tapes do not see",
+        "grappler.cluster.Cluster": "functions that replicas call, optimized once",
+        "grappler.cluster.device_properties_pb2": "the same",
+        "grappler.tf_optimizer.OptimizeGraph": "the same",
     },
 )
 
@@ -350,3 +361,108 @@ def copied_to(device: str, value: Value) -> Value:
             return tf.identity(value)
         shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
         return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
+
+
+def unchanged_by_calls(
+    function: tf.types.experimental.ConcreteFunction, library: tf.compat.v1.GraphDef
+) -> Any:
+    """The same function for `call_in_graph`: as it is, whatever a call gives to it or takes.
+
+    Private because `tf.function` does not take the attribute: TensorFlow would make another
+    function of it for each call whose results are not all used, and optimize and place each.
+
+    Args:
+        library: the graph it was made from, with functions that it may call.
+    """
+    known = function.inference_fn
+    definition = type(known.definition)()
+    definition.CopyFrom(known.definition)
+    definition.signature.name += "_unchanged"
+    definition.attr["_nospecialize"].b = True
+    runtime = NAMES("eager.context.context")()
+    runtime.add_function_def(definition)
+    new = [
+        each for each in library.library.function if not runtime.has_function(each.signature.name)
+    ]
+    for each in new:
+        runtime.add_function_def(each)
+    made = NAMES("eager.polymorphic_function.atomic_function.AtomicFunction")(
+        definition.signature.name,
+        runtime,
+        known.function_type,
+        list(known.children),
+        known.call_options,
+        function.graph,
+    )
+    for each in new:
+        weakref.finalize(made, runtime.remove_function, each.signature.name)
+    return made
+
+
+def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """The outputs of a function that is called with all of its inputs, captured ones too.
+
+    Private because a concrete function captures variables once, and the operation
+    `tf.raw_ops.StatefulPartitionedCall` does not say which of them are only read: calls that share
+    one would wait for each other.
+
+    Args:
+        function: from `unchanged_by_calls`; TensorFlow does not optimize it for each call.
+    """
+    call = NAMES("eager.polymorphic_function.atomic_function.make_call_op_in_graph")
+    return call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
+
+
+@functools.cache
+def _not_optimized() -> bytes:
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config.SerializeToString()
+
+
+def optimized(
+    graph: tf.compat.v1.GraphDef, wanted: Sequence[str], device: str
+) -> tf.compat.v1.GraphDef:
+    """A graph as TensorFlow optimizes it for a device.
+
+    Private because TensorFlow optimizes a function that is not inlined for each call, or never.
+
+    Args:
+        wanted: the tensors and nodes that must stay.
+
+    Raises:
+        ValueError: TensorFlow cannot optimize it alone.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.CopyFrom(NAMES("eager.context.context")().config)
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    # Loops and conds stay operations on functions: others cannot be put into a function.
+    config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
+    meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
+    meta.collection_def["train_op"].node_list.value.extend(wanted)
+    described = NAMES("grappler.cluster.device_properties_pb2").NamedDevice(name=device)
+    described.properties.type = tf.DeviceSpec.from_string(device).device_type
+    cluster = NAMES("grappler.cluster.Cluster")(devices=[described])
+    try:
+        return NAMES("grappler.tf_optimizer.OptimizeGraph")(config, meta, False, b"step", cluster)
+    finally:
+        cluster.Shutdown()
+
+
+@contextlib.contextmanager
+def lightly_optimized() -> Iterator[None]:
+    """Scope of calls of tf.functions that call what is optimized already, and do little more.
+
+    Private because the public options are for all functions of a process.
+    """
+    runtime = NAMES("eager.context.context")()
+    before = runtime.function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    rewriting = config.graph_options.rewrite_options
+    rewriting.meta_optimizer_iterations = rewriting.ONE
+    rewriting.optimizers.extend(["pruning", "constfold", "dependency"])
+    runtime.function_call_options = type(before)(before.executor_type, config)
+    try:
+        yield
+    finally:
+        runtime.function_call_options = before

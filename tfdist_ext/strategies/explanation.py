@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -13,6 +14,7 @@ from tfdist_ext.strategies.choice import Choice
 from tfdist_ext.strategies.resolvers import Described, describe_if_known
 
 __all__ = [
+    "Explains",
     "Explanation",
     "computing_tasks",
     "devices_listed",
@@ -40,6 +42,8 @@ class Explanation:
         devices: names of the devices that compute on this task; empty where the strategy does not
             say: the default one, and ParameterServerStrategy.
         considered: a line for each alternative that was not taken, with the reason.
+        steps: of a distributed model, a line for each step that has run: whether one trace of it
+            serves all replicas of this task, and if not, why; empty for a strategy.
         text: all of it, as `str` gives it.
     """
 
@@ -51,10 +55,20 @@ class Explanation:
     replicas: int
     devices: tuple[str, ...]
     considered: tuple[str, ...]
+    steps: tuple[str, ...]
     text: str = field(repr=False)
 
     def __str__(self) -> str:
         return self.text
+
+
+class Explains(Protocol):
+    """What runs steps under a strategy: a DistributedModel."""
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy: ...
+    def traces(self) -> list[str]:
+        """How each kind of step that has run is traced, a line each."""
 
 
 _MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choice] = weakref.WeakKeyDictionary()
@@ -89,16 +103,22 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
     return names if len(names) == count else [f"worker {index}" for index in range(count)]
 
 
-def explain(strategy: tf.distribute.Strategy) -> Explanation:
+def explain(strategy: tf.distribute.Strategy | Explains) -> Explanation:
     """The choice, the signal behind it, task, replicas, devices and alternatives; prints as text.
 
+    Args:
+        strategy: a strategy, or a distributed model: then how its steps are traced, too.
+
     Raises:
-        StrategyError: `strategy` is not a tf.distribute.Strategy.
+        StrategyError: `strategy` is neither.
     """
+    steps: list[str] = []
+    if not isinstance(strategy, tf.distribute.Strategy) and hasattr(strategy, "traces"):
+        steps, strategy = strategy.traces(), strategy.strategy
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
             f"strategy must be a tf.distribute.Strategy, got {strategy!r}; give explain what"
-            " create_strategy returned."
+            " create_strategy or distribute returned."
         )
     made = _choice_of(strategy)
     task = _task(strategy, made.cluster)
@@ -109,6 +129,7 @@ def explain(strategy: tf.distribute.Strategy) -> Explanation:
         ("task", [task]),
         ("replicas", [_replicas(strategy)]),
         ("devices", [", ".join(_devices(strategy, made.cluster))]),
+        ("steps", steps),
         ("passed over", made.passed_over),
     ]
     text = "\n".join(
@@ -126,6 +147,7 @@ def explain(strategy: tf.distribute.Strategy) -> Explanation:
         replicas=strategy.num_replicas_in_sync,
         devices=() if asynchronous else tuple(devices_listed(strategy, "worker_devices")),
         considered=tuple(made.passed_over),
+        steps=tuple(steps),
         text=text,
     )
 

@@ -114,6 +114,10 @@ class DistributedModel(SavingMixin):
     def strategy(self) -> tf.distribute.Strategy:
         return self._strategy
 
+    def traces(self) -> list[str]:
+        """How each kind of step that has run is traced, a line each; for `tfd.explain`."""
+        return self._engine.traces()
+
     @overridable
     @on_every_worker
     def fit(

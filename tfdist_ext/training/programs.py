@@ -58,6 +58,13 @@ class EngineBase(ABC, Generic[_Reduction]):
             self._predictor = model.run_eagerly, self._make_predictor(model)
         return self._predictor[1]
 
+    def traces(self) -> list[str]:
+        """How each kind of step that has run is traced, a line each."""
+        found = {kind: program.traces for (kind, _), (_, program) in self._programs.items()}
+        if self._predictor is not None:
+            found["predict"] = self._predictor[1].traces
+        return [f"{kind}: {traces}" for kind, traces in found.items()]
+
     def keeps_position(self, data: Any) -> bool:
         """Whether `fit` knows at each step where it is in this data."""
         return isinstance(data, ShardedDataset)

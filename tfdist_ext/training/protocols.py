@@ -87,7 +87,14 @@ class Execution:
 
 
 class StepProgram(Protocol):
-    """The compiled steps of one model and one kind, "train" or "test"."""
+    """The compiled steps of one model and one kind, "train" or "test".
+
+    Attributes:
+        traces: how the step is traced, in words.
+    """
+
+    @property
+    def traces(self) -> str: ...
 
     def reset(self, *, resume: bool = False) -> None:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
@@ -103,7 +110,14 @@ class StepProgram(Protocol):
 
 
 class PredictProgram(Protocol):
-    """The compiled predict step of one model."""
+    """The compiled predict step of one model.
+
+    Attributes:
+        traces: how the step is traced, in words.
+    """
+
+    @property
+    def traces(self) -> str: ...
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order; None for one without a row that is whole."""
@@ -255,6 +269,9 @@ class Engine(Protocol):
 
     def predictor(self, model: keras.Model) -> PredictProgram:
         """The compiled predict step."""
+
+    def traces(self) -> list[str]:
+        """How each kind of step that has run is traced, a line each."""
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""

@@ -5,9 +5,6 @@ its conditions fail (a cond cannot contain a cross-replica call) and its assignm
 On the plain tf.Variables that lie behind the distributed ones, Keras's code runs as on one device
 (`LocalCopies`, `default_strategy_scope`).
 
-What a step writes inside a cond or a loop goes to the replica's own copy (`LocalVariables`): it
-is unlike the others' until the step ends and the mean over all rows is written to all of them.
-
 TensorFlow's ShardedVariable is no tf.Variable: Keras can neither differentiate by it, nor look up
 rows of it, nor update its shards, nor keep an optimizer's slots beside them. What is missing is
 here; a step uses it through `WorkerScope` or `ReplicaScope`.
@@ -17,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +36,13 @@ from tfdist_ext.training._tf_private import read_by_tapes
 
 __all__ = [
     "LocalCopies",
-    "LocalVariables",
     "ShardedRead",
     "UpdatesInPlace",
     "UpdatesVariables",
     "all_built",
     "broadcast_from_owner",
     "check_built",
+    "copies_of_model",
     "copies_per_worker",
     "default_strategy_scope",
     "device_of_update",
@@ -53,6 +51,7 @@ __all__ = [
     "local_copy",
     "make_readable",
     "optimizers_of",
+    "outside_of_scopes",
     "owner_copy",
     "readable_numbers",
     "slots_beside_shards",
@@ -169,6 +168,19 @@ def local_copy(
     return copy.get() if hasattr(copy, "get") else copy
 
 
+def copies_of_model(
+    model: keras.Model, strategy: tf.distribute.Strategy, local_replicas: int
+) -> Iterator[Sequence[tf.Variable]]:
+    """Of each variable of a model and of its optimizers, the copy that each replica uses."""
+    held = [with_inner_optimizers(each) for each in optimizers_of(model).values()]
+    owners = [model, *itertools.chain(*held)]
+    variables = {id(v): v for owner in owners for v in owner.variables}
+    for variable in variables.values():
+        copies = [local_copy(variable, strategy, number) for number in range(local_replicas)]
+        # Of one in pieces, those of each piece.
+        yield from zip(*(getattr(copy, "variables", [copy]) for copy in copies), strict=True)
+
+
 def owner_copy(variable: keras.Variable, strategy: tf.distribute.Strategy) -> tf.Variable:
     """The plain tf.Variable on which an update that is computed once is computed."""
     number = 0
@@ -227,75 +239,13 @@ def default_strategy_scope(
 @functools.cache
 def _default_context() -> tf.distribute.ReplicaContext:
     """TensorFlow's replica context where no strategy is used."""
-    return _outside_of_scopes(tf.distribute.get_replica_context)
+    return outside_of_scopes(tf.distribute.get_replica_context)
 
 
-def _outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
+def outside_of_scopes(function: Callable[..., Any], *args: Any) -> Any:
     """Call it in a new thread: outside of all scopes and graphs that are open in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
-
-
-class LocalVariables:
-    """The copies of one program, kept from step to step.
-
-    Args:
-        local_replicas: replicas of this worker.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
-        self._strategy = strategy
-        self._local_replicas = local_replicas
-        self._beside: dict[tuple[int, int], tf.Variable] = {}
-        # By id, the variables that steps write in inner graphs.
-        self.written: dict[int, keras.Variable] = {}
-
-    def is_apart(self, variable: keras.Variable) -> bool:
-        """Whether the replica's copy is another variable than the one that steps start from."""
-        return not variable.trainable and self._is_shared(variable)
-
-    def of(self, variable: keras.Variable) -> tf.Variable:
-        """The variable to read and assign on the running replica."""
-        if isinstance(self._strategy, tf.distribute.TPUStrategy):
-            return kp.raw_value(variable)  # copies cannot be had one by one there
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        number = int(tf.get_static_value(number)) % self._local_replicas
-        if not self.is_apart(variable):
-            return local_copy(variable, self._strategy, number)
-        key = id(variable), number
-        if key not in self._beside:
-            self._beside[key] = _outside_of_scopes(_like, variable)
-        return self._beside[key]
-
-    def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Assign inside an inner graph.
-
-        Raises:
-            TrainingError: a trained weight of which all replicas have one copy.
-        """
-        if variable.trainable and self._is_shared(variable):
-            raise TrainingError(
-                f"the trainable variable {variable.path!r} must be assigned directly in the body of"
-                " train_step or call, got an assignment inside a tf.function, a cond or a loop of"
-                f" the step's own: the replicas of {type(self._strategy).__name__} share one copy"
-                " of it. Move it (tf.where chooses a value without a cond), or create the variable"
-                " with trainable=False."
-            )
-        copy = self.of(variable)
-        copy.assign(tf.cast(value, copy.dtype))
-        self.written[id(variable)] = variable
-
-    def _is_shared(self, variable: keras.Variable) -> bool:
-        """Whether the replicas of this worker have one copy together."""
-        if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
-            return False
-        return copies_per_worker(variable, self._strategy) < self._local_replicas
-
-
-def _like(variable: keras.Variable) -> tf.Variable:
-    raw = kp.raw_value(variable)
-    with tf.device("CPU:0"):
-        return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
 
 
 def gather_rows(value: tf.Variable, ids: tf.Tensor) -> tf.Tensor:

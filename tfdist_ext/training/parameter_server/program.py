@@ -58,6 +58,8 @@ Functions: TypeAlias = dict[tuple[int, str], ConcreteFunction]
 class ParameterServerProgram(ProgramBase):
     """The remote calls of one step of a model."""
 
+    traces = "each worker traces it"
+
     def __init__(self, model: keras.Model, calls: Calls, kind: str, step: StepFunction):
         super().__init__(model, kind, step)
         self._calls = calls
@@ -242,6 +244,8 @@ def _wide(value: np.ndarray) -> np.ndarray:
 
 class ParameterServerPredictor:
     """The remote calls of a model's predict_step."""
+
+    traces = "each worker traces it"
 
     def __init__(self, model: keras.Model, calls: Calls, step: StepFunction):
         self._model = model

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
-from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
+from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
@@ -69,7 +69,8 @@ class StepContext:
         local_replicas: parts on this worker.
         batch: what the replica's step gets, a structure of tensors.
         keras_step: it is Keras's own, which gives its gradients to an optimizer as they are.
-        turn: the number of the step in a loop in the graph; None where there is no loop.
+        turn: gives the number of the step in a loop in the graph, or None where there is no loop;
+            None where it does not matter.
         timer: of a step whose time is wanted.
 
     Attributes:
@@ -88,7 +89,7 @@ class StepContext:
     local_replicas: int
     batch: Structure
     keras_step: bool = False
-    turn: tf.Tensor | None = None
+    turn: Callable[[], tf.Tensor | None] | None = None
     timer: ReplicaTimer | None = None
 
     def __post_init__(self) -> None:
@@ -180,11 +181,10 @@ class StepContext:
 
     def _is_traced_first(self) -> bool:
         """Whether this is the worker's first replica, in a graph: what it does, all do."""
-        if self.replicas == 1 or not self._batch:
+        on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+        if self.replicas == 1 or not self._batch or on_tpu:
             return False
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        number = tf.get_static_value(number)
-        return number is not None and int(number) % self.local_replicas == 0
+        return copy_number() % self.local_replicas == 0
 
     def warn_of_rows_compared(self, targets: Sequence[tf.Tensor]) -> None:
         """Warn if a loss compares this part's rows with each other."""
@@ -259,7 +259,7 @@ class StepContext:
             varies = kind != "dense" and self.turn is not None
             scope = self._keys_of_turn if varies else contextlib.nullcontext
             mine = [values[place] for place in places], [what[place] for place in places]
-            totals = sum_over_replicas(tf.distribute.ReduceOp.SUM, *mine, scope)
+            totals = sum_up(*mine, scope)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
@@ -273,7 +273,8 @@ class StepContext:
         last batch is smaller.
         """
 
-        shift = 0 if self.turn is None else self.turn * _COLLECTIVES
+        turn = None if self.turn is None else self.turn()
+        shift = 0 if turn is None else turn * _COLLECTIVES
 
         def key(original: Callable[[object], int], launcher: object) -> int | tf.Tensor:
             return original(launcher) + shift
@@ -405,7 +406,7 @@ class StepContext:
     def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
         """(rows of the parts before this one, rows of all parts), by the replicas' numbers."""
         if self._offset is None:
-            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            number = replica_number()
             numbers = tf.range(self.replicas)
             mine = tf.where(numbers == number, self.rows, 0)
             (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])

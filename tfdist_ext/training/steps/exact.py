@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import batch_reduce_to
+from tfdist_ext.strategies.traced_replica import copy_number, once_for_all
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
@@ -127,7 +128,8 @@ def _apply_gradients(
         of_all = [(g, variable) for g, (_, variable) in zip(summed, pairs, strict=True)]
         return original(optimizer, of_all, *more, **named)
 
-    return _with_sums(here, optimizer, [g for g, _ in pairs], [v for _, v in pairs], apply)
+    result = _with_sums(here, optimizer, [g for g, _ in pairs], [v for _, v in pairs], apply)
+    return optimizer.iterations if result is None else result
 
 
 def _with_sums(
@@ -147,6 +149,7 @@ def _with_sums(
     # Where the step has summed them already they are the same on every replica, whatever it has
     # made of them since.
     apart = [i for i in places if not here.is_equal(grads[i])]
+    equal = [i for i in places if i not in apart]
     weighted = [grads[i] for i in apart]
     if here.gradients_are_weighted:
         # Keras's own step applies them at once. What another optimizer then gets is the user's.
@@ -162,14 +165,14 @@ def _with_sums(
         here.timer.gradients(own, here.batch_fraction(tf.float64) * tf.cast(loss_scale, tf.float64))
 
     def apply_to(summed: list[Gradient]) -> Any:
-        sums = dict(zip(apart, summed, strict=True))
-        return apply([sums.get(i, g) for i, g in enumerate(grads)])
+        of_all = dict(zip([*apart, *equal], summed, strict=True))
+        return apply([of_all.get(i, g) for i, g in enumerate(grads)])
 
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.TPUStrategy):
         # A replica's copies cannot be had one by one there: Keras sums, after it has clipped.
         with running_step(None):
-            return apply_to(weighted)
+            return apply_to([*weighted, *(grads[i] for i in equal)])
 
     optimizers = with_inner_optimizers(optimizer)
     touched = [*variables, *(v for each in optimizers for v in each.variables)]
@@ -178,9 +181,12 @@ def _with_sums(
 
         called: set[str] = set()
 
-        def apply_once(_: object, values: list[list[Gradient]]) -> tuple[Any, Structure]:
+        def apply_once(
+            values: tuple[list[list[Gradient]], list[Gradient]],
+        ) -> tuple[Any, tf.Tensor]:
             owned = [variables[i] for i in apart]
-            summed = _on_owners(parts, values, owned, strategy)
+            summed = _on_owners(parts, values[0], owned, strategy)
+            summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
             copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
             updates = UpdatesInPlace(optimizer)
             with (
@@ -192,20 +198,18 @@ def _with_sums(
             ):
                 result = apply_to(summed)
             broadcast_from_owner([*touched, *copies.used], strategy)
-            return result, () if here.timer is None else timestamp_after(summed)
+            return result, tf.constant(0.0) if here.timer is None else timestamp_after(summed)
 
         here.check_graph()
-        merge_call = tf.distribute.get_replica_context().merge_call
-        return here.synchronize(
-            lambda values: merge_call(apply_once, args=(values,)), [each.values for each in parts]
-        )[0]
+        meet = functools.partial(once_for_all, apply_once)
+        mine = [each.values for each in parts], [grads[i] for i in equal]
+        return here.synchronize(meet, mine)[0]
     what = [reduced_for("gradient", variables[i]) for i in apart]
     summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
-    number = int(tf.get_static_value(number))
+    number = copy_number()
     copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
     with running_step(None), default_strategy_scope(optimizers), copies:
-        return apply_to(summed)
+        return apply_to([*summed, *(grads[i] for i in equal)])
 
 
 def _on_owners(

@@ -4,7 +4,8 @@ Keras writes metrics and moving statistics from inside each replica's step. Unde
 writes are slow (a cross-replica operation each), and with some strategies wrong. Here they become
 values of the step: metrics stay in the loop until it ends, moving statistics are averaged and
 written once. What is written inside a `cond` or a loop of a layer's own cannot leave it as a
-value. It goes to the replica's own copy of the variable, which is read when the step ends.
+value. It goes to the replica's own copy of the variable (`LocalVariables`): it is unlike the
+others' until the step ends, and the mean over all rows is written to all of them.
 
 Metrics may be reset in a step, and read in an eager one, over all replicas (`metric_methods`).
 
@@ -25,6 +26,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.strategies.traced_replica import copy_number, replica_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
@@ -37,15 +39,16 @@ from tfdist_ext.training.steps.context import (
 from tfdist_ext.training.steps.logs import MetricVersions, metric_variables, metrics_of
 from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods
 from tfdist_ext.training.variables import (
-    LocalVariables,
     ShardedRead,
     copies_per_worker,
     gather_rows,
     local_copy,
+    outside_of_scopes,
 )
 
 __all__ = [
     "Ids",
+    "LocalVariables",
     "ReplicaScope",
     "assign_written",
     "contribution",
@@ -239,6 +242,75 @@ class ReplicaScope(keras.StatelessScope):
             raw.get().assign(tf.cast(value, raw.dtype))
 
 
+class LocalVariables:
+    """The copies of one program, kept from step to step.
+
+    Args:
+        local_replicas: replicas of this worker.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
+        self._strategy = strategy
+        self._local_replicas = local_replicas
+        self._beside: dict[int, list[tf.Variable]] = {}
+        # By id, the variables that steps write in inner graphs.
+        self.written: dict[int, keras.Variable] = {}
+
+    def is_apart(self, variable: keras.Variable) -> bool:
+        """Whether the replica's copy is another variable than the one that steps start from."""
+        return not variable.trainable and self._is_shared(variable)
+
+    def of(self, variable: keras.Variable) -> tf.Variable:
+        """The variable to read and assign on the running replica."""
+        if isinstance(self._strategy, tf.distribute.TPUStrategy):
+            return kp.raw_value(variable)  # copies cannot be had one by one there
+        number = copy_number() % self._local_replicas
+        if not self.is_apart(variable):
+            return local_copy(variable, self._strategy, number)
+        return self._apart(variable)[number]
+
+    def copies(self) -> list[list[tf.Variable]]:
+        """Those that are other variables than the model's, for each replica."""
+        return list(self._beside.values())
+
+    def _apart(self, variable: keras.Variable) -> list[tf.Variable]:
+        if id(variable) not in self._beside:
+            new = [outside_of_scopes(_like, variable) for _ in range(self._local_replicas)]
+            # Replicas run in threads.
+            self._beside.setdefault(id(variable), new)
+        return self._beside[id(variable)]
+
+    def write(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Assign inside an inner graph.
+
+        Raises:
+            TrainingError: a trained weight of which all replicas have one copy.
+        """
+        if variable.trainable and self._is_shared(variable):
+            raise TrainingError(
+                f"the trainable variable {variable.path!r} must be assigned directly in the body of"
+                " train_step or call, got an assignment inside a tf.function, a cond or a loop of"
+                f" the step's own: the replicas of {type(self._strategy).__name__} share one copy"
+                " of it. Move it (tf.where chooses a value without a cond), or create the variable"
+                " with trainable=False."
+            )
+        copy = self.of(variable)
+        copy.assign(tf.cast(value, copy.dtype))
+        self.written[id(variable)] = variable
+
+    def _is_shared(self, variable: keras.Variable) -> bool:
+        """Whether the replicas of this worker have one copy together."""
+        if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
+            return False
+        return copies_per_worker(variable, self._strategy) < self._local_replicas
+
+
+def _like(variable: keras.Variable) -> tf.Variable:
+    raw = kp.raw_value(variable)
+    with tf.device("CPU:0"):
+        return tf.Variable(tf.zeros(raw.shape, raw.dtype), trainable=False)
+
+
 def metrics_and_others(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """(the variables of a model's metrics, its other variables), each variable once."""
     metrics = metric_variables(metrics_of(model))
@@ -292,7 +364,7 @@ def _on_first_replica(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     """A replica's contribution to a value that is the same on all of them."""
     if variable.aggregation != "sum" or not tf.distribute.has_strategy():
         return value
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    number = replica_number()
     return tf.where(tf.equal(number, 0), value, tf.zeros_like(value))
 
 
@@ -336,7 +408,7 @@ def contribution_of_part(
     """The contribution of a replica's metric state to that over all replicas, in its context."""
     if variable.aggregation == "sum":
         value = here.where_nonempty(value, without_rows)
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    number = replica_number()
     return contribution(variable, value, here.replicas, tf.equal(number, 0))
 
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.strategies.traced_replica import copy_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.inputs import GlobalBatches, Parts, batches_of_function, read
@@ -96,11 +97,12 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         step = self._seeded(step_of(model, kind))
-        return SynchronousProgram(model, self.reduction, kind, step, timer)
+        generators = self._generators or ()
+        return SynchronousProgram(model, self.reduction, kind, step, timer, generators)
 
     def _make_predictor(self, model: keras.Model) -> PredictProgram:
         step = self._seeded(step_of(model, "predict"))
-        return Predictor(model, self.reduction, step)
+        return Predictor(model, self.reduction, step, self._generators or ())
 
     def _seeded(self, step: StepFunction) -> StepFunction:
         """The same step, drawing from the generator of the replica that runs it.
@@ -114,8 +116,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
         @functools.wraps(step)
         def seeded(*args: Structure) -> Structure:
-            number = tf.distribute.get_replica_context().replica_id_in_sync_group
-            number = int(tf.get_static_value(number)) % len(generators)
+            number = copy_number() % len(generators)
             with kp.global_seed_generator(generators[number]):
                 return step(*args)
 

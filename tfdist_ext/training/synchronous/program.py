@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -51,6 +52,7 @@ from tfdist_ext.training.steps.replaced import (
     uses_keras_step,
 )
 from tfdist_ext.training.steps.scope import (
+    LocalVariables,
     ReplicaScope,
     assign_written,
     contribution_of_part,
@@ -58,8 +60,12 @@ from tfdist_ext.training.steps.scope import (
     metrics_and_others,
     rows_of_shared,
 )
-from tfdist_ext.training.synchronous.reduction import States, SynchronousReduction
-from tfdist_ext.training.variables import LocalVariables
+from tfdist_ext.training.synchronous.reduction import (
+    ReplicaSteps,
+    States,
+    SynchronousReduction,
+)
+from tfdist_ext.training.variables import copies_of_model
 
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
@@ -81,12 +87,17 @@ Carried: TypeAlias = tuple[States, Outputs]
 Turn: TypeAlias = tuple[tf.Tensor, Carried]
 
 
+# A step on the next batch, with what the step before gave.
+NextStep: TypeAlias = Callable[[BatchIterator, Carried], Turn]
+
+
 class SynchronousProgram(ProgramBase):
     """The compiled executions of one step of a model, on all replicas of a strategy.
 
     Args:
         step: draws random numbers for the replica that runs it.
         timer: is told when steps begin, and when they are done.
+        generators: of each local replica, which the step draws from.
 
     Attributes:
         reduction: over the replicas that run it.
@@ -100,6 +111,7 @@ class SynchronousProgram(ProgramBase):
         kind: str,
         step: StepFunction,
         timer: NullStepTimer,
+        generators: Sequence[keras.random.SeedGenerator] = (),
     ):
         super().__init__(model, kind, step)
         self._strategy = reduction.strategy
@@ -111,18 +123,23 @@ class SynchronousProgram(ProgramBase):
         self._metric_objects = metrics_of(model)
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
-        self._replica = self._one_replica
+        replica = self._one_replica
         # XLA knows no time of day.
         if model.jit_compile and not model.run_eagerly and not timer.records:
-            self._replica = tf.function(self._one_replica, jit_compile=True, autograph=False)
-        self._counted = self._in_graph(self._next_counted)
-        self._open_ended = self._in_graph(self._next_if_any)
-        self._agreed = self._in_graph(self._next_agreed)
+            replica = tf.function(replica, jit_compile=True, autograph=False)
+        copies = functools.partial(_copies, reduction, model, self._own, generators)
+        self._replicas = ReplicaSteps(reduction, replica, copies)
+        # By how they come to a batch.
+        self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._states: States = []
         self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
+
+    @property
+    def traces(self) -> str:
+        return self._replicas.traces
 
     def reset(self, *, resume: bool = False) -> None:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
@@ -135,10 +152,9 @@ class SynchronousProgram(ProgramBase):
         if self._model.run_eagerly:
             result = self._run_eagerly(data, n, seconds)
         else:
-            run = self._counted if data.known_length else self._open_ended
-            run = self._agreed if data.needs_row_count else run
-            with self._reporting_compilation():
-                result = run(data.iterator, tf.constant(n), tf.constant(seconds), self._states)
+            step = self._next_counted if data.known_length else self._next_if_any
+            step = self._next_agreed if data.needs_row_count else step
+            result = self._execute(step, data.iterator, n, seconds)
         logs, values, self._states, steps, chief_seconds = result
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
@@ -148,12 +164,38 @@ class SynchronousProgram(ProgramBase):
         }
         return Execution(logs, int(steps), float(chief_seconds))
 
-    def _reporting_compilation(self) -> contextlib.AbstractContextManager[None]:
-        """Scope of an execution; the first one may take minutes, which the chief says."""
+    def _execute(self, step: NextStep, iterator: BatchIterator, n: int, seconds: float) -> Finished:
+        if step.__name__ not in self._executions:
+            self._executions[step.__name__] = self._in_graph(step)
+        run = self._executions[step.__name__]
         first, self._compiles = self._compiles, False
-        if not first or not self.reduction.is_chief:
-            return contextlib.nullcontext()
-        return reporting_progress(f"compiling the first step ({self.reduction.replicas} replicas)")
+        args = iterator, tf.constant(n), tf.constant(seconds), self._states
+
+        def again() -> None:
+            self._in_graph(step)(iterator, tf.constant(1), *args[2:])
+
+        with (
+            self._compilation() if first else contextlib.nullcontext(),
+            self._replicas.telling_errors(again),
+        ):
+            if first:
+                run.get_concrete_function(*args)  # tells whether one trace serves all replicas
+            with self._replicas.optimization():
+                return run(*args)
+
+    @contextlib.contextmanager
+    def _compilation(self) -> Iterator[None]:
+        """Scope of the first execution, which may take minutes: the chief says so."""
+        what = f"compiling the first step ({self.reduction.replicas} replicas)"
+        report = reporting_progress(what) if self.reduction.is_chief else contextlib.nullcontext()
+        collects = gc.isenabled()
+        gc.disable()  # a trace makes very many objects, and hardly any garbage
+        try:
+            with report:
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
@@ -170,9 +212,7 @@ class SynchronousProgram(ProgramBase):
             logs.update(tf.function(self._derived.of_states, autograph=False)(values))
         return {name: float(value) for name, value in logs.items() if value.shape.rank == 0}
 
-    def _in_graph(
-        self, next_step: Callable[[BatchIterator, Carried], Turn]
-    ) -> Callable[..., Finished]:
+    def _in_graph(self, next_step: NextStep) -> tf.types.experimental.PolymorphicFunction:
         """An execution: a loop of `next_step(batches, what the step before gave)`."""
 
         def run(
@@ -235,31 +275,28 @@ class SynchronousProgram(ProgramBase):
             functions_in_place(self._replaced),
             metric_methods(self._metric_objects, eager=eager),
         ):
-            new, written, outputs, notes = self.reduction.run(self._replica, batch, states, rows)
-        local = self._strategy.experimental_local_results
-        assign_written(self._strategy, self._others, written)
+            each = self._replicas(batch, states, rows)
+        assign_written(self._strategy, self._others, each[0][1])
         if self.timer.records:
-            self.timer.step_is_done(list(zip(*(local(note) for note in notes), strict=True)))
-        by_replica = zip(*(local(value) for value in new), strict=True)
-        # An empty zip has lost how many replicas there were.
-        states = [list(state) for state in by_replica] or states
-        return states, {name: _sum(local(value)) for name, value in outputs.items()}
+            self.timer.step_is_done([notes for *_, notes in each])
+        outputs = {name: _sum([of_one[name] for _, _, of_one, _ in each]) for name in each[0][2]}
+        return [new for new, *_ in each], outputs
 
     def _one_replica(
-        self, part: Part, states: States, rows_of_all: tf.Tensor | None = None
+        self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None = None
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], Outputs, tuple[tf.Tensor, ...]]:
         """One replica's part of a global batch, in that replica's context.
 
         Args:
+            states: of the metrics, on this replica.
             rows_of_all: of the global batch, where the part itself does not know.
         """
-        mine = self.reduction.of_this_replica(states)
         here = None
         timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
             on = self.reduction
             # Keys are those of collectives between workers.
-            turn = self._turn if on.multi_worker else None
+            turn = (lambda: self._turn) if on.multi_worker else None
             here = _context(on, part, rows_of_all, self._rows, self._keras_step, turn, timer)
         recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if here and self._model.run_eagerly:
@@ -267,7 +304,7 @@ class SynchronousProgram(ProgramBase):
         with (
             running_step(here),
             recording,
-            ReplicaScope(zip(self._metrics, mine, strict=True), self._others, self._own) as scope,
+            ReplicaScope(zip(self._metrics, states, strict=True), self._others, self._own) as scope,
         ):
             returned = self._step(part[-1])
             outputs = self._carried(returned, scope, here) if self._own_outputs else {}
@@ -332,13 +369,13 @@ class SynchronousProgram(ProgramBase):
         """Zeros of the structure that an overridden step returns, so that a loop can carry it."""
         if not self._own_outputs:
             return {}
-        trace = tf.function(lambda it: self._one_step(next(it), states)[1], autograph=False)
-        # This step never runs, so its start is not recorded.
-        timer, self.timer, self._turn = self.timer, NullStepTimer(), None
-        try:
-            spec_of = trace.get_concrete_function(iterator).structured_outputs
-        finally:
-            self.timer = timer
+
+        def outputs(iterator: BatchIterator) -> Outputs:
+            self._turn = None
+            return self._one_step(next(self.timer.timed_iterator(iterator)), states)[1]
+
+        trace = tf.function(outputs, autograph=False)  # never runs
+        spec_of = trace.get_concrete_function(iterator).structured_outputs
         return {
             name: tf.zeros([n or 0 for n in spec.shape], spec.dtype)
             for name, spec in spec_of.items()
@@ -350,8 +387,8 @@ class SynchronousProgram(ProgramBase):
         return self._logs(values, outputs), values, last[0], steps, chief_seconds
 
 
-def _sum(values: tuple[tf.Tensor, ...]) -> tf.Tensor:
-    return tf.add_n(values) if values[0].dtype.is_floating else values[0]
+def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(list(values)) if values[0].dtype.is_floating else values[0]
 
 
 class Predictor:
@@ -364,7 +401,13 @@ class Predictor:
         step: draws random numbers for the replica that runs it.
     """
 
-    def __init__(self, model: keras.Model, reduction: SynchronousReduction, step: StepFunction):
+    def __init__(
+        self,
+        model: keras.Model,
+        reduction: SynchronousReduction,
+        step: StepFunction,
+        generators: Sequence[keras.random.SeedGenerator] = (),
+    ):
         self._model = model
         self._strategy = reduction.strategy
         self._reduction = reduction
@@ -374,19 +417,31 @@ class Predictor:
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = step
-        self._of_batch: Callable[..., Structure] = self._outputs_of_batch
-        self._of_next: Callable[..., Structure] = lambda iterator, needs_row_count: (
-            self._outputs_of_batch(next(iterator), needs_row_count)
-        )
-        if not model.run_eagerly:
-            self._of_batch = tf.function(self._of_batch, autograph=False, reduce_retracing=True)
-            self._of_next = tf.function(self._of_next, autograph=False, reduce_retracing=True)
+        copies = functools.partial(_copies, reduction, model, self._own, generators)
+        self._replicas = ReplicaSteps(reduction, self._of_one_part, copies)
+        self._of_batch = self._in_graph(self._outputs_of_batch)
+        self._of_next = self._in_graph(self._outputs_of_next)
+
+    def _in_graph(self, outputs: Callable[..., Structure]) -> Callable[..., Structure]:
+        if self._model.run_eagerly:
+            return outputs
+        return tf.function(outputs, autograph=False, reduce_retracing=True)
+
+    @property
+    def traces(self) -> str:
+        return self._replicas.traces
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order."""
+
+        def again() -> None:
+            self._in_graph(self._outputs_of_next)(data.iterator, data.needs_row_count)
+
         while True:
             try:
-                yield self._next_outputs(data)
+                with self._replicas.telling_errors(again):
+                    outputs = self._next_outputs(data)
+                yield outputs
             except (StopIteration, tf.errors.OutOfRangeError):
                 return
 
@@ -399,42 +454,42 @@ class Predictor:
             raise StopIteration
         return self._of_batch(batch.get_value(), data.needs_row_count)
 
+    def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
+        return self._outputs_of_batch(next(iterator), needs_row_count)
+
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         on = self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
         states = on.split_states(self._metrics)
         with functions_in_place(step_targets()):
-            outputs, new, written = on.run(self._of_one_part, batch, states, rows_of_all)
-        assign_written(self._strategy, self._watched, written)
-        self._assign_metrics(new)
-        return keras.tree.map_structure(self._whole, outputs)
+            each = self._replicas(batch, states, rows_of_all)
+        assign_written(self._strategy, self._watched, each[0][2])
+        self._assign_metrics([new for _, new, _ in each])
+        return keras.tree.map_structure(self._whole, *(outputs for outputs, *_ in each))
 
-    def _assign_metrics(self, new: list[tf.Tensor]) -> None:
+    def _assign_metrics(self, states: States) -> None:
         """Give the metrics that layers update in their call the states of all replicas."""
-        updated = [
-            (variable, self._strategy.experimental_local_results(value))
-            for variable, value in zip(self._metrics, new, strict=True)
-            if id(variable) in self._updated
-        ]
-        if not updated:
+        places = [i for i, v in enumerate(self._metrics) if id(v) in self._updated]
+        if not places:
             return
-        variables, local = zip(*updated, strict=True)
-        states = [list(of_replica) for of_replica in zip(*local, strict=True)]
+        variables = [self._metrics[i] for i in places]
+        states = [[of_replica[i] for i in places] for of_replica in states]
         values, _, _ = self._reduction.over_all(variables, states, {}, tf.constant(0.0))
         for variable, value in zip(variables, values, strict=True):
             kp.raw_value(variable).assign(value)
 
     def _of_one_part(
-        self, part: Part, states: States, rows_of_all: tf.Tensor | None = None
+        self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None = None
     ) -> tuple[Structure, list[tf.Tensor], dict[str, tf.Tensor]]:
         """(outputs, metrics' states, values written) of one replica, in its context."""
-        mine = self._reduction.of_this_replica(states)
         here = None
         if tf.distribute.has_strategy():
             here = _context(self._reduction, part, rows_of_all, self._rows)
         with (
             running_step(here),
-            ReplicaScope(zip(self._metrics, mine, strict=True), self._watched, self._own) as scope,
+            ReplicaScope(
+                zip(self._metrics, states, strict=True), self._watched, self._own
+            ) as scope,
         ):
             outputs = self._step(part[-1])
         if here is not None:
@@ -444,15 +499,28 @@ class Predictor:
         outputs = keras.tree.map_structure(lambda value: _if_any(part[0], value), outputs)
         return outputs, *scope.outcome(here)
 
-    def _whole(self, value: tf.Tensor) -> tf.Tensor:
+    def _whole(self, *parts: tf.Tensor) -> tf.Tensor:
+        """The rows of all replicas, from those of this worker's."""
         if self._reduction.multi_worker:
-            return self._strategy.gather(value, axis=0)
-        parts = self._strategy.experimental_local_results(value)
+            return self._strategy.gather(self._reduction.per_replica(parts), axis=0)
         if len(parts) == 1:
             return parts[0]
         if isinstance(parts[0], tf.SparseTensor):
             return tf.sparse.concat(axis=0, sp_inputs=list(parts))
         return tf.concat(parts, axis=0)
+
+
+def _copies(
+    on: SynchronousReduction,
+    model: keras.Model,
+    own: LocalVariables,
+    generators: Sequence[keras.random.SeedGenerator],
+) -> Iterator[Sequence[tf.Variable]]:
+    """The variables that a step may use: of each, the copies of all local replicas."""
+    yield from copies_of_model(model, on.strategy, on.local_replicas)
+    yield from own.copies()
+    if generators:
+        yield [kp.raw_value(generator.state) for generator in generators]
 
 
 def _context(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -12,14 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.errors import StrategyError, TrainingError
+from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.explanation import computing_tasks
 from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
+from tfdist_ext.strategies.shared_step import SharedStep, kind_of
+from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import _addable, contribution
 
-__all__ = ["States", "SynchronousReduction"]
+__all__ = ["ReplicaSteps", "States", "SynchronousReduction"]
 
 
 # For each local replica, the value of each metric variable.
@@ -73,16 +77,46 @@ class SynchronousReduction:
         """The tasks that compute, in the order of their replicas, as "worker 1"."""
         return computing_tasks(self.strategy, self.workers)
 
-    def run(self, step: Callable[..., Any], batch: Parts, *args: Any) -> Any:
-        """Run `step(part, *args)` on each replica, a part as `inputs` makes them.
+    def run(
+        self, step: Callable[..., Any], batch: Parts, before: Sequence[Any], *rest: Any
+    ) -> list[Any]:
+        """Run `step(part, mine, *rest)` on each replica; the results of the local ones.
 
-        `batch` is from an iterator over parts of global batches.
+        Args:
+            batch: from an iterator over parts of global batches.
+            before: an entry for each local replica.
         """
-        if self.feeds_on_host:
-            return self.strategy.run(
-                lambda parts, *rest: step(self.of_this_replica(parts), *rest), args=(batch, *args)
-            )
-        return self.strategy.run(step, args=(batch, *args))
+
+        def in_replica(part: Any, before: Sequence[Any], *rest: Any) -> Any:
+            part = self.of_this_replica(part) if self.feeds_on_host else part
+            return step(part, self.of_this_replica(before), *rest)
+
+        return self.of_each(self.strategy.run(in_replica, args=(batch, before, *rest)))
+
+    def of_each(self, values: Any) -> list[Any]:
+        """A structure of values of all replicas, as a structure for each local replica."""
+        local = self.strategy.experimental_local_results
+        leaves = [
+            [None] * self.local_replicas if leaf is None else local(leaf)
+            for leaf in tf.nest.flatten(values)
+        ]
+        return [
+            tf.nest.pack_sequence_as(values, [leaf[number] for leaf in leaves])
+            for number in range(self.local_replicas)
+        ]
+
+    def per_replica(self, values: Sequence[tf.Tensor]) -> tf.distribute.DistributedValues:
+        """The values of local replicas as a strategy's methods take them."""
+        return self.strategy.run(
+            lambda of_all: tf.nest.map_structure(
+                tf.identity, self.of_this_replica(of_all), expand_composites=True
+            ),
+            args=(list(values),),
+        )
+
+    def parts(self, batch: Parts) -> list[Part]:
+        """The parts of the local replicas."""
+        return list(batch) if self.feeds_on_host else self.of_each(batch)
 
     def of_this_replica(self, per_replica: Sequence[Any]) -> Any:
         """The entry of the replica that runs, in its context."""
@@ -188,11 +222,11 @@ class SynchronousReduction:
     def rows_of_all(self, batch: Parts) -> tuple[tf.Tensor, tf.Tensor]:
         """In a step: (rows of all parts, sum of what the parts say of the global batch's size)."""
 
-        def counted(part: Part) -> tf.Tensor:
+        def counted(part: Part, _: None) -> tf.Tensor:
             counts = tf.stack([tf.cast(part[0], tf.int64), tf.cast(part[1], tf.int64)])
             return all_reduce(tf.distribute.ReduceOp.SUM, [counts], [OTHER])[0]
 
-        summed = self.strategy.experimental_local_results(self.run(counted, batch))[0]
+        summed = self.run(counted, batch, [None] * self.local_replicas)[0]
         return summed[0], summed[1]
 
     def _sum_of_local(self, value: tf.Tensor) -> tf.Tensor:
@@ -218,6 +252,103 @@ class SynchronousReduction:
 
         summed = self.strategy.run(in_replica, args=(per_replica,))
         return [self.strategy.experimental_local_results(value)[0] for value in summed]
+
+
+class ReplicaSteps:
+    """A step that the replicas of this worker run: one trace for all, or one for each.
+
+    Args:
+        step: called with a replica's part of a global batch, what the step before gave it, and
+            what all replicas get alike.
+        copies: the variables that it may use: of each, the copies of all local replicas.
+
+    Attributes:
+        not_shared: why each replica has a trace of its own; None where one serves all.
+    """
+
+    def __init__(
+        self,
+        on: SynchronousReduction,
+        step: Callable[..., Any],
+        copies: Callable[[], Iterable[Sequence[tf.Variable]]],
+    ):
+        self._on = on
+        self._step = step
+        self._copies = copies
+        self._shared: dict[Any, SharedStep] = {}
+        self._eager = False
+        self.not_shared: str | None = None
+        if on.local_replicas == 1:
+            self.not_shared = "there is one replica"
+        elif isinstance(on.strategy, tf.distribute.TPUStrategy):
+            self.not_shared = "a TPU compiles the step"
+
+    def __call__(self, batch: Parts, before: Sequence[Any], *rest: Any) -> list[Any]:
+        """The results of each local replica, in cross-replica context.
+
+        Args:
+            batch: from an iterator over parts of global batches.
+            before: an entry for each local replica.
+        """
+        on = self._on
+        self._eager = tf.executing_eagerly()
+        if self.not_shared is None and not self._eager:
+            parts = zip(on.parts(batch), before, strict=True)
+            args = [(part, mine, *rest) for part, mine in parts]
+            kind = kind_of(args)
+            try:
+                if kind not in self._shared:
+                    self._shared[kind] = SharedStep(
+                        on.strategy, on.devices, on.first_replica, self._step, args, self._copies
+                    )
+                return self._shared[kind](args)
+            except (NotSharedError, StrategyError) as why:
+                self.not_shared = str(why)
+        return on.run(self._step, batch, before, *rest)
+
+    @property
+    def traces(self) -> str:
+        """How the step is traced, in words."""
+        if self._eager:
+            return "none: run_eagerly=True"
+        if self._on.local_replicas == 1:
+            return "a trace for the one replica of this task"
+        if self.not_shared is None:
+            return f"one trace for the {self._on.local_replicas} replicas of this task"
+        return f"a trace for each of {self._on.local_replicas} replicas: {self.not_shared}"
+
+    def optimization(self) -> contextlib.AbstractContextManager[None]:
+        """Scope of calls of what has been traced: of a step for all replicas, little is left."""
+        return lightly_optimized() if self.not_shared is None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def telling_errors(self, again: Callable[[], object]) -> Iterator[None]:
+        """Scope of a call whose steps may fail.
+
+        Where replicas call functions, TensorFlow reports the error of one as a cancellation of what
+        waits for it. So a step runs again with a trace for each replica, which tells the error.
+
+        Args:
+            again: traces the step again, and runs it on the next batch.
+
+        Raises:
+            TrainingError: that batch does not have the error.
+        """
+        try:
+            yield
+        except tf.errors.CancelledError as error:
+            if self.not_shared is not None:
+                raise
+            self.not_shared = "it has failed"
+            if not self._on.multi_worker:
+                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                    again()
+            raise TrainingError(
+                "a step must end on each replica, got an error on one, which TensorFlow reports to"
+                " the others as a cancellation. TensorFlow's log has it, in the line"
+                ' "Local rendezvous is aborting with status"; compile(run_eagerly=True) tells'
+                " where it comes from."
+            ) from error
 
 
 def _replica_id() -> tf.Tensor:

@@ -1,0 +1,200 @@
+"""One trace of a step for all replicas: what Python sees of it, and the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
+CALLS: list[str] = []
+
+
+@keras.saving.register_keras_serializable("test_one_trace")
+class Noted(layers.Dense):
+    """Notes the calls that Python makes."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        CALLS.append(self.name)
+        return super().call(inputs)
+
+
+def of_layers(*between: Callable[[], layers.Layer], optimizer: Any = "adam") -> Any:
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                Noted(4, activation="tanh"),
+                *(make() for make in between),
+                layers.Dense(1, activation="sigmoid"),
+            ]
+        )
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_python_runs_a_step_once(name: str, replicas: int) -> None:
+    model, _ = distributed_fit(of_layers(), X, Y, strategy=strategy_of(name, replicas), epochs=0)
+    CALLS.clear()
+    model.fit(X, Y, verbose=0, **FIT)
+    assert len(CALLS) == 1
+    model.predict(X, verbose=0)
+    assert len(CALLS) == 2
+
+
+class InTable(layers.Layer):
+    """Looks numbers up in a table of TensorFlow's, which all replicas share."""
+
+    def __init__(self, **named: Any):
+        super().__init__(**named)
+        keys, values = tf.constant([0, 1], tf.int64), tf.constant([0.5, 2.0])
+        pairs = tf.lookup.KeyValueTensorInitializer(keys, values)
+        self.table = tf.lookup.StaticHashTable(pairs, 1.0)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs * self.table.lookup(tf.cast(inputs > 0, tf.int64))
+
+
+class InPython(layers.Layer):
+    """Computes in Python, out of the graph."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        made = tf.numpy_function(lambda x: x * np.float32(2), [inputs], tf.float32)
+        return inputs + tf.stop_gradient(tf.ensure_shape(made, inputs.shape))
+
+
+class InALoop(layers.Layer):
+    """A loop with a gradient, which gives the loop inputs that are made after it."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(
+            lambda i, _: i < 3, lambda i, x: (i + 1, tf.sin(x) * 1.5), [tf.constant(0), inputs]
+        )[1]
+
+
+class WithPlainVariable(layers.Layer):
+    """Reads a variable of no strategy, which all replicas share."""
+
+    def __init__(self, **named: Any):
+        super().__init__(**named)
+        self.scale = tf.Variable(1.5, trainable=False)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs * self.scale
+
+
+class WithACond(layers.Layer):
+    """Two branches, which are functions that TensorFlow makes anew when it optimizes them."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        many = tf.shape(inputs)[0] > 7
+        return tf.cond(many, lambda: tf.sin(inputs) * 2.0, lambda: tf.cos(inputs))
+
+
+KINDS: dict[str, Callable[[], layers.Layer]] = {
+    "table": InTable,
+    "python": InPython,
+    "loop": InALoop,
+    "cond": WithACond,
+    "plain variable": WithPlainVariable,
+    "statistics": lambda: layers.BatchNormalization(synchronized=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_all_kinds(kind: str) -> None:
+    CALLS.clear()
+    build = of_layers(KINDS[kind])
+    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+
+
+def test_a_loop_between_sums_over_replicas() -> None:
+    def statistics() -> layers.Layer:
+        return layers.BatchNormalization(synchronized=True)
+
+    build = of_layers(statistics, InALoop, statistics)
+    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+
+
+class AsksForItsNumber(keras.Sequential):
+    """A step that is another on each replica, and the same in sum."""
+
+    def train_step(self, data: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        CALLS.append(str(context.replica_id_in_sync_group))
+        return super().train_step(data)
+
+
+def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
+    def build() -> keras.Model:
+        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
+        model.compile("adam", "binary_crossentropy")
+        return model
+
+    CALLS.clear()
+    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+
+
+def test_explain_says_how_steps_are_traced() -> None:
+    def build() -> keras.Model:
+        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
+        model.compile("adam", "binary_crossentropy")
+        return model
+
+    model = tfd.distribute(build, mirrored(3))
+    assert tfd.explain(model).steps == ()
+    model.fit(X, Y, verbose=0, **FIT)
+    model.evaluate(X, Y, verbose=0)
+    why = "it asks for the number of its replica"
+    explained = tfd.explain(model)
+    assert explained.steps == (
+        f"train: a trace for each of 3 replicas: {why}",
+        "test: one trace for the 3 replicas of this task",
+    )
+    assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
+
+
+class Checked(layers.Layer):
+    """Refuses numbers, when it runs."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([tf.debugging.assert_less(inputs, 9.0, "too large")]):
+            return tf.identity(inputs)
+
+
+@pytest.mark.parametrize(
+    ("first_wrong", "error", "message"),
+    [
+        (0, tf.errors.InvalidArgumentError, "too large"),
+        # The batch after the one that fails is looked at, and there is none.
+        (48, tfd.TrainingError, "a step must end on each replica.*Local rendezvous is aborting"),
+    ],
+)
+def test_the_error_of_a_replica_is_told(first_wrong: int, error: Any, message: str) -> None:
+    wrong = X.copy()
+    wrong[first_wrong:] = 10.0
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, layers.Dense(1)(Checked()(inputs)))
+    model.compile("adam", "mse")
+    model = tfd.distribute(model, mirrored(2))
+    with pytest.raises(error, match=message):
+        model.fit(wrong, Y, batch_size=32, shuffle=False, verbose=0)
+
+
+def test_the_error_of_a_replica_is_told_by_predict() -> None:
+    inputs = keras.Input((5,))
+    model = tfd.distribute(keras.Model(inputs, Checked()(inputs)), mirrored(2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        model.predict(X + 10.0, batch_size=32, verbose=0)

@@ -1,0 +1,331 @@
+"""One step for all replicas of a worker: traced once, and called on the variables of each.
+
+A trace for each replica makes the first step take so many times longer, and TensorFlow optimizes a
+graph that is so many times larger. The steps of replicas differ in the variables that they use
+and in what they get. So a step becomes functions that take both as arguments and are not inlined;
+between them, where replicas meet, the sums are in the graph around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.stages import (
+    MeetingPoint,
+    Stage,
+    cut,
+    repeated_reads,
+    source_of,
+    tensor_name,
+)
+from tfdist_ext.strategies.traced_replica import (
+    Meeting,
+    NotSharedError,
+    TracedReplica,
+    copy_number,
+)
+
+__all__ = ["SharedStep", "kind_of"]
+
+
+# The tensors of one replica, by their names in the trace.
+Tensors: TypeAlias = dict[str, tf.Tensor]
+
+
+# By id of a captured handle, those of all local replicas.
+Handles: TypeAlias = dict[int, list[tf.Tensor]]
+
+
+class SharedStep:
+    """A step of one replica, as functions that each local replica calls.
+
+    Args:
+        devices: of the local replicas.
+        first: the number of the first of them, in the order of all.
+        step: called once, with the arguments of a replica, in the context of a `TracedReplica`.
+        args: for each local replica, its arguments: of one structure, with tensors of any shapes.
+        copies: after the trace, the copies of each variable that it may use, one for each replica.
+
+    Raises:
+        NotSharedError: it needs a trace for each replica.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        first: int,
+        step: Callable[..., Any],
+        args: Sequence[Sequence[Any]],
+        copies: Callable[[], Iterable[Sequence[tf.Variable]]],
+    ):
+        self._strategy = strategy
+        self._devices = devices
+        with tf.init_scope():  # constants in the graph would make the calls unlike
+            self._numbers = [tf.constant(first + local) for local in range(len(devices))]
+        specs = _specs(args)
+
+        def run(number: tf.Tensor, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            self._replica = TracedReplica(strategy, first, number)
+            with self._replica:
+                self._result = step(*_packed(args[0], tensors))
+            return _leaves(self._result)
+
+        trace = tf.function(run, autograph=False)
+        try:
+            # Kept: functions in Python that it calls are in its graph.
+            self._trace = trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
+        except Exception:
+            if self._replica.refused is None:
+                raise
+            raise NotSharedError(self._replica.refused) from None
+        graph = self._trace.graph
+        definition = graph.as_graph_def()
+        nodes = {node.name: node for node in definition.node}
+        names = [tensor.name for tensor in graph.inputs]
+        self._given, captured = names[: len(specs) + 1], names[len(specs) + 1 :]
+        self._sources = dict(zip(captured, self._trace.captured_inputs, strict=True))
+        self._returned = [source_of(tensor.name, nodes) for tensor in self._trace.outputs]
+        points = [
+            MeetingPoint(
+                [tensor.name for tensor in _leaves(meeting.values)],
+                [tensor.op.name for tensor in _leaves(meeting.results)],
+            )
+            for meeting in self._replica.meetings
+        ]
+        outside = {tensor.op.name for tensor in graph.inputs}
+        stages = cut(definition.node, points, outside, self._returned)
+        self._handles = _handles([*self._read_copies(), *copies()])
+        self._check_known()
+        self._functions = [
+            _StageFunction(stage, graph, definition, self._sources, devices[0]) for stage in stages
+        ]
+
+    def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
+        """The results of each local replica, in cross-replica context."""
+        known: list[Tensors] = []
+        for number, mine in zip(self._numbers, args, strict=True):
+            given = dict(zip(self._given, [number, *_leaves(mine)], strict=True))
+            known.append({**self._sources, **given})
+        meetings = [None, *self._replica.meetings]
+        for meeting, function in zip(meetings, self._functions, strict=True):
+            if meeting is not None:
+                self._hold(meeting, known)
+            for replica, tensors in enumerate(known):
+                with tf.device(self._devices[replica]):
+                    tensors.update(function(tensors, replica, self._handles))
+        return [
+            _packed(self._result, [tensors[name] for name in self._returned]) for tensors in known
+        ]
+
+    def _hold(self, meeting: Meeting, known: Sequence[Tensors]) -> None:
+        brought = [leaf.name for leaf in _leaves(meeting.values)]
+        values = [_packed(meeting.values, [mine[name] for name in brought]) for mine in known]
+
+        def in_replica(values: list[Any]) -> list[Any]:
+            mine = values[copy_number() % len(values)]
+            # identity: a tensor from outside has no device, and reductions go by it.
+            mine = tf.nest.map_structure(tf.identity, mine, expand_composites=True)
+            return meeting.hold(tf.nest.map_structure(_of_known_shape, mine, meeting.values))
+
+        local = self._strategy.experimental_local_results
+        results = [local(each) for each in self._strategy.run(in_replica, args=(values,))]
+        marks = [leaf.name for leaf in _leaves(meeting.results)]
+        for replica, tensors in enumerate(known):
+            mine = _leaves([each[replica] for each in results])
+            tensors.update(zip(marks, mine, strict=True))
+
+    def _read_copies(self) -> Iterable[Sequence[tf.Variable]]:
+        """The copies of each variable that the step has read."""
+        for variable in self._trace.graph.variables:
+            container = self._strategy.extended.value_container(variable)
+            yield self._strategy.experimental_local_results(container)
+
+    def _check_known(self) -> None:
+        for name, source in self._sources.items():
+            if source.dtype == tf.resource and id(source) not in self._handles:
+                users = self._trace.graph.get_tensor_by_name(name).consumers()
+                if not all(user.type.startswith("LookupTable") for user in users):
+                    kinds = ", ".join(sorted({user.type for user in users}))
+                    raise NotSharedError(
+                        f"it uses something that is in no variable known ({kinds})"
+                    )
+
+
+class _StageFunction:
+    """A stage of a step as a function that replicas call.
+
+    Args:
+        graph: of the trace.
+        definition: of the graph.
+        sources: what the trace has captured, by the name that it has there.
+        device: of the replica on whose variables it was traced.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        graph: tf.Graph,
+        definition: tf.compat.v1.GraphDef,
+        sources: Tensors,
+        device: str,
+    ):
+        self._outputs = stage.outputs
+        self._like = [graph.get_tensor_by_name(name) for name in stage.outputs]
+        self._taken = [name for name in stage.inputs if name not in sources]
+        self._function = None
+        nodes = _optimized(stage, graph, definition, device)
+        if not nodes.node:
+            return
+        used = {tensor_name(name) for node in nodes.node for name in node.input}
+
+        def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            inner = tf.compat.v1.get_default_graph()
+            inputs = dict(zip(self._taken, tensors, strict=True))
+            for name in stage.inputs:
+                if name in sources and name in used:
+                    inputs[name] = inner.capture(sources[name])
+            inputs = {name: tensor for name, tensor in inputs.items() if name in used}
+            return tf.graph_util.import_graph_def(nodes, inputs, list(stage.outputs), name="")
+
+        taken = map(graph.get_tensor_by_name, self._taken)
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
+        # What is inlined for each replica would be optimized for each.
+        traced = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
+        function = traced.get_concrete_function(specs)
+        self._known = function  # kept: functions that it calls are there as long as it is
+        self._function = tp.unchanged_by_calls(function, nodes)
+
+    def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
+        """Call it with the tensors and the variables of a replica; its outputs."""
+        if self._function is None:
+            return {}
+        args = [tensors[name] for name in self._taken]
+        for source in self._known.captured_inputs:
+            copies = handles.get(id(source))
+            args.append(copies[replica % len(copies)] if copies else source)
+        outputs = tp.call_in_graph(self._function, args)
+        for output, like in zip(outputs, self._like, strict=True):
+            output.set_shape(like.shape)
+        return dict(zip(self._outputs, outputs, strict=True))
+
+
+def _optimized(
+    stage: Stage, graph: tf.Graph, definition: tf.compat.v1.GraphDef, device: str
+) -> tf.compat.v1.GraphDef:
+    """A stage's nodes as a graph of their own, optimized for a device, and bound to none.
+
+    Its inputs have their names in the trace.
+
+    Raises:
+        NotSharedError: TensorFlow cannot optimize it alone.
+    """
+    marks = {name: f"input_of_stage_{number}" for number, name in enumerate(stage.inputs)}
+    nodes = _nodes_of(stage, definition, marks, device)
+    names = {node.name for node in nodes.node}
+    effects = [op.name for op in graph.control_outputs if op.name in names]
+    if not stage.outputs and not effects:
+        return tf.compat.v1.GraphDef()
+    for name, mark in marks.items():
+        tensor = graph.get_tensor_by_name(name)
+        node = nodes.node.add(name=mark, op="Placeholder", device=device)
+        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    wanted = [*stage.outputs, *effects, *marks.values()]
+    try:
+        made = tp.optimized(nodes, wanted, device)
+    except ValueError as error:
+        if isinstance(error, StrategyError):
+            raise
+        raise NotSharedError(f"TensorFlow cannot optimize a part of it: {error}") from error
+    inputs = {tensor_name(mark): name for name, mark in marks.items()}
+    found = tf.compat.v1.GraphDef(versions=made.versions, library=made.library)
+    for node in made.node:
+        if tensor_name(node.name) not in inputs:
+            copy = found.node.add()
+            copy.CopyFrom(node)
+            copy.device = "" if node.device == device else node.device
+            del copy.input[:]
+            for name in node.input:
+                if not (name.startswith("^") and tensor_name(name[1:]) in inputs):
+                    copy.input.append(inputs.get(tensor_name(name), name))
+    return found
+
+
+def _nodes_of(
+    stage: Stage, definition: tf.compat.v1.GraphDef, marks: dict[str, str], device: str
+) -> tf.compat.v1.GraphDef:
+    """A stage's nodes as a graph of their own, each on a device.
+
+    Args:
+        marks: nodes for its inputs.
+    """
+    mine = set(stage.nodes)
+    inside = mine - {name.split(":")[0] for name in stage.outputs}
+    first = repeated_reads(node for node in definition.node if node.name in inside)
+    found = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
+    for node in definition.node:
+        if node.name not in mine or node.name in first:
+            continue
+        copy = found.node.add()
+        copy.CopyFrom(node)
+        copy.device = node.device or device
+        copy.attr.pop("_class", None)  # a device beside a node that may be in another stage
+        del copy.input[:]
+        for name in node.input:
+            if name.startswith("^"):
+                # What it waits for outside of the stage is done before the stage.
+                if name[1:] in mine:
+                    copy.input.append("^" + first.get(name[1:], name[1:]))
+            else:
+                name = marks.get(tensor_name(name), name)
+                copy.input.append(first.get(name.removesuffix(":0"), name))
+    return found
+
+
+def _handles(copies: Iterable[Sequence[tf.Variable]]) -> Handles:
+    return {id(each[0].handle): [copy.handle for copy in each] for each in copies}
+
+
+def _leaves(structure: Any) -> list[tf.Tensor]:
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in flat if leaf is not None]
+
+
+def _of_known_shape(value: Any, traced: Any) -> Any:
+    """Slices that say of which shape their tensor is, where it was known when they were traced."""
+    if not isinstance(traced, tf.IndexedSlices) or not traced.shape.is_fully_defined():
+        return value
+    shape = tf.constant(traced.shape.as_list(), traced.dense_shape.dtype)
+    return tf.IndexedSlices(value.values, value.indices, shape)
+
+
+def _packed(structure: Any, leaves: Iterable[tf.Tensor]) -> Any:
+    """Other tensors in a structure, in the order of `_leaves`."""
+    rest = iter(leaves)
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    each = [None if leaf is None else next(rest) for leaf in flat]
+    return tf.nest.pack_sequence_as(structure, each, expand_composites=True)
+
+
+def kind_of(args: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """What makes arguments of replicas another trace: their structure, and the specs of tensors."""
+    return str(tf.nest.map_structure(type, args[0])), *_specs(args)
+
+
+def _specs(args: Sequence[Sequence[Any]]) -> list[tf.TensorSpec]:
+    """For each tensor of a replica's arguments, a spec that holds for all replicas."""
+    return [_common(tensors) for tensors in zip(*map(_leaves, args), strict=True)]
+
+
+def _common(tensors: Sequence[tf.Tensor]) -> tf.TensorSpec:
+    """The spec of all of these tensors."""
+    shape = tensors[0].shape
+    for tensor in tensors[1:]:
+        shape = shape.most_specific_compatible_shape(tensor.shape)
+    return tf.TensorSpec(shape, tensors[0].dtype)

@@ -1,0 +1,168 @@
+"""A traced step, cut where replicas meet: pure arithmetic on the nodes of a graph.
+
+A step that sums over replicas in its middle cannot be one function for each replica. It is cut
+into stages. The nodes of a stage were made after one meeting and before the next; replicas run a
+stage each by itself, then meet, and run the next one with what they have agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = ["MeetingPoint", "Node", "Stage", "cut", "repeated_reads", "source_of", "tensor_name"]
+
+
+class Node(Protocol):
+    """A node of a GraphDef.
+
+    Attributes:
+        name: its name, once in a graph.
+        op: its type.
+        input: "name" or "name:number" of each tensor that it takes, "^name" of nodes to wait for.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def input(self) -> Sequence[str]: ...
+
+
+class MeetingPoint(NamedTuple):
+    """A point of a step at which replicas meet.
+
+    Attributes:
+        brought: the tensors that a replica brings, as "name:number".
+        results: names of the nodes that stand for what it gets.
+    """
+
+    brought: Sequence[str]
+    results: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a step between two meetings.
+
+    Attributes:
+        nodes: names, in the order of the graph.
+        inputs: tensors from outside of it, as "name:number".
+        outputs: its tensors that are used outside of it.
+    """
+
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def cut(
+    nodes: Sequence[Node],
+    meetings: Sequence[MeetingPoint],
+    given: Set[str],
+    wanted: Iterable[str],
+) -> list[Stage]:
+    """The stages of a step: one more than meetings.
+
+    Args:
+        nodes: in the order in which they were made; a node's inputs may be made after it.
+        meetings: in order.
+        given: names of nodes whose outputs come from outside of the step.
+        wanted: the tensors that the step returns, as "name:number".
+
+    Raises:
+        ValueError: a node that is needed before a meeting depends on its results.
+    """
+    results = {name: number for number, each in enumerate(meetings) for name in each.results}
+    stage_of: dict[str, int] = {}
+    current = 0
+    for node in nodes:
+        if node.name in results:
+            current = results[node.name] + 1
+        elif node.name not in given:
+            stage_of[node.name] = current
+    by_name = {node.name: node for node in nodes}
+    for node in reversed(nodes):  # made later, and needed earlier
+        _needed_by(stage_of, by_name, node.name)
+    inputs: list[dict[str, None]] = [{} for _ in range(len(meetings) + 1)]
+    outputs: list[dict[str, None]] = [{} for _ in inputs]
+
+    def leaves(tensor: str, stage: int) -> bool:
+        """Whether a tensor comes into a stage from outside; noted where it leaves its own."""
+        source = _node_of(tensor)
+        if max(stage_of.get(source, 0), results.get(source, -1) + 1) > stage:
+            raise ValueError(f"{tensor} must be there before the meeting that it depends on")
+        if stage_of.get(source) == stage:
+            return False
+        if source in stage_of:
+            outputs[stage_of[source]][tensor] = None
+        return True
+
+    for node in nodes:
+        if (stage := stage_of.get(node.name)) is not None:
+            for name in node.input:
+                if not name.startswith("^") and leaves(tensor_name(name), stage):
+                    inputs[stage][tensor_name(name)] = None
+    for number, meeting in enumerate(meetings):
+        for tensor in meeting.brought:
+            if not leaves(tensor, number):  # at the end of this stage
+                outputs[number][tensor] = None
+    for tensor in wanted:
+        leaves(tensor, len(inputs))
+    names = [
+        tuple(node.name for node in nodes if stage_of.get(node.name) == number)
+        for number in range(len(inputs))
+    ]
+    return [
+        Stage(mine, tuple(taken), tuple(given_on))
+        for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
+    ]
+
+
+def source_of(tensor: str, nodes: Mapping[str, Node]) -> str:
+    """The tensor that an identity of identities is."""
+    while (node := nodes[_node_of(tensor)]).op == "Identity":
+        tensor = tensor_name(next(name for name in node.input if not name.startswith("^")))
+    return tensor
+
+
+def repeated_reads(nodes: Iterable[Node]) -> dict[str, str]:
+    """The reads of a variable that give what an earlier one gave: name -> name of the first.
+
+    What waits for nothing reads what was there before; a write waits for reads before it, and is
+    waited for by those after it.
+    """
+    first: dict[str, str] = {}
+    repeated: dict[str, str] = {}
+    for node in nodes:
+        if node.op == "ReadVariableOp" and len(node.input) == 1:
+            name = first.setdefault(node.input[0], node.name)
+            if name != node.name:
+                repeated[node.name] = name
+    return repeated
+
+
+def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str) -> None:
+    """Move what a node needs to its stage, or an earlier one."""
+    todo = [name]
+    while todo:
+        name = todo.pop()
+        stage = stage_of.get(name)
+        if stage is None:
+            continue
+        for each in by_name[name].input:
+            source = _node_of(tensor_name(each.removeprefix("^")))
+            if stage_of.get(source, -1) > stage:
+                stage_of[source] = stage
+                todo.append(source)
+
+
+def tensor_name(name: str) -> str:
+    """An input of a node as "name:number"; what it waits for has a name of its own."""
+    return name if ":" in name else f"{name}:0"
+
+
+def _node_of(tensor: str) -> str:
+    return tensor.split(":")[0]

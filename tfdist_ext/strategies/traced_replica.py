@@ -1,0 +1,179 @@
+"""The replica that runs a step: its number, whose copies it uses, and how it meets the others.
+
+Under `strategy.run` each replica runs the step in a thread of its own. A `TracedReplica` stands
+for all replicas of this worker while their step is traced once: the replica's number is an input
+of the trace, and where replicas meet the trace has marks, which `SharedStep` replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import tensorflow as tf
+
+from tfdist_ext.strategies.reductions import Reduced
+from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
+
+__all__ = [
+    "Gradient",
+    "Meeting",
+    "NotSharedError",
+    "TracedReplica",
+    "copy_number",
+    "once_for_all",
+    "replica_number",
+    "sum_up",
+]
+
+
+# Of a variable: dense, or slices of what was looked up.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+class NotSharedError(Exception):
+    """The step cannot be traced once for all replicas; the message says why."""
+
+
+class Meeting(NamedTuple):
+    """A point of a traced step at which replicas meet.
+
+    Attributes:
+        values: what a replica brings, tensors of the trace in a structure.
+        results: marks that stand for what it gets, in the rest of the trace.
+        hold: called with each replica's values, in its context; it gives the results.
+    """
+
+    values: Any
+    results: list[Gradient]
+    hold: Callable[[Any], list[Gradient]]
+
+
+class TracedReplica(tf.distribute.ReplicaContext):
+    """The context of a step that is traced once.
+
+    Args:
+        first: the number of this worker's first replica, on whose variables it is traced.
+        number: of the replica that runs it, in the order of all; a tensor of the trace.
+
+    Attributes:
+        meetings: in the order of the trace.
+        refused: why the step cannot be traced once; None as long as it can.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, first: int, number: tf.Tensor):
+        super().__init__(strategy, first)
+        self.first = first
+        self.number = number
+        self.meetings: list[Meeting] = []
+        self.refused: str | None = None
+
+    @property
+    def replica_id_in_sync_group(self) -> NoReturn:
+        self.refuse("it asks for the number of its replica")
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        self.refuse("it calls merge_call, or assigns to a variable as a replica")
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> NoReturn:
+        self.refuse("it calls all_reduce of its replica context")
+
+    def all_gather(self, value: Any, axis: Any, options: Any = None) -> NoReturn:
+        self.refuse("it calls all_gather of its replica context")
+
+    def meet(
+        self, values: Any, marks: list[Gradient], hold: Callable[[Any], list[Gradient]]
+    ) -> list[Gradient]:
+        """Note a meeting; the marks, which the rest of the step takes for its results."""
+        self.meetings.append(Meeting(values, marks, hold))
+        return marks
+
+    def refuse(self, why: str) -> NoReturn:
+        """End the trace.
+
+        Raises:
+            NotSharedError: always.
+        """
+        self.refused = why
+        raise NotSharedError(why)
+
+
+def replica_number() -> tf.Tensor:
+    """The number of the running replica in the order of all."""
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, TracedReplica):
+        return context.number
+    return context.replica_id_in_sync_group
+
+
+def copy_number() -> int:
+    """The number of the replica whose copies of variables are used; not to be had on a TPU."""
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, TracedReplica):
+        return context.first
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def sum_up(
+    values: Sequence[Gradient],
+    what: Sequence[Reduced],
+    scope: Callable[[], Any] = contextlib.nullcontext,
+) -> list[Gradient]:
+    """The sum of each value over all replicas. It has no gradient.
+
+    Args:
+        what: what each value is, for a StrategyTemplate.
+        scope: makes a context manager, entered in the thread that makes the collectives.
+    """
+
+    def hold(mine: Sequence[Gradient]) -> list[Gradient]:
+        return list(sum_over_replicas(tf.distribute.ReduceOp.SUM, mine, what, scope))
+
+    context = tf.distribute.get_replica_context()
+    if not isinstance(context, TracedReplica):
+        return hold(values)
+    values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
+    return context.meet(values, [_mark_of_sum(value) for value in values], hold)
+
+
+def once_for_all(
+    function: Callable[[Any], tuple[Any, tf.Tensor]], values: Any
+) -> tuple[Any, tf.Tensor]:
+    """Call `function(the values of each replica)` once, in cross-replica context.
+
+    Args:
+        function: returns something, and the time at which the values of all were there.
+
+    Returns:
+        What the function does; None in the place of what it returns while a trace is made.
+    """
+
+    def hold(mine: Any) -> tuple[Any, tf.Tensor]:
+        call = tf.distribute.get_replica_context().merge_call
+        return call(lambda _, each: function(each), args=(mine,))
+
+    context = tf.distribute.get_replica_context()
+    if not isinstance(context, TracedReplica):
+        return hold(values)
+    mark = _mark(tf.constant(0.0, tf.float64))
+
+    def time_of(mine: Any) -> list[Gradient]:
+        # identity: a tensor for each replica, as a strategy regroups them.
+        return [tf.identity(tf.cast(hold(mine)[1], tf.float64))]
+
+    return None, context.meet(values, [mark], time_of)[0]
+
+
+def _mark_of_sum(value: Gradient) -> Gradient:
+    if not isinstance(value, tf.IndexedSlices):
+        return _mark(value)
+    # The slices of all replicas, one after another.
+    rows = [_mark(part, [None, *part.shape[1:]]) for part in (value.values, value.indices)]
+    shape = None if value.dense_shape is None else _mark(value.dense_shape)
+    return tf.IndexedSlices(*rows, shape)
+
+
+def _mark(value: tf.Tensor, shape: Sequence[int | None] | None = None) -> tf.Tensor:
+    shape = value.shape if shape is None else tf.TensorShape(shape)
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=shape)
