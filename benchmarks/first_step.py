@@ -1,0 +1,82 @@
+"""Seconds to the first step, by replicas, beside a training loop by hand, in one run.
+
+    .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8] [--models MLP ...]
+        [--markdown docs/performance.md]
+
+Every round runs every contestant once, each in a process of its own, so that a slow minute of the
+machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from report import closing_line, put_into
+
+PROGRAM = Path(__file__).resolve().parent / "programs" / "first_step.py"
+MARKERS = ("<!-- first_step begin -->", "<!-- first_step end -->")
+MODELS = ("MLP 64-256-10", "4-layer transformer, d=128", "ResNet50")
+ROWS = 32  # of a global batch
+BY_HAND = 4  # replicas of the loop by hand: more take minutes
+
+# First step in seconds, steps a second after it, megabytes of the process.
+Measured = tuple[float, float, float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--models", nargs="+", default=MODELS, help="beginnings of their names")
+    parser.add_argument("--markdown", type=Path, help="also write the table into this page")
+    arguments = parser.parse_args()
+    models = [name for name in MODELS if name.startswith(tuple(arguments.models))]
+    contestants = [("fit", replicas) for replicas in arguments.replicas] + [("by hand", BY_HAND)]
+    found: dict[tuple[str, str, int], list[Measured]] = {}
+    for turn in range(arguments.rounds):
+        for model in models:
+            for how, replicas in contestants:
+                measured = measure(how, model, replicas)
+                found.setdefault((model, how, replicas), []).append(measured)
+                print(f"round {turn + 1}: {model}, {how}, {replicas}: {measured}", flush=True)
+    lines = ["", "| first step | replicas | seconds | of one device | steps/s | MB |"]
+    lines.append("|---|---|---|---|---|---|")
+    for model in models:
+        alone = statistics.median(first for first, *_ in found[model, *contestants[0]])
+        for how, replicas in contestants:
+            lines.append(row(model, how, replicas, found[model, how, replicas], alone))
+    text = "\n".join(lines + closing_line(arguments.rounds))
+    print(f"\n{text}")
+    if arguments.markdown:
+        put_into(arguments.markdown, MARKERS, text)
+    return 0
+
+
+def measure(how: str, model: str, replicas: int) -> Measured:
+    command = [sys.executable, str(PROGRAM), how, model, str(replicas), str(ROWS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    figures = re.search(r"first (\S+) speed (\S+) megabytes (\S+)", done.stdout)
+    if figures is None:
+        raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+    first, speed, megabytes = map(float, figures.groups())
+    return first, speed, megabytes
+
+
+def row(model: str, how: str, replicas: int, rounds: list[Measured], alone: float) -> str:
+    first, speed, megabytes = (
+        [each[number] for each in rounds] for number in range(len(rounds[0]))
+    )
+    middle = statistics.median(first)
+    return (
+        f"| {model}, {how} | {replicas} | {middle:.1f} ({min(first):.1f} to {max(first):.1f}) |"
+        f" {middle / alone:.1f} x | {statistics.median(speed):.1f} | {max(megabytes):.0f} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
