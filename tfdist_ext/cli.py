@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +22,7 @@ from tfdist_ext import __version__
 from tfdist_ext.errors import LaunchError, TfDistError
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan, shell_line
 from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.shares import Share, gpus_of, shares_of
 from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
 
 __all__ = ["main"]
@@ -139,7 +140,13 @@ def _seconds(text: str) -> float:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks")
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
-    number("--workers", default=1, help="workers (default 1)")
+    number("--workers", help="workers (default 1)")
+    tasks.add_argument(
+        "--process-per-device",
+        action="store_true",
+        help="a worker for each GPU, which it alone sees; without GPUs, --workers that divide the"
+        " cores among them",
+    )
     tasks.add_argument(
         "--chief",
         action=argparse.BooleanOptionalAction,
@@ -165,10 +172,14 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     # The environment is read here, and handed down.
     env = dict(os.environ)
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
-    names = ("workers", "chief", "ps", "evaluator", "data_workers")
+    names = ("chief", "ps", "evaluator", "data_workers")
     tasks = {name: getattr(options, name) for name in names}
+    shares = _shares(options, env) if options.process_per_device else []
+    tasks["workers"] = len(shares) or (1 if options.workers is None else options.workers)
     with reserve_ports(addresses_needed(**tasks)) as ports:
-        make_plan = functools.partial(plan_local, command, **tasks, ports=ports, env=env)
+        make_plan = functools.partial(
+            plan_local, command, **tasks, shares=shares, ports=ports, env=env
+        )
         plan = make_plan(log_dir=options.log_dir)
         if options.dry_run:
             for task in plan.tasks:
@@ -187,6 +198,17 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         if status:
             print(f"tfdist: logs: {log_dir}", file=sys.stderr)
         return status
+
+
+def _shares(options: argparse.Namespace, env: Mapping[str, str]) -> list[Share]:
+    if options.ps or options.chief or options.evaluator:
+        raise LaunchError(
+            "--process-per-device must come with workers alone, got --ps, --chief or --evaluator;"
+            " leave one of them out"
+        )
+    bound = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = sorted(os.sched_getaffinity(0)) if bound else []
+    return shares_of(options.workers, gpus=gpus_of(env), cores=cores)
 
 
 _COMMANDS = {

@@ -7,12 +7,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.shares import Share
 
 __all__ = ["DATA_SERVICE", "LaunchPlan", "TaskPlan", "addresses_needed", "plan_local", "shell_line"]
 
@@ -28,12 +29,14 @@ class TaskPlan:
         argv: its command.
         env: what is added to the environment that it gets.
         log_file: where its output goes; None: nowhere but the terminal.
+        cores: numbers of the cores that it runs on; empty: all.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     log_file: Path | None = None
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def plan_local(
     ps: int = 0,
     evaluator: bool = False,
     data_workers: int = 0,
+    shares: Sequence[Share] = (),
     ports: Sequence[int],
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str],
@@ -89,6 +93,7 @@ def plan_local(
         evaluator: whether there is an evaluator beside the cluster.
         data_workers: how many workers of a tf.data service, whose dispatcher comes with them. The
             tasks of the cluster find its address in TFDIST_DATA_SERVICE.
+        shares: what each worker gets of the machine; empty: they share it.
         ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
         env: the environment the tasks will have; its PATH is where the program is looked for.
@@ -126,7 +131,9 @@ def plan_local(
         seen = everyone if job == "evaluator" else cluster
         for index in range(len(addresses)):
             tf_config = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
-            tasks.append(task(job, index, argv, {"TF_CONFIG": tf_config, **found_at}))
+            share = shares[index] if shares and job == "worker" else Share()
+            each = {"TF_CONFIG": tf_config, **found_at, **share.env}
+            tasks.append(replace(task(job, index, argv, each), cores=share.cores))
     # The data service computes on the CPU alone: GPUs are the training's.
     quiet = {
         "CUDA_VISIBLE_DEVICES": "-1",
@@ -148,7 +155,8 @@ def plan_local(
 def shell_line(task: TaskPlan) -> str:
     """The task as one line that can be pasted into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
-    return " ".join([*settings, shlex.join(task.argv)])
+    bound = ["taskset", "--cpu-list", ",".join(map(str, task.cores))] if task.cores else []
+    return " ".join([*settings, shlex.join([*bound, *task.argv])])
 
 
 def _with_chief(chief: bool | None, ps: int) -> bool:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import watchdog
@@ -90,18 +90,8 @@ class ProcessSet:
             LaunchError: the system refuses to start its program.
         """
         try:
-            popen = subprocess.Popen(
-                plan.argv,
-                # No standard input: several tasks cannot share a keyboard.
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                # A session of its own: a terminal's Ctrl-C reaches the launcher only, and the
-                # task's own children are in its group.
-                start_new_session=True,
-                env={"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env},
-            )
+            with _on_cores(plan.cores):
+                popen = self._started(plan)
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -111,6 +101,20 @@ class ProcessSet:
         self.tasks.append(task)
         self._guard.add(task.pid)
         return task
+
+    def _started(self, plan: TaskPlan) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            plan.argv,
+            # No standard input: several tasks cannot share a keyboard.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            # A session of its own: a terminal's Ctrl-C reaches the launcher only, and the task's
+            # own children are in its group.
+            start_new_session=True,
+            env={"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env},
+        )
 
     def running(self) -> list[TaskProcess]:
         """The tasks that have not ended."""
@@ -142,6 +146,20 @@ class ProcessSet:
         self._guard.dismiss()
         for task in self.tasks:
             task.close()
+
+
+@contextlib.contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Scope in which this thread, and what it starts, runs on these cores alone; empty: on all."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _group_of(pid: int) -> int | None:
