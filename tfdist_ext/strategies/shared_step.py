@@ -51,6 +51,9 @@ class SharedStep:
         args: for each local replica, its arguments: of one structure, with tensors of any shapes.
         copies: after the trace, the copies of each variable that it may use, one for each replica.
 
+    Attributes:
+        handles: how many variables the graph around its functions hands to them.
+
     Raises:
         NotSharedError: it needs a trace for each replica.
     """
@@ -102,6 +105,7 @@ class SharedStep:
         stages = cut(definition.node, points, outside, self._returned)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
+        self.handles = sum(map(len, self._handles.values()))
         self._functions = [
             _StageFunction(stage, graph, definition, self._sources, devices[0]) for stage in stages
         ]

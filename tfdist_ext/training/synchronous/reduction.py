@@ -30,6 +30,10 @@ __all__ = ["ReplicaSteps", "States", "SynchronousReduction"]
 States: TypeAlias = list[list[tf.Tensor]]
 
 
+# Variables of replicas in a graph that takes long to optimize, and whose steps are not short.
+_MANY = 500
+
+
 class SynchronousReduction:
     """Reductions over the replicas of a strategy, a few tensors at a time."""
 
@@ -282,6 +286,8 @@ class ReplicaSteps:
             self.not_shared = "there is one replica"
         elif isinstance(on.strategy, tf.distribute.TPUStrategy):
             self.not_shared = "a TPU compiles the step"
+        elif on.multi_worker:  # several GPUs on each: untested
+            self.not_shared = "other workers have replicas, too"
 
     def __call__(self, batch: Parts, before: Sequence[Any], *rest: Any) -> list[Any]:
         """The results of each local replica, in cross-replica context.
@@ -318,8 +324,14 @@ class ReplicaSteps:
         return f"a trace for each of {self._on.local_replicas} replicas: {self.not_shared}"
 
     def optimization(self) -> contextlib.AbstractContextManager[None]:
-        """Scope of calls of what has been traced: of a step for all replicas, little is left."""
-        return lightly_optimized() if self.not_shared is None else contextlib.nullcontext()
+        """Scope of calls of what has been traced.
+
+        The graph around optimized functions has little to gain. Where it is large, all that
+        TensorFlow does to it would take seconds; where it is small, steps are short, and gain.
+        """
+        handles = max((step.handles for step in self._shared.values()), default=0)
+        light = self.not_shared is None and handles > _MANY
+        return lightly_optimized() if light else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def telling_errors(self, again: Callable[[], object]) -> Iterator[None]:
@@ -340,9 +352,8 @@ class ReplicaSteps:
             if self.not_shared is not None:
                 raise
             self.not_shared = "it has failed"
-            if not self._on.multi_worker:
-                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                    again()
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                again()
             raise TrainingError(
                 "a step must end on each replica, got an error on one, which TensorFlow reports to"
                 " the others as a cancellation. TensorFlow's log has it, in the line"
