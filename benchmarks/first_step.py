@@ -24,8 +24,8 @@ MODELS = ("MLP 64-256-10", "4-layer transformer, d=128", "ResNet50")
 ROWS = 32  # of a global batch
 BY_HAND = 4  # replicas of the loop by hand: more take minutes
 
-# First step in seconds, steps a second after it, megabytes of the process.
-Measured = tuple[float, float, float]
+# First step in seconds, megabytes of the process.
+Measured = tuple[float, float]
 
 
 def main() -> int:
@@ -44,8 +44,8 @@ def main() -> int:
                 measured = measure(how, model, replicas)
                 found.setdefault((model, how, replicas), []).append(measured)
                 print(f"round {turn + 1}: {model}, {how}, {replicas}: {measured}", flush=True)
-    lines = ["", "| first step | replicas | seconds | of one device | steps/s | MB |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["", "| first step | replicas | seconds | of one device | MB |"]
+    lines.append("|---|---|---|---|---|")
     for model in models:
         alone = statistics.median(first for first, *_ in found[model, *contestants[0]])
         for how, replicas in contestants:
@@ -60,21 +60,19 @@ def main() -> int:
 def measure(how: str, model: str, replicas: int) -> Measured:
     command = [sys.executable, str(PROGRAM), how, model, str(replicas), str(ROWS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    figures = re.search(r"first (\S+) speed (\S+) megabytes (\S+)", done.stdout)
+    figures = re.search(r"first (\S+) megabytes (\S+)", done.stdout)
     if figures is None:
         raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
-    first, speed, megabytes = map(float, figures.groups())
-    return first, speed, megabytes
+    first, megabytes = map(float, figures.groups())
+    return first, megabytes
 
 
 def row(model: str, how: str, replicas: int, rounds: list[Measured], alone: float) -> str:
-    first, speed, megabytes = (
-        [each[number] for each in rounds] for number in range(len(rounds[0]))
-    )
+    first, megabytes = zip(*rounds, strict=True)
     middle = statistics.median(first)
     return (
         f"| {model}, {how} | {replicas} | {middle:.1f} ({min(first):.1f} to {max(first):.1f}) |"
-        f" {middle / alone:.1f} x | {statistics.median(speed):.1f} | {max(megabytes):.0f} |"
+        f" {middle / alone:.1f} x | {max(megabytes):.0f} |"
     )
 
 
