@@ -1,4 +1,4 @@
-"""The models whose first steps are timed, and a batch for each."""
+"""The models of benchmarks/first_step.py, and a batch of data for each."""
 
 import keras
 import numpy as np

@@ -96,7 +96,7 @@ def test_the_source_of_identities() -> None:
 
 @st.composite
 def _steps(draw: st.DrawFn) -> tuple[list[_Node], list[MeetingPoint], list[str]]:
-    """A step whose nodes add up their inputs; meetings at some places."""
+    """A step whose nodes add up their inputs, with meetings between them."""
     nodes = [_Node("given", "Placeholder")]
     meetings = []
     for number in range(draw(st.integers(1, 25))):

@@ -16,6 +16,7 @@ import tfdist_ext as tfd
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
 CALLS: list[str] = []
+ONE_TRACE = "train: one trace for the 3 replicas of this task"
 
 
 @keras.saving.register_keras_serializable("test_one_trace")
@@ -120,9 +121,9 @@ KINDS: dict[str, Callable[[], layers.Layer]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_all_kinds(kind: str) -> None:
-    CALLS.clear()
     build = of_layers(KINDS[kind])
-    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
 
 
 def test_a_loop_between_sums_over_replicas() -> None:
@@ -130,15 +131,15 @@ def test_a_loop_between_sums_over_replicas() -> None:
         return layers.BatchNormalization(synchronized=True)
 
     build = of_layers(statistics, InALoop, statistics)
-    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
 
 
 class AsksForItsNumber(keras.Sequential):
     """A step that is another on each replica, and the same in sum."""
 
     def train_step(self, data: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        CALLS.append(str(context.replica_id_in_sync_group))
+        CALLS.append(str(tf.distribute.get_replica_context().replica_id_in_sync_group))
         return super().train_step(data)
 
 
@@ -148,22 +149,13 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
         model.compile("adam", "binary_crossentropy")
         return model
 
+    assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
-    assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
-
-
-def test_explain_says_how_steps_are_traced() -> None:
-    def build() -> keras.Model:
-        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
-        model.compile("adam", "binary_crossentropy")
-        return model
-
-    model = tfd.distribute(build, mirrored(3))
-    assert tfd.explain(model).steps == ()
-    model.fit(X, Y, verbose=0, **FIT)
-    model.evaluate(X, Y, verbose=0)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert len(set(CALLS)) >= 3
+    ours.evaluate(X, Y, verbose=0)
     why = "it asks for the number of its replica"
-    explained = tfd.explain(model)
+    explained = tfd.explain(ours)
     assert explained.steps == (
         f"train: a trace for each of 3 replicas: {why}",
         "test: one trace for the 3 replicas of this task",
@@ -183,7 +175,7 @@ class Checked(layers.Layer):
     ("first_wrong", "error", "message"),
     [
         (0, tf.errors.InvalidArgumentError, "too large"),
-        # The batch after the one that fails is looked at, and there is none.
+        # The last batch fails: there is no next one to find the error with.
         (48, tfd.TrainingError, "a step must end on each replica.*Local rendezvous is aborting"),
     ],
 )

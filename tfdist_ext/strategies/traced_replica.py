@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
+from tfdist_ext.strategies._tf_private import Value
 from tfdist_ext.strategies.reductions import Reduced
 from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
 
 __all__ = [
-    "Gradient",
     "Meeting",
     "NotSharedError",
     "TracedReplica",
@@ -26,10 +26,6 @@ __all__ = [
     "replica_number",
     "sum_up",
 ]
-
-
-# Of a variable: dense, or slices of what was looked up.
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class NotSharedError(Exception):
@@ -46,8 +42,8 @@ class Meeting(NamedTuple):
     """
 
     values: Any
-    results: list[Gradient]
-    hold: Callable[[Any], list[Gradient]]
+    results: list[Value]
+    hold: Callable[[Any], list[Value]]
 
 
 class TracedReplica(tf.distribute.ReplicaContext):
@@ -83,8 +79,8 @@ class TracedReplica(tf.distribute.ReplicaContext):
         self.refuse("it calls all_gather of its replica context")
 
     def meet(
-        self, values: Any, marks: list[Gradient], hold: Callable[[Any], list[Gradient]]
-    ) -> list[Gradient]:
+        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Value]]
+    ) -> list[Value]:
         """Note a meeting; the marks, which the rest of the step takes for its results."""
         self.meetings.append(Meeting(values, marks, hold))
         return marks
@@ -108,7 +104,7 @@ def replica_number() -> tf.Tensor:
 
 
 def copy_number() -> int:
-    """The number of the replica whose copies of variables are used; not to be had on a TPU."""
+    """The number of the replica whose copies of variables are used. A TPU does not tell it."""
     context = tf.distribute.get_replica_context()
     if isinstance(context, TracedReplica):
         return context.first
@@ -116,10 +112,10 @@ def copy_number() -> int:
 
 
 def sum_up(
-    values: Sequence[Gradient],
+    values: Sequence[Value],
     what: Sequence[Reduced],
     scope: Callable[[], Any] = contextlib.nullcontext,
-) -> list[Gradient]:
+) -> list[Value]:
     """The sum of each value over all replicas. It has no gradient.
 
     Args:
@@ -127,7 +123,7 @@ def sum_up(
         scope: makes a context manager, entered in the thread that makes the collectives.
     """
 
-    def hold(mine: Sequence[Gradient]) -> list[Gradient]:
+    def hold(mine: Sequence[Value]) -> list[Value]:
         return list(sum_over_replicas(tf.distribute.ReduceOp.SUM, mine, what, scope))
 
     context = tf.distribute.get_replica_context()
@@ -158,14 +154,14 @@ def once_for_all(
         return hold(values)
     mark = _mark(tf.constant(0.0, tf.float64))
 
-    def time_of(mine: Any) -> list[Gradient]:
+    def time_of(mine: Any) -> list[Value]:
         # identity: a tensor for each replica, as a strategy regroups them.
         return [tf.identity(tf.cast(hold(mine)[1], tf.float64))]
 
     return None, context.meet(values, [mark], time_of)[0]
 
 
-def _mark_of_sum(value: Gradient) -> Gradient:
+def _mark_of_sum(value: Value) -> Value:
     if not isinstance(value, tf.IndexedSlices):
         return _mark(value)
     # The slices of all replicas, one after another.

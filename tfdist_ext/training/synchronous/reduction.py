@@ -30,7 +30,8 @@ __all__ = ["ReplicaSteps", "States", "SynchronousReduction"]
 States: TypeAlias = list[list[tf.Tensor]]
 
 
-# Variables of replicas in a graph that takes long to optimize, and whose steps are not short.
+# More variables than this, all replicas' copies counted, make a graph slow to optimize. Steps of a
+# model with so many are long, so they gain little from it.
 _MANY = 500
 
 
@@ -335,7 +336,7 @@ class ReplicaSteps:
 
     @contextlib.contextmanager
     def telling_errors(self, again: Callable[[], object]) -> Iterator[None]:
-        """Scope of a call whose steps may fail.
+        """Scope that reports the error itself where a step fails.
 
         Where replicas call functions, TensorFlow reports the error of one as a cancellation of what
         waits for it. So a step runs again with a trace for each replica, which tells the error.
