@@ -327,15 +327,18 @@ class Peers(TaskStatus):
                 return
 
     def _look_for_other_calls(self, here: Place) -> None:
-        places = {task: place for task in self._addresses if (place := _place_of(task)).inside}
-        for task, place in places.items():
+        places = {task: _place_of(task) for task in self._addresses}
+        meeting = {task: place for task, place in places.items() if place.inside}
+        for task, place in meeting.items():
             mine = (here.call, here.detail)
             differs = place.number == here.number and (place.call, place.detail) != mine
             # It has completed the meeting in which this worker still waits, without this one.
             differs |= place.number > here.number
             if differs and self._alarm((task, place), here):
-                calls = {t: str(p) for t, p in {self._me: here, **places}.items()}
-                self._decide("differs", odd_one(calls), different_calls(calls), here.number - 1)
+                calls = {t: str(p) for t, p in {self._me: here, **meeting}.items()}
+                # One that is on its way to this meeting is named too, and is not the odd one.
+                shown = {t: str(p) for t, p in places.items()} | calls
+                self._decide("differs", odd_one(calls), different_calls(shown), here.number - 1)
                 return
 
     def _alarm(self, what: Hashable, here: Place, looks: int = _LOOKS) -> bool:
