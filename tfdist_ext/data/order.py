@@ -25,7 +25,7 @@ from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 
-__all__ = ["Order", "sorted_at_random"]
+__all__ = ["Order", "key_in_graph", "sorted_at_random"]
 
 _ROUNDS = 16
 _MOST_EXAMPLES = 2**62  # positions are int64
@@ -100,13 +100,6 @@ class Order:
         start, stop = self._span(step)
         return stop - start
 
-    def key_in_graph(self, epoch: tf.Tensor) -> tf.Tensor:
-        """The key of an epoch that is a tensor, inside of tf.data on this machine."""
-        key = tf.numpy_function(
-            lambda number: self.key(int(number)), [epoch], tf.uint32, stateful=False
-        )
-        return tf.ensure_shape(key, [3])
-
     def key(self, epoch: int) -> np.ndarray:
         """The key of an epoch's permutation: three words (uint32), for `indices(key=...)`.
 
@@ -114,9 +107,7 @@ class Order:
             DataError: the epoch is no whole number from 0 below 2**63.
         """
         epoch = check_int(epoch, "epoch", 0, 2**63 - 1, error=DataError)
-        text = f"tfdist_ext order, seed {self.seed}, epoch {epoch}"
-        words = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=12).digest(), "<u4")
-        return words.astype(np.uint32)
+        return _key(self.seed, epoch)
 
     def indices(
         self,
@@ -206,6 +197,18 @@ class Order:
 Order.__init__ = renamed_arguments(  # type: ignore[method-assign]
     {"global_batch": "global_batch_size", "first": "examples_seen"}
 )(Order.__init__)
+
+
+def key_in_graph(seed: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
+    """`Order(seed=seed).key(epoch)` of tensors, inside of tf.data on this machine."""
+    key = tf.numpy_function(_key, [seed, epoch], tf.uint32, stateful=False)
+    return tf.ensure_shape(key, [3])
+
+
+def _key(seed: int | None, epoch: int) -> np.ndarray:
+    text = f"tfdist_ext order, seed {seed}, epoch {epoch}"
+    words = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=12).digest(), "<u4")
+    return words.astype(np.uint32)
 
 
 def sorted_at_random(n: Number, seed: tf.Tensor) -> tf.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.order import Order
+from tfdist_ext.data.order import Order, key_in_graph
 from tfdist_ext.data.pipelines import in_parallel, with_data_errors
 from tfdist_ext.data.position import Position
 from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
@@ -206,7 +206,8 @@ class OrderedDataset(ShardedDataset):
 
         def parts(number: tf.Tensor) -> Any:
             epoch, step = number // self.steps, number % self.steps
-            key = self.order.key_in_graph(epoch)
+            seed = self.order.seed
+            key = None if seed is None else key_in_graph(tf.constant(seed, tf.int64), epoch)
             size = self.order.size(step)
 
             def part(replica: int) -> Any:

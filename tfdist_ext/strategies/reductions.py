@@ -11,7 +11,16 @@ import tensorflow as tf
 
 from tfdist_ext.strategies import _tf_private
 
-__all__ = ["METRIC", "OTHER", "STATISTIC", "Reduced", "all_reduce", "batch_reduce_to"]
+__all__ = [
+    "METRIC",
+    "OTHER",
+    "STATISTIC",
+    "Reduced",
+    "all_reduce",
+    "batch_reduce_to",
+    "reduce_parts",
+    "tells_what_it_reduces",
+]
 
 Kind = Literal["gradient", "metric", "statistic", "assignment", "other"]
 
@@ -61,12 +70,28 @@ def all_reduce(
             return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        # With one replica a part is a tensor, and its destination is told by its device.
-        pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-        with scope():
-            return batch_reduce_to(strategy, op, pairs, what)
+        return reduce_parts(strategy, op, parts, what, scope)
 
     return list(context.merge_call(of_all, args=tuple(values)))
+
+
+def reduce_parts(
+    strategy: tf.distribute.Strategy,
+    op: tf.distribute.ReduceOp,
+    parts: Sequence[Any],
+    what: Sequence[Reduced],
+    scope: Callable[[], Any] = contextlib.nullcontext,
+) -> list[Any]:
+    """Values per replica, each reduced to where it came from; in cross-replica context."""
+    # With one replica a part is a tensor, and its destination is told by its device.
+    pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
+    with scope():
+        return batch_reduce_to(strategy, op, pairs, what)
+
+
+def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
+    """It is a StrategyTemplate, whose hook is told what each value is."""
+    return hasattr(strategy.extended, "reducing")
 
 
 def batch_reduce_to(
@@ -76,7 +101,7 @@ def batch_reduce_to(
     what: Sequence[Reduced],
 ) -> list[Any]:
     """`extended.batch_reduce_to`, which tells a StrategyTemplate what the values are."""
-    if not hasattr(strategy.extended, "reducing"):
+    if not tells_what_it_reduces(strategy):
         return list(strategy.extended.batch_reduce_to(op, pairs))
     with strategy.extended.reducing(what):
         return list(strategy.extended.batch_reduce_to(op, pairs))

@@ -27,7 +27,6 @@ from tfdist_ext.strategies.traced_replica import (
     Meeting,
     NotSharedError,
     TracedReplica,
-    copy_number,
 )
 
 __all__ = ["SharedStep", "kind_of"]
@@ -37,8 +36,13 @@ __all__ = ["SharedStep", "kind_of"]
 Tensors: TypeAlias = dict[str, tf.Tensor]
 
 
-# By id of a captured handle, those of all local replicas.
+# By id of a captured handle, those of all local replicas, or one that stands for all of them.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
+
+
+# More variables than this, all replicas' copies counted, make a graph slow to trace and to
+# optimize. Steps of a model with so many are long, and lose little by what that saves.
+_MANY = 500
 
 
 class SharedStep:
@@ -52,7 +56,7 @@ class SharedStep:
         copies: after the trace, the copies of each variable that it may use, one for each replica.
 
     Attributes:
-        handles: how many variables the graph around its functions hands to them.
+        large: the graph around its functions is.
 
     Raises:
         NotSharedError: it needs a trace for each replica.
@@ -105,7 +109,9 @@ class SharedStep:
         stages = cut(definition.node, points, outside, self._returned)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
-        self.handles = sum(map(len, self._handles.values()))
+        self.large = sum(map(len, self._handles.values())) > _MANY
+        if self.large:
+            self._handles = {key: tp.packed(each) for key, each in self._handles.items()}
         self._functions = [
             _StageFunction(stage, graph, definition, self._sources, devices[0]) for stage in stages
         ]
@@ -129,20 +135,17 @@ class SharedStep:
 
     def _hold(self, meeting: Meeting, known: Sequence[Tensors]) -> None:
         brought = [leaf.name for leaf in _leaves(meeting.values)]
-        values = [_packed(meeting.values, [mine[name] for name in brought]) for mine in known]
-
-        def in_replica(values: list[Any]) -> list[Any]:
-            mine = values[copy_number() % len(values)]
-            # identity: a tensor from outside has no device, and reductions go by it.
-            mine = tf.nest.map_structure(tf.identity, mine, expand_composites=True)
-            return meeting.hold(tf.nest.map_structure(_of_known_shape, mine, meeting.values))
-
+        of_all = []
+        for device, mine in zip(self._devices, known, strict=True):
+            leaves = [_on(device, mine[name]) for name in brought]
+            values = _packed(meeting.values, leaves)
+            of_all.append(tf.nest.map_structure(_of_known_shape, values, meeting.values))
         local = self._strategy.experimental_local_results
-        results = [local(each) for each in self._strategy.run(in_replica, args=(values,))]
+        results = [local(each) for each in meeting.hold(tp.per_replica(of_all, always=True))]
         marks = [leaf.name for leaf in _leaves(meeting.results)]
         for replica, tensors in enumerate(known):
-            mine = _leaves([each[replica] for each in results])
-            tensors.update(zip(marks, mine, strict=True))
+            got = _leaves([each[replica % len(each)] for each in results])
+            tensors.update(zip(marks, got, strict=True))
 
     def _read_copies(self) -> Iterable[Sequence[tf.Variable]]:
         """The copies of each variable that the step has read."""
@@ -299,6 +302,14 @@ def _handles(copies: Iterable[Sequence[tf.Variable]]) -> Handles:
 def _leaves(structure: Any) -> list[tf.Tensor]:
     flat = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in flat if leaf is not None]
+
+
+def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, which knows its device: reductions go by it."""
+    if tensor.device:
+        return tensor
+    with tf.device(device):
+        return tf.identity(tensor)
 
 
 def _of_known_shape(value: Any, traced: Any) -> Any:

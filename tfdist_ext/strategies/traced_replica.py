@@ -14,8 +14,13 @@ from typing import Any, NamedTuple, NoReturn
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
-from tfdist_ext.strategies.reductions import Reduced
-from tfdist_ext.strategies.reductions import all_reduce as sum_over_replicas
+from tfdist_ext.strategies.reductions import (
+    OTHER,
+    Reduced,
+    all_reduce,
+    reduce_parts,
+    tells_what_it_reduces,
+)
 
 __all__ = [
     "Meeting",
@@ -28,6 +33,10 @@ __all__ = [
 ]
 
 
+# Elements of a tensor that is copied sooner than it is sent by itself.
+_SMALL = 4096
+
+
 class NotSharedError(Exception):
     """The step cannot be traced once for all replicas; the message says why."""
 
@@ -38,12 +47,13 @@ class Meeting(NamedTuple):
     Attributes:
         values: what a replica brings, tensors of the trace in a structure.
         results: marks that stand for what it gets, in the rest of the trace.
-        hold: called with each replica's values, in its context; it gives the results.
+        hold: called once with values per replica, in cross-replica context; it gives the results,
+            each per replica or one for all.
     """
 
     values: Any
     results: list[Value]
-    hold: Callable[[Any], list[Value]]
+    hold: Callable[[Any], list[Any]]
 
 
 class TracedReplica(tf.distribute.ReplicaContext):
@@ -79,7 +89,7 @@ class TracedReplica(tf.distribute.ReplicaContext):
         self.refuse("it calls all_gather of its replica context")
 
     def meet(
-        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Value]]
+        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Any]]
     ) -> list[Value]:
         """Note a meeting; the marks, which the rest of the step takes for its results."""
         self.meetings.append(Meeting(values, marks, hold))
@@ -123,14 +133,42 @@ def sum_up(
         scope: makes a context manager, entered in the thread that makes the collectives.
     """
 
-    def hold(mine: Sequence[Value]) -> list[Value]:
-        return list(sum_over_replicas(tf.distribute.ReduceOp.SUM, mine, what, scope))
-
+    op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return hold(values)
+        return list(all_reduce(op, values, what, scope))
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
-    return context.meet(values, [_mark_of_sum(value) for value in values], hold)
+    # The hook of a StrategyTemplate is told what each value is.
+    together = [] if tells_what_it_reduces(context.strategy) else _small_ones(values)
+    alone = sorted(set(range(len(values))).difference(*together))
+    flat = [tf.concat([tf.reshape(values[i], [-1]) for i in each], 0) for each in together]
+    brought = [*(values[place] for place in alone), *flat]
+    kinds = [*(what[place] for place in alone), *(OTHER for _ in flat)]
+
+    def hold(of_all: Sequence[Any]) -> list[Any]:
+        return reduce_parts(context.strategy, op, of_all, kinds, scope)
+
+    summed = context.meet(brought, [_mark_of_sum(value) for value in brought], hold)
+    found = dict(zip(alone, summed, strict=False))
+    for places, total in zip(together, summed[len(alone) :], strict=True):
+        shapes = [values[place].shape for place in places]
+        pieces = tf.split(total, [shape.num_elements() for shape in shapes])
+        for place, piece, shape in zip(places, pieces, shapes, strict=True):
+            found[place] = tf.reshape(piece, shape)
+    return [found[place] for place in range(len(values))]
+
+
+def _small_ones(values: Sequence[Value]) -> list[list[int]]:
+    """The places of small values, those of one dtype together, where they are several.
+
+    Sending a small value takes longer than copying it several times.
+    """
+    small: dict[tf.DType, list[int]] = {}
+    for place, value in enumerate(values):
+        elements = None if isinstance(value, tf.IndexedSlices) else value.shape.num_elements()
+        if elements is not None and elements <= _SMALL:
+            small.setdefault(value.dtype, []).append(place)
+    return [places for places in small.values() if len(places) > 1]
 
 
 def once_for_all(
@@ -144,19 +182,13 @@ def once_for_all(
     Returns:
         What the function does; None in the place of what it returns while a trace is made.
     """
-
-    def hold(mine: Any) -> tuple[Any, tf.Tensor]:
-        call = tf.distribute.get_replica_context().merge_call
-        return call(lambda _, each: function(each), args=(mine,))
-
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return hold(values)
+        return context.merge_call(lambda _, each: function(each), args=(values,))
     mark = _mark(tf.constant(0.0, tf.float64))
 
-    def time_of(mine: Any) -> list[Value]:
-        # identity: a tensor for each replica, as a strategy regroups them.
-        return [tf.identity(tf.cast(hold(mine)[1], tf.float64))]
+    def time_of(of_all: Any) -> list[Any]:
+        return [tf.cast(function(of_all)[1], tf.float64)]
 
     return None, context.meet(values, [mark], time_of)[0]
 

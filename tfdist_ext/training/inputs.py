@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.order import Order, sorted_at_random
+from tfdist_ext.data.order import Order, key_in_graph, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.pipelines import in_parallel
 from tfdist_ext.data.rows import batch_size_of, rows_between
@@ -147,32 +147,54 @@ def _parts_of_arrays(
     arrays: Structure, rows: int, batch: int, seed: int | None, within_batches: bool
 ) -> Callable[[int], PartsOf]:
     """The number of the first global batch -> the parts from there on."""
-    steps = max(1, -(-rows // batch))
-    # Where there are no rows or steps, or fewer than none, the epochs say so.
-    order = Order(max(rows, 1), max(1, min(batch, rows)), None if within_batches else seed)
+    are_tensors = _spec_of_arrays(arrays) is not None
 
     def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
-        @tf.autograph.experimental.do_not_convert
-        def parts(step: tf.Tensor) -> tuple[Part, ...]:
-            size = tf.minimum(rows - (step % steps) * batch, batch)
-            spans = _spans(size, first, local, replicas)
-            begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
-            if seed is not None and within_batches:
-                of_batch = tf.stack([tf.constant(seed, tf.int64), step])
-                mixed = sorted_at_random(size, of_batch)[begin:end]
-                indices = (step % steps) * batch + mixed
-            else:
-                key = None if order.seed is None else order.key_in_graph(step // steps)
-                indices = order.rows(step % steps, begin, end, key=key)
-
-            return tuple(
-                (mine, size, kp.take(arrays, indices[low - begin : high - begin]))
-                for mine, low, high in spans
-            )
-
-        return in_parallel(tf.data.Dataset.range(start, 2**62), parts)
+        make = _parts_function if are_tensors else _parts_function.__wrapped__
+        parts = make(rows, batch, seed is not None, within_batches, first, local, replicas)
+        of_step = tf.autograph.experimental.do_not_convert(
+            lambda step: parts(step, tf.constant(seed or 0, tf.int64), arrays)
+        )
+        options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
+        options.experimental_optimization.apply_default_optimizations = False
+        dataset = in_parallel(tf.data.Dataset.range(start, 2**62), of_step)
+        return dataset.with_options(options)
 
     return lambda begin: functools.partial(parts_of, begin)
+
+
+@functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
+def _parts_function(
+    rows: int,
+    batch: int,
+    shuffle: bool,
+    within_batches: bool,
+    first: int,
+    local: int,
+    replicas: int,
+) -> Callable[..., tuple[Part, ...]]:
+    """(number of a global batch, seed, arrays) -> the parts of the local replicas."""
+    steps = max(1, -(-rows // batch))
+    # Where there are no rows or steps, or fewer than none, the epochs say so.
+    permuted = shuffle and not within_batches
+    order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if permuted else None)
+
+    def parts(step: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tuple[Part, ...]:
+        size = tf.minimum(rows - (step % steps) * batch, batch)
+        spans = _spans(size, first, local, replicas)
+        begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
+        if shuffle and within_batches:
+            mixed = sorted_at_random(size, tf.stack([seed, step]))[begin:end]
+            indices = (step % steps) * batch + mixed
+        else:
+            key = key_in_graph(seed, step // steps) if permuted else None
+            indices = order.rows(step % steps, begin, end, key=key)
+        return tuple(
+            (mine, size, kp.take(arrays, indices[low - begin : high - begin]))
+            for mine, low, high in spans
+        )
+
+    return tf.function(parts, autograph=False)
 
 
 def _spec_of_arrays(arrays: Structure) -> Specs:

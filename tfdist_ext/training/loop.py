@@ -83,6 +83,7 @@ class Loop:
         self._by_batch = self._reduction.any_worker(uses_batch_hooks(hooks.callbacks, kind))
         requested = model.steps_per_execution
         fixed = requested if requested > 1 else 1 if self._by_batch else None
+        self._is_fixed = fixed is not None
         self._pace = StepsPerExecutionTuner(fixed=fixed, target=engine.seconds_per_execution)
 
     @property
@@ -93,6 +94,9 @@ class Loop:
         """(logs, steps done) of one epoch; `where` names it in messages, as "epoch 2, "."""
         with preserve_sigint() as raise_if_interrupted, data_errors_as_raised():
             peers = self._reduction.peers
+            pace = self._pace
+            if not self._is_fixed and data.batch_size is not None:
+                pace = program.paces.setdefault(data.batch_size, pace)
             logs: Logs = {}
             done, seconds = 0, 0.0
             with peers.meeting(f"{where}before its first step"):
@@ -103,14 +107,14 @@ class Loop:
                 left = None if data.steps is None else data.steps - done
                 if self._listener is not None and (most := self._listener.max_steps()) is not None:
                     left = most if left is None else min(left, most)
-                n = self._pace.next(1 if one_only else left)
+                n = pace.next(1 if one_only else left)
                 self._begin(done)
                 started = time.perf_counter()
                 with peers.meeting(f"{where}steps after {done}"):
                     result = program.run(data, n, seconds)
                 seconds = time.perf_counter() - started
                 raise_if_interrupted()
-                self._pace.record(result.chief_seconds)
+                pace.record(result.chief_seconds)
                 if result.steps == 0:
                     logs = result.logs if data.resumed else logs
                     break
@@ -207,7 +211,10 @@ class Epochs:
         try:
             self._begin(steps, known)
             resumed, counts_rows = completed > 0, batches.needs_row_count
-            yield Epoch(self._iterator, steps, known, counts_rows, resumed, batches.advance)
+            in_memory = None if batches.arrays is None else batches.batch_size
+            yield Epoch(
+                self._iterator, steps, known, counts_rows, resumed, batches.advance, in_memory
+            )
         finally:
             batches.on_epoch_end()
             if in_pass is not None:

@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -20,6 +20,9 @@ from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFun
 from tfdist_ext.training.steps.logs import DerivedLogs, MetricVersions, has_own_outputs
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import check_built
+
+if TYPE_CHECKING:
+    from tfdist_ext.training.loop import StepsPerExecutionTuner
 
 __all__ = ["EngineBase", "ProgramBase", "step_of"]
 
@@ -97,6 +100,7 @@ class ProgramBase:
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._derived: DerivedLogs | None = None  # of steps in a graph
         self._mixed: set[str] = set()  # names of logs that were warned of
+        self.paces: dict[int, StepsPerExecutionTuner] = {}
 
     def _derive_logs(
         self,

@@ -41,6 +41,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from tfdist_ext.training.loop import StepsPerExecutionTuner
     from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 
 
@@ -91,7 +92,11 @@ class StepProgram(Protocol):
 
     Attributes:
         traces: how the step is traced, in words.
+        paces: by the size of a global batch, how many steps fit in an execution: what earlier
+            fits have found.
     """
+
+    paces: dict[int, StepsPerExecutionTuner]
 
     @property
     def traces(self) -> str: ...
@@ -338,6 +343,7 @@ class Epoch:
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         resumed: it is the rest of an epoch, whose first batches are in the metrics already.
         advance: to be told how many batches were used, after each execution.
+        batch_size: examples of a global batch, of data that is in memory; else None.
     """
 
     iterator: BatchIterator
@@ -346,3 +352,4 @@ class Epoch:
     needs_row_count: bool
     resumed: bool
     advance: Callable[[int], None]
+    batch_size: int | None = None

@@ -54,6 +54,7 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.training.steps.scope import (
     LocalVariables,
     ReplicaScope,
+    assign_each,
     assign_written,
     contribution_of_part,
     metric_methods,
@@ -70,9 +71,8 @@ from tfdist_ext.training.variables import copies_of_model
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
 
-# Logs, the metrics' values, the replicas' states, steps done, and the chief's seconds: what an
-# execution returns.
-Finished: TypeAlias = tuple[dict[str, tf.Tensor], list[tf.Tensor], States, tf.Tensor, tf.Tensor]
+# Logs, the replicas' metric states, steps done, and the chief's seconds: what an execution returns.
+Finished: TypeAlias = tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]
 
 
 # What a step leaves for the logs, by name; a loop in the graph carries it.
@@ -155,9 +155,7 @@ class SynchronousProgram(ProgramBase):
             step = self._next_counted if data.known_length else self._next_if_any
             step = self._next_agreed if data.needs_row_count else step
             result = self._execute(step, data.iterator, n, seconds)
-        logs, values, self._states, steps, chief_seconds = result
-        for variable, value in zip(self._metrics, values, strict=True):
-            kp.raw_value(variable).assign(value)
+        logs, self._states, steps, chief_seconds = result
         logs = {  # by name, as Keras sorts them
             name: float(value) if value.shape.rank == 0 else value.numpy()
             for name, value in sorted(logs.items())
@@ -384,7 +382,8 @@ class SynchronousProgram(ProgramBase):
     def _finish(self, last: Carried, steps: tf.Tensor, seconds: tf.Tensor) -> Finished:
         values, outputs, chief_seconds = self.reduction.over_all(self._metrics, *last, seconds)
         self.timer.execution_is_done(steps)
-        return self._logs(values, outputs), values, last[0], steps, chief_seconds
+        assign_each(self._strategy, self._metrics, values)
+        return self._logs(values, outputs), last[0], steps, chief_seconds
 
 
 def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -475,8 +474,7 @@ class Predictor:
         variables = [self._metrics[i] for i in places]
         states = [[of_replica[i] for i in places] for of_replica in states]
         values, _, _ = self._reduction.over_all(variables, states, {}, tf.constant(0.0))
-        for variable, value in zip(variables, values, strict=True):
-            kp.raw_value(variable).assign(value)
+        assign_each(self._strategy, variables, values)
 
     def _of_one_part(
         self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None = None

@@ -30,11 +30,6 @@ __all__ = ["ReplicaSteps", "States", "SynchronousReduction"]
 States: TypeAlias = list[list[tf.Tensor]]
 
 
-# More variables than this, all replicas' copies counted, make a graph slow to optimize. Steps of a
-# model with so many are long, so they gain little from it.
-_MANY = 500
-
-
 class SynchronousReduction:
     """Reductions over the replicas of a strategy, a few tensors at a time."""
 
@@ -330,8 +325,7 @@ class ReplicaSteps:
         The graph around optimized functions has little to gain. Where it is large, all that
         TensorFlow does to it would take seconds; where it is small, steps are short, and gain.
         """
-        handles = max((step.handles for step in self._shared.values()), default=0)
-        light = self.not_shared is None and handles > _MANY
+        light = self.not_shared is None and any(step.large for step in self._shared.values())
         return lightly_optimized() if light else contextlib.nullcontext()
 
     @contextlib.contextmanager
