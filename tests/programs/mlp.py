@@ -16,12 +16,12 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(ROWS, 6)).astype("float32"), rng.integers(0, 3, ROWS)
 
 
-def build() -> keras.Model:
+def build(**compiling: Any) -> keras.Model:
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **compiling)
     return model
 
 

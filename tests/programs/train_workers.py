@@ -43,6 +43,13 @@ result["moved_weights"] = mlp.flat(moved.keras_model)
 unknown = moved.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict=True)
 result["moved_accuracy_rows"] = unknown["accuracy"] * 58
 
+# The same training, what each worker does between the sums compiled by XLA.
+keras.utils.set_random_seed(7 + 100 * rank)
+by_xla = tfd.distribute(lambda: mlp.build(jit_compile=True), strategy)
+by_xla.fit(x, y, batch_size=mlp.BATCH, epochs=3, verbose=0)
+result["weights_by_xla"] = mlp.flat(by_xla.keras_model)
+result["steps_by_xla"] = tfd.explain(by_xla).steps
+
 # Only the chief writes.
 mine = shared / f"written_by_{rank}"
 model.fit(

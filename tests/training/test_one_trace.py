@@ -127,9 +127,6 @@ def test_layers_of_all_kinds(kind: str) -> None:
 
 
 def test_a_loop_between_sums_over_replicas() -> None:
-    def statistics() -> layers.Layer:
-        return layers.BatchNormalization(synchronized=True)
-
     build = of_layers(statistics, InALoop, statistics)
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
@@ -161,6 +158,70 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
         "test: one trace for the 3 replicas of this task",
     )
     assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
+
+
+def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        inputs = x = keras.Input((5,), dtype="int32")
+        for layer in (layers.Embedding(20, 3), *(make() for make in between)):
+            x = layer(x)
+        model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
+        optimizer = keras.optimizers.SGD(0.1, clipnorm=1.0)
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], jit_compile=True)
+        return model
+
+    return build
+
+
+def lstm() -> layers.Layer:
+    """A loop, whose gradient has another graph where XLA compiles it."""
+    return layers.LSTM(4)
+
+
+def statistics() -> layers.Layer:
+    return layers.BatchNormalization(synchronized=True)
+
+
+@pytest.mark.parametrize(
+    ("between", "but_for"),
+    [
+        ([lstm], ""),
+        ([layers.Flatten, statistics], ""),
+        (
+            [lstm, statistics],
+            " but for a part: a sum over replicas is between the turns of a loop and their"
+            " gradients",
+        ),
+    ],
+    ids=["lstm", "statistics", "lstm and statistics"],
+)
+def test_xla_compiles_what_replicas_do_between_sums(between: Any, but_for: str) -> None:
+    numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
+    build = by_xla(*between)
+    _, ours = assert_trains_as_keras(build, numbers, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert ours.keras_model.jit_compile
+    assert tfd.explain(ours).steps == (f"{ONE_TRACE}, compiled by XLA{but_for}",)
+
+
+def test_xla_is_off_where_a_variable_is_on_another_device() -> None:
+    numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
+    with pytest.warns(UserWarning, match="jit_compile=True is off: replicas use a variable"):
+        _, ours = assert_trains_as_keras(
+            by_xla(lstm), numbers, Y, strategy=strategy_of("central_storage", 3), eager=False, **FIT
+        )
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
+
+
+def test_xla_is_off_where_each_replica_has_a_trace() -> None:
+    def build() -> keras.Model:
+        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
+        model.compile("adam", "binary_crossentropy", jit_compile=True)
+        return model
+
+    with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
+        _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert len(told) == 1
+    ours.fit(X, Y, verbose=0)  # a second warning would be an error here
 
 
 class Checked(layers.Layer):

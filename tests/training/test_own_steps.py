@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
@@ -235,18 +234,6 @@ def test_xla_runs_on_one_device() -> None:
         classifier(jit_compile=True), X, Y, strategy=strategy_of("one_device"), batch_size=16
     )
     assert ours.keras_model.jit_compile
-
-
-def test_xla_is_off_under_several_replicas_with_one_warning() -> None:
-    plain, _ = plain_fit(classifier(), X, Y, batch_size=16)
-    with pytest.warns(UserWarning, match="jit_compile=True is off") as told:
-        ours, _ = distributed_fit(classifier(jit_compile=True), X, Y, batch_size=16)
-    assert len(told) == 1
-    assert_same_weights(plain, ours)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.fit(X, Y, verbose=0)
-        ours.evaluate(X, Y, verbose=0)
 
 
 def test_a_strategy_with_the_default_cross_device_ops() -> None:

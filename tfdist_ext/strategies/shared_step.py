@@ -54,9 +54,12 @@ class SharedStep:
         step: called once, with the arguments of a replica, in the context of a `TracedReplica`.
         args: for each local replica, its arguments: of one structure, with tensors of any shapes.
         copies: after the trace, the copies of each variable that it may use, one for each replica.
+        jit_compile: XLA compiles its functions where it can; never the sums between them.
 
     Attributes:
         large: the graph around its functions is.
+        compiled: how many of its functions XLA compiles.
+        not_compiled: why it does not compile the others.
 
     Raises:
         NotSharedError: it needs a trace for each replica.
@@ -70,6 +73,8 @@ class SharedStep:
         step: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         copies: Callable[[], Iterable[Sequence[tf.Variable]]],
+        *,
+        jit_compile: bool = False,
     ):
         self._strategy = strategy
         self._devices = devices
@@ -83,7 +88,8 @@ class SharedStep:
                 self._result = step(*_packed(args[0], tensors))
             return _leaves(self._result)
 
-        trace = tf.function(run, autograph=False)
+        # XLA has gradients of loops that it can compile.
+        trace = tf.function(run, autograph=False, jit_compile=jit_compile or None)
         try:
             # Kept: functions in Python that it calls are in its graph.
             self._trace = trace.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
@@ -110,11 +116,21 @@ class SharedStep:
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
         self.large = sum(map(len, self._handles.values())) > _MANY
+        self.compiled, self.not_compiled = 0, list[str]()
+        self._functions = []
+        if jit_compile and not self._variables_are_near():
+            jit_compile = False
+            self.not_compiled = ["replicas use a variable that is on another device"]
+        for stage in stages:
+            why = self._why_no_xla(stage) if jit_compile else None
+            by_xla = jit_compile and why is None
+            function = _StageFunction(stage, graph, definition, self._sources, devices[0], by_xla)
+            self._functions.append(function)
+            if function.computes:
+                self.compiled += by_xla
+                self.not_compiled += [] if why is None else [why]
         if self.large:
             self._handles = {key: tp.packed(each) for key, each in self._handles.items()}
-        self._functions = [
-            _StageFunction(stage, graph, definition, self._sources, devices[0]) for stage in stages
-        ]
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
@@ -153,6 +169,20 @@ class SharedStep:
             container = self._strategy.extended.value_container(variable)
             yield self._strategy.experimental_local_results(container)
 
+    def _why_no_xla(self, stage: Stage) -> str | None:
+        """Why XLA cannot compile a stage; None where nothing is known against it."""
+        passed = [name for name in (*stage.inputs, *stage.outputs) if name not in self._sources]
+        kinds = [self._trace.graph.get_tensor_by_name(name).dtype for name in passed]
+        if tf.variant in kinds:
+            return "a sum over replicas is between the turns of a loop and their gradients"
+        return None
+
+    def _variables_are_near(self) -> bool:
+        """Each replica has a copy of each variable that the step uses."""
+        used = [self._handles.get(id(source), []) for source in self._sources.values()]
+        apart = [len({copy.device for copy in copies}) for copies in used if copies]
+        return all(count == len(self._devices) for count in apart)
+
     def _check_known(self) -> None:
         for name, source in self._sources.items():
             if source.dtype == tf.resource and id(source) not in self._handles:
@@ -172,6 +202,7 @@ class _StageFunction:
         definition: of the graph.
         sources: what the trace has captured, by the name that it has there.
         device: of the replica on whose variables it was traced.
+        jit_compile: XLA compiles it.
     """
 
     def __init__(
@@ -181,12 +212,13 @@ class _StageFunction:
         definition: tf.compat.v1.GraphDef,
         sources: Tensors,
         device: str,
+        jit_compile: bool,
     ):
         self._outputs = stage.outputs
         self._like = [graph.get_tensor_by_name(name) for name in stage.outputs]
         self._taken = [name for name in stage.inputs if name not in sources]
         self._function = None
-        nodes = _optimized(stage, graph, definition, device)
+        nodes = _optimized(stage, graph, definition, device, jit_compile)
         if not nodes.node:
             return
         used = {tensor_name(name) for node in nodes.node for name in node.input}
@@ -203,10 +235,19 @@ class _StageFunction:
         taken = map(graph.get_tensor_by_name, self._taken)
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
         # What is inlined for each replica would be optimized for each.
-        traced = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
+        traced = tf.function(
+            run,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes={"_noinline": True},
+        )
         function = traced.get_concrete_function(specs)
         self._known = function  # kept: functions that it calls are there as long as it is
         self._function = tp.unchanged_by_calls(function, nodes)
+
+    @property
+    def computes(self) -> bool:
+        return self._function is not None
 
     def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
         """Call it with the tensors and the variables of a replica; its outputs."""
@@ -223,11 +264,15 @@ class _StageFunction:
 
 
 def _optimized(
-    stage: Stage, graph: tf.Graph, definition: tf.compat.v1.GraphDef, device: str
+    stage: Stage,
+    graph: tf.Graph,
+    definition: tf.compat.v1.GraphDef,
+    device: str,
+    jit_compile: bool,
 ) -> tf.compat.v1.GraphDef:
     """A stage's nodes as a graph of their own, optimized for a device, and bound to none.
 
-    Its inputs have their names in the trace.
+    Its inputs have their names in the trace. XLA takes them as they are, and optimizes itself.
 
     Raises:
         NotSharedError: TensorFlow cannot optimize it alone.
@@ -245,7 +290,7 @@ def _optimized(
         node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
     wanted = [*stage.outputs, *effects, *marks.values()]
     try:
-        made = tp.optimized(nodes, wanted, device)
+        made = nodes if jit_compile else tp.optimized(nodes, wanted, device)
     except ValueError as error:
         if isinstance(error, StrategyError):
             raise

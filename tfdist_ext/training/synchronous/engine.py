@@ -34,7 +34,7 @@ from tfdist_ext.training.protocols import (
 )
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
-from tfdist_ext.training.synchronous.reduction import SynchronousReduction
+from tfdist_ext.training.synchronous.reduction import SynchronousReduction, trace_for_each
 
 __all__ = ["SynchronousEngine"]
 
@@ -67,11 +67,10 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
     def prepare(self, model: keras.Model) -> None:
         """Turn off `jit_compile` where XLA does not compile steps."""
-        if model.jit_compile and self._strategy.num_replicas_in_sync > 1:
-            self._warn_of_xla(
-                f"XLA does not compile steps under {type(self._strategy).__name__} with"
-                f" {self._strategy.num_replicas_in_sync} replicas."
-            )
+        if not model.jit_compile or self._strategy.num_replicas_in_sync == 1:
+            return
+        if why := trace_for_each(self.reduction, jit_compile=True):
+            self._warn_of_xla(f"{why}.")
             model.jit_compile = False
 
     def step_timer(self) -> StepTimer:

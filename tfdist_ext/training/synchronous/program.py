@@ -125,10 +125,11 @@ class SynchronousProgram(ProgramBase):
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         replica = self._one_replica
         # XLA knows no time of day.
-        if model.jit_compile and not model.run_eagerly and not timer.records:
+        jit_compile = model.jit_compile and not model.run_eagerly and not timer.records
+        if jit_compile and reduction.replicas == 1:
             replica = tf.function(replica, jit_compile=True, autograph=False)
         copies = functools.partial(_copies, reduction, model, self._own, generators)
-        self._replicas = ReplicaSteps(reduction, replica, copies)
+        self._replicas = ReplicaSteps(reduction, replica, copies, jit_compile=jit_compile)
         # By how they come to a batch.
         self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         self._of_metrics: set[str] = set()  # names of logs, of eager steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import _addable, contribution
 
-__all__ = ["ReplicaSteps", "States", "SynchronousReduction"]
+__all__ = ["ReplicaSteps", "States", "SynchronousReduction", "trace_for_each"]
 
 
 # For each local replica, the value of each metric variable.
@@ -261,6 +262,7 @@ class ReplicaSteps:
         step: called with a replica's part of a global batch, what the step before gave it, and
             what all replicas get alike.
         copies: the variables that it may use: of each, the copies of all local replicas.
+        jit_compile: XLA compiles what a replica does between the sums, where one trace serves all.
 
     Attributes:
         not_shared: why each replica has a trace of its own; None where one serves all.
@@ -271,19 +273,16 @@ class ReplicaSteps:
         on: SynchronousReduction,
         step: Callable[..., Any],
         copies: Callable[[], Iterable[Sequence[tf.Variable]]],
+        *,
+        jit_compile: bool = False,
     ):
         self._on = on
         self._step = step
         self._copies = copies
+        self._jit_compile = jit_compile
         self._shared: dict[Any, SharedStep] = {}
         self._eager = False
-        self.not_shared: str | None = None
-        if on.local_replicas == 1:
-            self.not_shared = "there is one replica"
-        elif isinstance(on.strategy, tf.distribute.TPUStrategy):
-            self.not_shared = "a TPU compiles the step"
-        elif on.multi_worker:  # several GPUs on each: untested
-            self.not_shared = "other workers have replicas, too"
+        self.not_shared = trace_for_each(on, jit_compile=jit_compile)
 
     def __call__(self, batch: Parts, before: Sequence[Any], *rest: Any) -> list[Any]:
         """The results of each local replica, in cross-replica context.
@@ -297,26 +296,49 @@ class ReplicaSteps:
         if self.not_shared is None and not self._eager:
             parts = zip(on.parts(batch), before, strict=True)
             args = [(part, mine, *rest) for part, mine in parts]
-            kind = kind_of(args)
             try:
-                if kind not in self._shared:
-                    self._shared[kind] = SharedStep(
-                        on.strategy, on.devices, on.first_replica, self._step, args, self._copies
-                    )
-                return self._shared[kind](args)
+                return self._step_for(args)(args)
             except (NotSharedError, StrategyError) as why:
                 self.not_shared = str(why)
+                self._warn_of_xla(str(why))
         return on.run(self._step, batch, before, *rest)
+
+    def _step_for(self, args: Sequence[Sequence[Any]]) -> SharedStep:
+        kind = kind_of(args)
+        if kind not in self._shared:
+            on = self._on
+            step = SharedStep(
+                on.strategy,
+                on.devices,
+                on.first_replica,
+                self._step,
+                args,
+                self._copies,
+                jit_compile=self._jit_compile,
+            )
+            self._shared[kind] = step
+            if not step.compiled and step.not_compiled:
+                self._warn_of_xla(f"{step.not_compiled[0]}.")
+        return self._shared[kind]
+
+    def _warn_of_xla(self, why: str) -> None:
+        if self._jit_compile:
+            self._jit_compile = False
+            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=2)
 
     @property
     def traces(self) -> str:
         """How the step is traced, in words."""
         if self._eager:
             return "none: run_eagerly=True"
+        by_xla = ", compiled by XLA" if self._jit_compile else ""
+        for step in self._shared.values() if self._jit_compile else ():
+            if step.not_compiled:
+                by_xla = f", compiled by XLA but for a part: {step.not_compiled[0]}"
         if self._on.local_replicas == 1:
-            return "a trace for the one replica of this task"
+            return f"a trace for the one replica of this task{by_xla}"
         if self.not_shared is None:
-            return f"one trace for the {self._on.local_replicas} replicas of this task"
+            return f"one trace for the {self._on.local_replicas} replicas of this task{by_xla}"
         return f"a trace for each of {self._on.local_replicas} replicas: {self.not_shared}"
 
     def optimization(self) -> contextlib.AbstractContextManager[None]:
@@ -355,6 +377,18 @@ class ReplicaSteps:
                 ' "Local rendezvous is aborting with status"; compile(run_eagerly=True) tells'
                 " where it comes from."
             ) from error
+
+
+def trace_for_each(on: SynchronousReduction, *, jit_compile: bool) -> str | None:
+    """Why each replica of a task has a trace of its own; None where the step decides it."""
+    if isinstance(on.strategy, tf.distribute.TPUStrategy):
+        return "a TPU compiles the step"
+    if on.multi_worker and on.local_replicas > 1:  # several GPUs on each: untested
+        return "other workers have replicas, too"
+    # XLA cannot compile what replicas of several tasks do together, but what is between that.
+    if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
+        return "there is one replica"
+    return None
 
 
 def _replica_id() -> tf.Tensor:
