@@ -287,6 +287,53 @@ def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path)
         assert_same_weights(model, last)
 
 
+class AddsOneAtTheEnd(keras.callbacks.Callback):
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.trainable_variables[0].assign_add(
+            keras.ops.ones_like(self.model.trainable_variables[0])
+        )
+
+
+class StopsAfterOneEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = True
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "callback", "epochs", "once"),
+    [
+        ({}, None, 2, True),
+        ({}, keras.callbacks.EarlyStopping("loss"), 2, True),
+        ({}, keras.callbacks.EarlyStopping("loss", restore_best_weights=True), 2, False),
+        ({"use_ema": True}, None, 2, False),
+        ({}, AddsOneAtTheEnd(), 2, False),
+        ({}, StopsAfterOneEpoch(), 1, False),
+    ],
+    ids=["plain", "stopping", "best weights", "averages", "changed", "ends early"],
+)
+def test_the_state_at_the_end_is_written_once_if_it_is_that_of_the_last_epoch(
+    optimizer: Any, callback: Any, epochs: int, once: bool, tmp_path: Path
+) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01, **optimizer), "mse")
+        return model
+
+    model = tfd.distribute(build, mirrored(2))
+    fit = {"epochs": 2, "checkpoint_dir": tmp_path, **FIT}
+    model.fit(X, Y, callbacks=[] if callback is None else [callback], **fit)
+    epoch, last = tmp_path / f"epoch-{epochs:05d}.h5", tmp_path / f"last-{epochs:05d}.h5"
+    assert last.samefile(epoch) == once
+    again = tfd.distribute(build, mirrored(2))
+    again.restore_checkpoint(last)
+    assert_same_weights(model, again)
+    (tmp_path / "checkpoints.json").unlink()
+    with pytest.warns(UserWarning, match="rebuilt from"):
+        again.fit(X, Y, **fit)
+    assert training_is_done(tmp_path)
+    assert_same_weights(model, again)
+
+
 def test_the_last_three_stay(two: Any, tmp_path: Path) -> None:
     model, _ = two
     (tmp_path / ".epoch-00001.h5.unfinished").write_bytes(b"of a job that was killed")

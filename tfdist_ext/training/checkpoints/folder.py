@@ -149,6 +149,19 @@ class CheckpointFolder:
                 os.replace(unfinished, path)
         self.written = path.name
 
+    def link(self, name: str) -> bool:
+        """Give the file that was written last a second name; whether that could be done.
+
+        It cannot where the name is in use, or the file system has no hard links.
+        """
+        with self._writing(name):
+            try:
+                os.link(self.path / self.written, self.path / name)
+            except OSError:
+                return False
+        self.written = name
+        return True
+
     def add(self, progress: Progress) -> None:
         """Take the checkpoint that was just written into the index, in place of older ones."""
         place = (progress.epoch, progress.batches)
@@ -261,6 +274,9 @@ _FORMAT = "tfdist_ext checkpoints 2"
 
 
 _WITHOUT_CHECKSUM = "tfdist_ext checkpoints 1"  # before there were owners
+
+
+LAST = "last-"  # the state at the end of a fit
 
 
 # Other files may be here too, such as `epoch-01.weights.h5` of a callback.
@@ -430,7 +446,7 @@ class _Found:
         progress: of the training, when it was saved.
         training: the id of the training.
         generation: of the job that saved it.
-        epochs_when_done: 0 unless it is the state at the end of a fit.
+        epochs_when_done: the `epochs` of the fit at whose end it was saved; 0 where that is none.
     """
 
     progress: Progress
@@ -467,12 +483,11 @@ def _look_into_files(
             continue
         try:
             with CheckpointFile(path) as file:
-                found[path.name] = _Found(
-                    Progress.of(file),
-                    file.text("training"),
-                    file.number("generation"),
-                    file.number("epochs_when_done"),
-                )
+                progress, when_done = Progress.of(file), file.number("epochs_when_done")
+                if path.name.startswith(LAST) and not when_done:  # a link to that of the epoch
+                    when_done = progress.epoch
+                training, generation = file.text("training"), file.number("generation")
+                found[path.name] = _Found(progress, training, generation, when_done)
                 if verify:
                     file.verify()
         except TrainingError as error:

@@ -22,9 +22,15 @@ from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import run_on_chief
-from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError, Progress
+from tfdist_ext.training.checkpoints.folder import (
+    LAST,
+    CheckpointFolder,
+    FolderTakenError,
+    Progress,
+)
 from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
 from tfdist_ext.training.protocols import Callbacks, Logs, Reduction
+from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import Epochs
@@ -71,11 +77,14 @@ class CheckpointManager:
         self._epochs = epochs
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
+        self._saved = -1  # epochs that are done in the checkpoint that this fit has written last
         self._check_every()
         if self._files is None:
             return
-        given = keras.tree.flatten(callbacks or [])
-        if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in given):
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        self._callbacks = keras.tree.flatten(callbacks or [])
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._callbacks):
             raise TrainingError(
                 "one of checkpoint_dir and the callback BackupAndRestore must restore the model,"
                 " got both: give one of them."
@@ -169,6 +178,7 @@ class CheckpointManager:
             return self._progress
         if _is_finite(logs):
             self._save_in_index()
+            self._saved = -1 if self._progress.batches else self._progress.epoch
         elif self._reduction.is_chief:
             warnings.warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
@@ -183,8 +193,9 @@ class CheckpointManager:
             return
         finite = _is_finite(logs)
         if finite:
-            name = f"last-{self._progress.epoch:05d}.h5"
-            self._save(self._files, name, epochs_when_done=self._epochs)
+            name = f"{LAST}{self._progress.epoch:05d}.h5"
+            if not self._link_to_last_epoch(self._files, name):
+                self._save(self._files, name, epochs_when_done=self._epochs)
         self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
@@ -228,6 +239,25 @@ class CheckpointManager:
         self._by_chief(functools.partial(self._files.add, self._progress))
         self._latest = (self._files.written, self._progress)
 
+    def _link_to_last_epoch(self, files: CheckpointFolder, name: str) -> bool:
+        """Call the checkpoint of the last epoch the state at the end, if it is; whether it was."""
+        complete = self._saved == self._progress.epoch == self._epochs
+        if self._reduction.any_worker(not complete or self._changes_at_end):
+            return False
+        linked: list[bool] = []
+        self._by_chief(lambda: linked.append(files.link(name)))
+        return not self._reduction.any_worker(self._reduction.is_chief and not linked[0])
+
+    @property
+    def _changes_at_end(self) -> bool:
+        """Whether the state may be another one after the callbacks' `on_train_end`."""
+        averages = any(
+            getattr(each, "use_ema", False)
+            for optimizer in optimizers_of(self._model).values()
+            for each in with_inner_optimizers(optimizer)
+        )
+        return averages or any(map(_may_change_model, self._callbacks))
+
     def _what_is_resumed(self, files: CheckpointFolder, path: Path) -> str:
         progress = self._progress
         if self._was_done:
@@ -263,6 +293,23 @@ class CheckpointManager:
     def _by_chief(self, action: Callable[[], None]) -> None:
         assert self._files is not None
         run_on_chief(self._reduction, action, f"write to {self._files.path}")
+
+
+# Callbacks whose `on_train_end` leaves the model as it is.
+_ONLY_LOOK = (
+    keras.callbacks.Callback,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+
+
+def _may_change_model(callback: keras.callbacks.Callback) -> bool:
+    if getattr(callback, "restore_best_weights", False):
+        return True
+    method = getattr(callback.on_train_end, "__func__", None)
+    return method not in [kind.on_train_end for kind in _ONLY_LOOK]
 
 
 def _completed(progress: Progress) -> str:

@@ -126,8 +126,9 @@ class SynchronousProgram(ProgramBase):
         replica = self._one_replica
         # XLA knows no time of day.
         jit_compile = model.jit_compile and not model.run_eagerly and not timer.records
-        if jit_compile and reduction.replicas == 1:
-            replica = tf.function(replica, jit_compile=True, autograph=False)
+        twice = self._own_outputs and not model.run_eagerly and not timer.records
+        if reduction.replicas == 1 and (jit_compile or twice):  # else traced for what it returns
+            replica = tf.function(replica, jit_compile=jit_compile or None, autograph=False)
         copies = functools.partial(_copies, reduction, model, self._own, generators)
         self._replicas = ReplicaSteps(reduction, replica, copies, jit_compile=jit_compile)
         # By how they come to a batch.

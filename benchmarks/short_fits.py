@@ -1,0 +1,73 @@
+"""Short trainings: fit with all that begins and ends it, beside a loop by hand, in one run.
+
+    .venv/bin/python benchmarks/short_fits.py [--rounds 3] [--markdown docs/performance.md]
+
+Every round runs every contestant once, each in processes of its own, so that a slow minute of the
+machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
+A loop by hand keeps its iterator from one training to the next, and reads two metrics after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from fit_speed import measure
+from report import closing_line, put_into
+
+MARKERS = ("<!-- short_fits begin -->", "<!-- short_fits end -->")
+MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
+FIT, HAND = ("fit", "plain"), ("by hand", "plain")
+EXTRAS = ("metrics", "sample weights", "class weights", "validation")
+
+# title -> (workers; 0: a process without a cluster, model, rows of a global batch, steps of a
+# training, trainings, contestants; the others are compared with the last one).
+SETTINGS: dict[str, tuple[int, str, int, int, int, list[tuple[str, str]]]] = {
+    "2 workers, MLP, 256 steps": (2, MLP, 64, 256, 8, [FIT, HAND]),
+    "2 workers, MLP, 1,024 steps": (2, MLP, 64, 1024, 5, [FIT, HAND]),
+    "2 workers, transformer, 32 steps": (2, TRANSFORMER, 32, 32, 3, [FIT, HAND]),
+    "mirrored on 4 logical CPUs, MLP, 1,024 steps": (0, MLP, 64, 1024, 5, [FIT, HAND]),
+    "the same, with more to do": (
+        0, MLP, 64, 1024, 5, [*(("fit", extra) for extra in EXTRAS), FIT]
+    ),
+    "mirrored on 4 logical CPUs, transformer, 32 steps": (
+        0, TRANSFORMER, 32, 32, 3, [FIT, ("fit", "jit_compile"), HAND]
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
+    arguments = parser.parse_args()
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for turn in range(arguments.rounds):
+        for title, (workers, model, rows, steps, trainings, contestants) in SETTINGS.items():
+            strategy = "multi_worker_mirrored" if workers else "mirrored"
+            for how, extra in contestants:
+                program = ["short_fits.py", how, strategy, model, str(rows), str(steps), extra]
+                speed = measure(workers, trainings, sys.executable, program)
+                found.setdefault((title, how, extra), []).append(speed)
+                print(f"round {turn + 1}: {title}: {how}, {extra}: {speed:.1f}", flush=True)
+    lines = []
+    for title, (*_, contestants) in SETTINGS.items():
+        of_last = "of by hand" if contestants[-1] == HAND else "of plain fit"
+        lines += ["", f"| {title} | steps/s | {of_last} |", "|---|---|---|"]
+        last = statistics.median(found[title, *contestants[-1]])
+        for how, extra in contestants:
+            speeds = found[title, how, extra]
+            median, name = statistics.median(speeds), how if extra == "plain" else f"fit, {extra}"
+            spread = f"{min(speeds):.0f} to {max(speeds):.0f}"
+            lines.append(f"| {name} | {median:.1f} ({spread}) | {median / last:.2f} x |")
+    text = "\n".join(lines + closing_line(arguments.rounds))
+    print(f"\n{text}")
+    if arguments.markdown:
+        put_into(arguments.markdown, MARKERS, text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
