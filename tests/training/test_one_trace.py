@@ -13,6 +13,8 @@ from keras import layers
 from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
 
 import tfdist_ext as tfd
+from tfdist_ext.strategies import shared_step
+from tfdist_ext.strategies.traced_replica import _small_ones
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
 CALLS: list[str] = []
@@ -44,6 +46,10 @@ def of_layers(*between: Callable[[], layers.Layer], optimizer: Any = "adam") -> 
     return build
 
 
+def statistics() -> layers.Layer:
+    return layers.BatchNormalization(synchronized=True)
+
+
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_python_runs_a_step_once(name: str, replicas: int) -> None:
@@ -53,6 +59,30 @@ def test_python_runs_a_step_once(name: str, replicas: int) -> None:
     assert len(CALLS) == 1
     model.predict(X, verbose=0)
     assert len(CALLS) == 2
+
+
+def test_a_model_of_many_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handles are packed, and the graph around the functions is optimized lightly."""
+    monkeypatch.setattr(shared_step, "_MANY", 0)
+    build = of_layers(statistics)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "together"),
+    [
+        ([(2, 3), (4,)], [[0, 1]]),
+        ([(4096,), (4097,), ()], [[0, 2]]),
+        ([(None, 3), (4,)], []),  # one small value is no bundle
+        ([], []),
+    ],
+)
+def test_small_gradients_are_summed_as_one(shapes: Any, together: Any) -> None:
+    assert _small_ones([tf.TensorSpec(shape) for shape in shapes]) == together
+    kinds = [tf.float32, tf.int64, tf.float32]
+    specs = [tf.TensorSpec((2,), kind) for kind in kinds]
+    assert _small_ones(specs) == [[0, 2]]
 
 
 class InTable(layers.Layer):
@@ -176,10 +206,6 @@ def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
 def lstm() -> layers.Layer:
     """A loop, whose gradient has another graph where XLA compiles it."""
     return layers.LSTM(4)
-
-
-def statistics() -> layers.Layer:
-    return layers.BatchNormalization(synchronized=True)
 
 
 @pytest.mark.parametrize(

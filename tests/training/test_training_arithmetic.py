@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_cases import strategy_of
 
+import tfdist_ext as tfd
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
+from tfdist_ext.training.inputs import _parts_function
 from tfdist_ext.training.loop import StepsPerExecutionTuner, steps_of_epoch
+from tfdist_ext.training.synchronous.program import SynchronousProgram
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,32 @@ class TestPace:
             pace.record(before)
             before = 0.002 * steps[-1]
         assert steps[5:] == [200, 3, 200, 200, 200]
+
+    def test_a_second_fit_begins_where_the_first_has_ended(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+        run = SynchronousProgram.run
+
+        def noted(self: Any, data: Any, n: int, seconds: float) -> Any:
+            asked.append(n)
+            return run(self, data, n, seconds)
+
+        monkeypatch.setattr(SynchronousProgram, "run", noted)
+        x, y = np.ones((85 * 7, 3), "float32"), np.ones((85 * 7, 1), "float32")
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model = tfd.distribute(model, strategy_of("mirrored", 2))
+        _parts_function.cache_clear()
+        model.fit(x, y, batch_size=7, verbose=0)
+        assert asked[:2] == [1, 4]
+        asked.clear()
+        model.fit(x, y, batch_size=7, verbose=0)
+        assert asked[0] > 4
+        asked.clear()
+        model.fit(x[:70], y[:70], batch_size=35, verbose=0)  # of another size nothing is known
+        assert asked[0] == 1
+        assert _parts_function.cache_info().hits == 1
 
     @given(st.lists(st.floats(0, 5), max_size=30), st.integers(1, 500))
     def test_runs_exactly_the_steps_there_are(self, times: list[float], total: int) -> None:
