@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8] [--models MLP ...]
         [--markdown docs/performance.md]
+    .venv/bin/python benchmarks/first_step.py --processes 2 4 [--markdown docs/choosing.md]
 
 Every round runs every contestant once, each in a process of its own, so that a slow minute of the
 machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
@@ -22,6 +23,7 @@ PROGRAM = Path(__file__).resolve().parent / "programs" / "first_step.py"
 MARKERS = ("<!-- first_step begin -->", "<!-- first_step end -->")
 MODELS = ("MLP 64-256-10", "4-layer transformer, d=128", "ResNet50")
 ROWS = 32  # of a global batch
+PROCESSES = "a process for each device"
 BY_HAND = 4  # replicas of the loop by hand: more take minutes
 
 # First step in seconds, megabytes of the process.
@@ -32,11 +34,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument(
+        "--processes", type=int, nargs="+", help="beside it, as many workers of one device each"
+    )
     parser.add_argument("--models", nargs="+", default=MODELS, help="beginnings of their names")
     parser.add_argument("--markdown", type=Path, help="also write the table into this page")
     arguments = parser.parse_args()
     models = [name for name in MODELS if name.startswith(tuple(arguments.models))]
     contestants = [("fit", replicas) for replicas in arguments.replicas] + [("by hand", BY_HAND)]
+    if arguments.processes:
+        contestants = [("fit", 1)]
+        for count in arguments.processes:
+            contestants += [("fit", count), (PROCESSES, count)]
     found: dict[tuple[str, str, int], list[Measured]] = {}
     for turn in range(arguments.rounds):
         for model in models:
@@ -59,12 +68,15 @@ def main() -> int:
 
 def measure(how: str, model: str, replicas: int) -> Measured:
     command = [sys.executable, str(PROGRAM), how, model, str(replicas), str(ROWS)]
+    if how == PROCESSES:
+        launcher = str(Path(sys.executable).with_name("tfdist"))
+        options = ["--process-per-device", "--workers", str(replicas)]
+        command = [launcher, "run", *options, "--", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    figures = re.search(r"first (\S+) megabytes (\S+)", done.stdout)
-    if figures is None:
+    figures = re.findall(r"first (\S+) megabytes (\S+)", done.stdout)
+    if not figures:
         raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
-    first, megabytes = map(float, figures.groups())
-    return first, megabytes
+    return max(float(first) for first, _ in figures), sum(float(mb) for _, mb in figures)
 
 
 def row(model: str, how: str, replicas: int, rounds: list[Measured], alone: float) -> str:

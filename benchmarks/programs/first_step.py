@@ -1,6 +1,7 @@
 """Seconds to the end of the first step.
 
-Arguments: "fit" or "by hand", the name of a model, replicas, rows of a global batch.
+Arguments: "fit", "by hand" or "a process for each device", the name of a model, replicas, rows of a
+global batch.
 """
 
 import resource
@@ -14,8 +15,10 @@ import tensorflow as tf
 import tfdist_ext as tfd
 
 how, name, replicas, rows = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
+if how != "a process for each device":
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(cpu, cpus)
 DEVICES = [f"CPU:{number}" for number in range(replicas)]
 x, y = first_models.batch(name, rows)
 
@@ -28,7 +31,9 @@ class Times(keras.callbacks.Callback):
 
 
 def by_fit():
-    if replicas == 1:
+    if how != "fit":
+        strategy = tfd.create_strategy()
+    elif replicas == 1:
         strategy = tfd.create_strategy("one_device", devices=DEVICES)
     else:
         strategy = tfd.create_strategy("mirrored", devices=DEVICES)
@@ -68,6 +73,6 @@ def by_hand():
     return time.monotonic() - begin
 
 
-first = by_fit() if how == "fit" else by_hand()
+first = by_hand() if how == "by hand" else by_fit()
 megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(f"first {first:.3f} megabytes {megabytes:.0f}")
