@@ -1,11 +1,13 @@
 """Steps a second and bytes of PlacedStrategy beside what a user would pick instead.
 
     .venv/bin/python benchmarks/placed_speed.py [--rounds 3] [--markdown docs/performance.md]
+    .venv/bin/python benchmarks/placed_speed.py --sizes [--markdown docs/placed.md]
 
 Four logical CPUs, Adam. An MLP of 7.3M parameters, batches of 32, its kernels owned; and an
 Embedding of 1M x 32 on CPU:0 with a dense part mirrored, batches of 256. Every round runs every
 contestant once, each in a process of its own, so that a slow minute of the machine hits all of
-them. Compared are medians over the rounds.
+them. Compared are medians over the rounds. With --sizes: PlacedStrategy and MirroredStrategy, with
+MLPs of several sizes on several numbers of devices.
 """
 
 from __future__ import annotations
@@ -40,6 +42,12 @@ WORKS = {
 }
 
 
+# (millions of parameters, width of 8 layers, steps), by size
+SIZES = [(1, 353, 160), (7.3, 956, 40), (50, 2500, 6)]
+DEVICES = [2, 4, 8]
+COMPARED = [OURS, "MirroredStrategy, Keras fit", "MirroredStrategy, tfdist_ext fit"]
+
+
 class Figures(NamedTuple):
     """Of one process: steps a second; bytes on the fullest device, and on all together."""
 
@@ -53,7 +61,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", choices=list(WORKS), action="append")
     parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
+    parser.add_argument("--sizes", action="store_true", help="by size and number of devices")
     arguments = parser.parse_args()
+    if arguments.sizes:
+        return by_size(arguments.rounds, arguments.markdown)
     works = arguments.work or list(WORKS)
     found: dict[tuple[str, str], list[Figures]] = {}
     for turn in range(arguments.rounds):
@@ -73,9 +84,38 @@ def main() -> int:
     return 0
 
 
-def measure(work: str, strategy: str, trainer: str, steps: int) -> Figures:
-    """What one contestant prints, in a process of its own."""
-    command = [sys.executable, str(PROGRAM), work, strategy, trainer, str(steps)]
+def by_size(rounds: int, markdown: Path | None) -> int:
+    found: dict[tuple[float, int, str], list[float]] = {}
+    for turn in range(rounds):
+        for size, width, steps in SIZES:
+            for devices in DEVICES:
+                for name in COMPARED:
+                    speed = measure("mlp", *CONTESTANTS[name][:2], steps, width, devices).speed
+                    found.setdefault((size, devices, name), []).append(speed)
+                    print(f"round {turn + 1}: {size}M, {devices}: {name}: {speed}", flush=True)
+    lines = ["", f"| MLP, devices | {OURS}, steps/s | of Keras fit | of tfdist_ext fit, mirrored |"]
+    lines.append("|---|---|---|---|")
+    for size, *_ in SIZES:
+        for devices in DEVICES:
+            medians = [statistics.median(found[size, devices, name]) for name in COMPARED]
+            ratios = [f"{medians[0] / other:.1f} x" for other in medians[1:]]
+            spread = found[size, devices, OURS]
+            ours = f"{medians[0]:.1f} ({min(spread):.1f} to {max(spread):.1f})"
+            lines.append(f"| {size}M, {devices} | {ours} | {' | '.join(ratios)} |")
+    text = "\n".join(lines + closing_line(rounds))
+    print(f"\n{text}")
+    if markdown:
+        put_into(markdown, MARKERS, text)
+    return 0
+
+
+def measure(work: str, strategy: str, trainer: str, steps: int, *shape: int) -> Figures:
+    """What one contestant prints, in a process of its own.
+
+    Args:
+        shape: of an MLP, the width of its layers and the number of devices, where they are others.
+    """
+    command = [sys.executable, str(PROGRAM), work, strategy, trainer, *map(str, (steps, *shape))]
     run = subprocess.run(
         command,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},

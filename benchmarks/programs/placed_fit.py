@@ -1,7 +1,8 @@
 """One contestant of placed_speed.py: a model, a strategy, and who trains.
 
 Arguments: mlp or embedding; placed, mirrored, central_storage or one_device; tfdist_ext or keras
-(its own fit); steps to time.
+(its own fit); steps to time. Of mlp also, where they are not 956 and 4: the width of its layers,
+and how many devices.
 """
 
 import sys
@@ -15,12 +16,13 @@ import tfdist_ext as tfd
 
 WORK, NAME, TRAINER, STEPS = *sys.argv[1:4], int(sys.argv[4])
 BATCH = {"mlp": 32, "embedding": 256}[WORK]
-WIDTH, LAYERS = 956, 8  # 7.3M parameters
+WIDTH, DEVICES = map(int, sys.argv[5:7] or (956, 4))
+LAYERS = 8  # of that width: 7.3M parameters
 ROWS, COLUMNS = 1_000_000, 4
 
 cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
-CPUS = [f"CPU:{number}" for number in range(4)]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+CPUS = [f"CPU:{number}" for number in range(DEVICES)]
 
 
 def build() -> keras.Model:
