@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8] [--models MLP ...]
         [--markdown docs/performance.md]
-    .venv/bin/python benchmarks/first_step.py --processes 2 4 [--markdown docs/choosing.md]
+    .venv/bin/python benchmarks/first_step.py --processes 2 [--markdown docs/choosing.md]
 
 Every round runs every contestant once, each in a process of its own, so that a slow minute of the
 machine hits all of them. Compared are medians over the rounds, with the smallest and the largest.
