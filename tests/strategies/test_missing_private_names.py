@@ -98,7 +98,6 @@ def use_shared_step() -> None:
         step = SharedStep(strategy, devices, 0, lambda x: x * weight, args, list)
         return step(args)
 
-    tp.packed([weight.handle for weight in strategy.experimental_local_results(weight)])
     with tp.lightly_optimized():
         assert [float(result) for result in run()] == [2.0, 6.0]
 
@@ -106,7 +105,6 @@ def use_shared_step() -> None:
 OF_SHARED_STEPS = (
     "eager.context.context",
     "eager.polymorphic_function",
-    "framework.ops.pack_eager_tensors",
     "grappler",
 )
 USES: list[tuple[PrivateNames, str, Callable[[], None]]] = [

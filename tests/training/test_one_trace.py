@@ -62,7 +62,7 @@ def test_python_runs_a_step_once(name: str, replicas: int) -> None:
 
 
 def test_a_model_of_many_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their handles are packed, and the graph around the functions is optimized lightly."""
+    """The graph around the functions is optimized lightly."""
     monkeypatch.setattr(shared_step, "_MANY", 0)
     build = of_layers(statistics)
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)

@@ -42,7 +42,6 @@ __all__ = [
     "of_replica",
     "optimized",
     "outside_of_tapes",
-    "packed",
     "per_replica",
     "reduced_on",
     "results_of_update",
@@ -85,7 +84,6 @@ NAMES = PrivateNames(
         "eager.polymorphic_function.atomic_function.AtomicFunction": "functions that replicas call",
         "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
         "eager.record.stop_recording": "initial values that tapes do not see",
-        "framework.ops.pack_eager_tensors": "functions that all replicas call",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
         "grappler.tf_optimizer.OptimizeGraph": "the same",
@@ -413,23 +411,6 @@ def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> Sequence[tf.Tenso
     """
     call = NAMES("eager.polymorphic_function.atomic_function.make_call_op_in_graph")
     return call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
-
-
-def packed(handles: list[tf.Tensor]) -> list[tf.Tensor]:
-    """One handle that stands for all of these, in a graph: a device there has its own of them.
-
-    Private because TensorFlow has it for its TPUStrategy. A graph has one node then in the place of
-    one for each device, until it is placed.
-
-    Args:
-        handles: of the copies of a variable.
-
-    Returns:
-        The one; or the handles, where they are of fewer devices.
-    """
-    if len({handle.device for handle in handles}) < max(2, len(handles)):
-        return handles
-    return [NAMES("framework.ops.pack_eager_tensors")(handles)]
 
 
 @functools.cache

@@ -36,12 +36,12 @@ __all__ = ["SharedStep", "kind_of"]
 Tensors: TypeAlias = dict[str, tf.Tensor]
 
 
-# By id of a captured handle, those of all local replicas, or one that stands for all of them.
+# By id of a captured handle, those of all local replicas.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
 
 
-# More variables than this, all replicas' copies counted, make a graph slow to trace and to
-# optimize. Steps of a model with so many are long, and lose little by what that saves.
+# More variables than this, all replicas' copies counted, make a graph slow to optimize. Steps of a
+# model with so many are long, so they gain little from it.
 _MANY = 500
 
 
@@ -129,8 +129,6 @@ class SharedStep:
             if function.computes:
                 self.compiled += by_xla
                 self.not_compiled += [] if why is None else [why]
-        if self.large:
-            self._handles = {key: tp.packed(each) for key, each in self._handles.items()}
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
