@@ -55,19 +55,13 @@ def by_fit():
         "class weights": {"class_weight": {number: (number + 1.0) / 10 for number in range(10)}},
         "validation": {"validation_data": (x[: 4 * rows], y[: 4 * rows])},
     }.get(extra, {})
-    if given:
-        watch = StepsOfTraining()
+    watch = StepsOfTraining()
+    callbacks = [watch] if extra == "validation" else []
 
     def train():
-        if not given:
-            begun = time.perf_counter()
-            model.fit(x, y, batch_size=rows, verbose=0)
-            return time.perf_counter() - begun
         begun = time.perf_counter()
-        model.fit(x, y, batch_size=rows, verbose=0, callbacks=[watch], **given)
-        if extra != "validation":
-            return time.perf_counter() - begun
-        return watch.seconds
+        model.fit(x, y, batch_size=rows, verbose=0, callbacks=callbacks, **given)
+        return watch.seconds if callbacks else time.perf_counter() - begun
 
     return train
 

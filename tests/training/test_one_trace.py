@@ -204,7 +204,7 @@ def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
 
 
 def lstm() -> layers.Layer:
-    """A loop, whose gradient has another graph where XLA compiles it."""
+    """A loop: its gradient must be traced for XLA."""
     return layers.LSTM(4)
 
 

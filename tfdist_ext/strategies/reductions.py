@@ -90,7 +90,7 @@ def reduce_parts(
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:
-    """It is a StrategyTemplate, whose hook is told what each value is."""
+    """Whether it is a StrategyTemplate: its hook is told what each value is."""
     return hasattr(strategy.extended, "reducing")
 
 

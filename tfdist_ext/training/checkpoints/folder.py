@@ -446,7 +446,7 @@ class _Found:
         progress: of the training, when it was saved.
         training: the id of the training.
         generation: of the job that saved it.
-        epochs_when_done: the `epochs` of the fit at whose end it was saved; 0 where that is none.
+        epochs_when_done: the `epochs` of the fit that ended with this state; 0 of other states.
     """
 
     progress: Progress

@@ -295,7 +295,7 @@ class CheckpointManager:
         run_on_chief(self._reduction, action, f"write to {self._files.path}")
 
 
-# Callbacks whose `on_train_end` leaves the model as it is.
+# The `on_train_end` of these callbacks does not change the model.
 _ONLY_LOOK = (
     keras.callbacks.Callback,
     keras.callbacks.CSVLogger,

@@ -124,10 +124,10 @@ class SynchronousProgram(ProgramBase):
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         replica = self._one_replica
-        # XLA knows no time of day.
-        jit_compile = model.jit_compile and not model.run_eagerly and not timer.records
-        twice = self._own_outputs and not model.run_eagerly and not timer.records
-        if reduction.replicas == 1 and (jit_compile or twice):  # else traced for what it returns
+        in_a_function = not model.run_eagerly and not timer.records  # XLA knows no time of day
+        jit_compile = model.jit_compile and in_a_function
+        # A function is traced once, although the loop needs to know first what a step returns.
+        if reduction.replicas == 1 and in_a_function and (jit_compile or self._own_outputs):
             replica = tf.function(replica, jit_compile=jit_compile or None, autograph=False)
         copies = functools.partial(_copies, reduction, model, self._own, generators)
         self._replicas = ReplicaSteps(reduction, replica, copies, jit_compile=jit_compile)
