@@ -1,6 +1,6 @@
 """Seconds to the first step, by replicas, beside a training loop by hand, in one run.
 
-    .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8] [--models MLP ...]
+    .venv/bin/python benchmarks/first_step.py [--rounds 3] [--replicas 1 4 8 16] [--models MLP ...]
         [--markdown docs/performance.md]
     .venv/bin/python benchmarks/first_step.py --processes 2 [--markdown docs/choosing.md]
 
@@ -33,7 +33,7 @@ Measured = tuple[float, float]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument(
         "--processes", type=int, nargs="+", help="beside it, as many workers of one device each"
     )

@@ -34,7 +34,7 @@ LEGACY_PYTHON = str(LEGACY / "bin" / "python")
 CONTESTANTS: dict[str, dict[str, tuple[int, int, str, list[str]]]] = {
     "MultiWorkerMirroredStrategy, 2 processes": {
         "tfdist_ext fit": (2, 10, sys.executable, ["tfdist_fit.py", "multi_worker_mirrored"]),
-        "hand-written in-graph loop": (2, 10, sys.executable, ["hand_loop.py", "multi_worker"]),
+        "hand-written in-graph loop": (2, 10, sys.executable, ["hand_fit.py", "multi_worker"]),
         "tf_keras fit": (2, 2, LEGACY_PYTHON, ["tf_keras_fit.py", "1"]),
         "tf_keras fit, steps_per_execution=16": (2, 3, LEGACY_PYTHON, ["tf_keras_fit.py", "16"]),
         "tf_keras fit, steps_per_execution=64": (2, 3, LEGACY_PYTHON, ["tf_keras_fit.py", "64"]),
@@ -42,7 +42,7 @@ CONTESTANTS: dict[str, dict[str, tuple[int, int, str, list[str]]]] = {
     },
     "MirroredStrategy, 4 logical CPUs": {
         "tfdist_ext fit": (0, 10, sys.executable, ["tfdist_fit.py", "mirrored"]),
-        "hand-written in-graph loop": (0, 10, sys.executable, ["hand_loop.py", "mirrored"]),
+        "hand-written in-graph loop": (0, 10, sys.executable, ["hand_fit.py", "mirrored"]),
         "Keras 3 fit": (0, 3, sys.executable, ["keras_fit.py", "1"]),
         "Keras 3 fit, steps_per_execution=64": (0, 3, sys.executable, ["keras_fit.py", "64"]),
     },

@@ -19,7 +19,8 @@ from report import closing_line, put_into
 
 MARKERS = ("<!-- short_fits begin -->", "<!-- short_fits end -->")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
-FIT, HAND = ("fit", "plain"), ("by hand", "plain")
+RESNET, EMBEDDING = "ResNet50", "Embedding of 100,000 x 32"
+FIT, PLACED, HAND = ("fit", "plain"), ("fit", "PlacedStrategy"), ("by hand", "plain")
 EXTRAS = ("metrics", "sample weights", "class weights", "validation")
 
 # title -> (workers; 0: a process without a cluster, model, rows of a global batch, steps of a
@@ -28,12 +29,16 @@ SETTINGS: dict[str, tuple[int, str, int, int, int, list[tuple[str, str]]]] = {
     "2 workers, MLP, 256 steps": (2, MLP, 64, 256, 8, [FIT, HAND]),
     "2 workers, MLP, 1,024 steps": (2, MLP, 64, 1024, 5, [FIT, HAND]),
     "2 workers, transformer, 32 steps": (2, TRANSFORMER, 32, 32, 3, [FIT, HAND]),
-    "mirrored on 4 logical CPUs, MLP, 1,024 steps": (0, MLP, 64, 1024, 5, [FIT, HAND]),
+    "mirrored on 4 logical CPUs, MLP, 1,024 steps": (0, MLP, 64, 1024, 5, [FIT, PLACED, HAND]),
     "the same, with more to do": (
         0, MLP, 64, 1024, 5, [*(("fit", extra) for extra in EXTRAS), FIT]
     ),
     "mirrored on 4 logical CPUs, transformer, 32 steps": (
-        0, TRANSFORMER, 32, 32, 3, [FIT, ("fit", "jit_compile"), HAND]
+        0, TRANSFORMER, 32, 32, 3, [FIT, ("fit", "jit_compile"), PLACED, HAND]
+    ),
+    "mirrored on 4 logical CPUs, ResNet50, 8 steps": (0, RESNET, 32, 8, 1, [FIT, PLACED, HAND]),
+    "mirrored on 4 logical CPUs, Embedding of 100,000 x 32, 64 steps": (
+        0, EMBEDDING, 64, 64, 3, [FIT, PLACED, HAND]
     ),
 }  # fmt: skip
 
@@ -41,11 +46,17 @@ SETTINGS: dict[str, tuple[int, str, int, int, int, list[tuple[str, str]]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settings", nargs="*", default=[""], help="those with this in the title")
     parser.add_argument("--markdown", type=Path, help="also write the tables into this page")
     arguments = parser.parse_args()
+    settings = {
+        title: setting
+        for title, setting in SETTINGS.items()
+        if any(part in title for part in arguments.settings)
+    }
     found: dict[tuple[str, str, str], list[float]] = {}
     for turn in range(arguments.rounds):
-        for title, (workers, model, rows, steps, trainings, contestants) in SETTINGS.items():
+        for title, (workers, model, rows, steps, trainings, contestants) in settings.items():
             strategy = "multi_worker_mirrored" if workers else "mirrored"
             for how, extra in contestants:
                 program = ["short_fits.py", how, strategy, model, str(rows), str(steps), extra]
@@ -53,7 +64,7 @@ def main() -> int:
                 found.setdefault((title, how, extra), []).append(speed)
                 print(f"round {turn + 1}: {title}: {how}, {extra}: {speed:.1f}", flush=True)
     lines = []
-    for title, (*_, contestants) in SETTINGS.items():
+    for title, (*_, contestants) in settings.items():
         of_last = "of by hand" if contestants[-1] == HAND else "of plain fit"
         lines += ["", f"| {title} | steps/s | {of_last} |", "|---|---|---|"]
         last = statistics.median(found[title, *contestants[-1]])

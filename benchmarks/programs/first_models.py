@@ -1,4 +1,4 @@
-"""The models of benchmarks/first_step.py, and a batch of data for each."""
+"""The models of first_step.py and short_fits.py, and a batch of data for each."""
 
 import keras
 import numpy as np
@@ -27,7 +27,19 @@ def resnet():
     )
 
 
-MODELS = {"MLP 64-256-10": mlp, "4-layer transformer, d=128": transformer, "ResNet50": resnet}
+def embedding():
+    layers = keras.layers
+    ids = keras.Input((4,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(100_000, 32)(ids))
+    return keras.Model(ids, layers.Dense(10)(layers.Dense(64, activation="relu")(x)))
+
+
+MODELS = {
+    "MLP 64-256-10": mlp,
+    "4-layer transformer, d=128": transformer,
+    "ResNet50": resnet,
+    "Embedding of 100,000 x 32": embedding,
+}
 
 
 def compiled(name):
@@ -44,4 +56,6 @@ def batch(name, rows):
         return random.random((rows, 64), "float32"), labels
     if name == "ResNet50":
         return random.random((rows, 32, 32, 3), "float32"), labels
+    if name == "Embedding of 100,000 x 32":
+        return random.integers(0, 100_000, (rows, 4)).astype("int32"), labels
     return random.integers(0, 1000, (rows, 32)).astype("int32"), labels

@@ -9,17 +9,17 @@ import sys
 import time
 
 import first_models
+import hand_loop
 import keras
 import tensorflow as tf
 
 import tfdist_ext as tfd
 
 how, name, replicas, rows = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-if how != "a process for each device":
+if how == "fit":
     cpu = tf.config.list_physical_devices("CPU")[0]
     cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(cpu, cpus)
-DEVICES = [f"CPU:{number}" for number in range(replicas)]
 x, y = first_models.batch(name, rows)
 
 
@@ -33,10 +33,10 @@ class Times(keras.callbacks.Callback):
 def by_fit():
     if how != "fit":
         strategy = tfd.create_strategy()
-    elif replicas == 1:
-        strategy = tfd.create_strategy("one_device", devices=DEVICES)
     else:
-        strategy = tfd.create_strategy("mirrored", devices=DEVICES)
+        devices = [f"CPU:{number}" for number in range(replicas)]
+        kind = "one_device" if replicas == 1 else "mirrored"
+        strategy = tfd.create_strategy(kind, devices=devices)
     model = tfd.distribute(lambda: first_models.compiled(name), strategy)
     times = Times()
     begin = time.monotonic()
@@ -45,31 +45,10 @@ def by_fit():
 
 
 def by_hand():
-    reduction = tf.distribute.ReductionToOneDevice()
-    strategy = tf.distribute.MirroredStrategy(DEVICES, cross_device_ops=reduction)
+    strategy = hand_loop.strategy_of("mirrored", replicas)
     begin = time.monotonic()
-    with strategy.scope():
-        model = first_models.compiled(name)
-        model.optimizer.build(model.trainable_variables)
-        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(rows)
-    iterator = iter(strategy.experimental_distribute_dataset(data))
-
-    def step(batch):
-        features, labels = batch
-        with tf.GradientTape() as tape:
-            losses = loss_of(labels, model(features, training=True))
-            loss = tf.nn.compute_average_loss(losses, global_batch_size=rows)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    @tf.function
-    def steps(iterator, count):
-        for _ in tf.range(count):
-            strategy.run(step, args=(next(iterator),))
-
-    steps(iterator, tf.constant(1))
+    train = hand_loop.hand_loop(strategy, lambda: first_models.compiled(name), x, y, rows)
+    train(1)
     return time.monotonic() - begin
 
 

@@ -2,7 +2,7 @@
 
 Arguments: "fit" or "by hand", the strategy, the name of a model, rows of a global batch, steps of a
 training, and what it is done with: "plain", "metrics", "sample weights", "class weights",
-"validation" or "jit_compile".
+"validation", "jit_compile" or "PlacedStrategy".
 """
 
 import os
@@ -11,8 +11,8 @@ import sys
 import time
 
 import first_models
+import hand_loop
 import keras
-import tensorflow as tf
 
 import tfdist_ext as tfd
 
@@ -49,7 +49,8 @@ class StepsOfTraining(keras.callbacks.Callback):
 
 def by_fit():
     options = {"logical_cpus": REPLICAS} if kind == "mirrored" else {}
-    model = tfd.distribute(compiled, tfd.create_strategy(kind, **options))
+    strategy = tfd.create_strategy("placed" if extra == "PlacedStrategy" else kind, **options)
+    model = tfd.distribute(compiled, strategy)
     given = {
         "sample weights": {"sample_weight": (y + 1.0) / 10},
         "class weights": {"class_weight": {number: (number + 1.0) / 10 for number in range(10)}},
@@ -67,50 +68,12 @@ def by_fit():
 
 
 def by_hand():
-    if kind == "mirrored":
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        cpus = [tf.config.LogicalDeviceConfiguration()] * REPLICAS
-        tf.config.set_logical_device_configuration(cpu, cpus)
-        strategy = tf.distribute.MirroredStrategy(
-            [f"CPU:{number}" for number in range(REPLICAS)],
-            cross_device_ops=tf.distribute.ReductionToOneDevice(),
-        )
-    else:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = compiled()
-        model.optimizer.build(model.trainable_variables)
-        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-        mean_loss = keras.metrics.Mean()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=1).repeat()
-    data = data.batch(rows, drop_remainder=True).prefetch(tf.data.AUTOTUNE).with_options(options)
-    iterator = iter(strategy.experimental_distribute_dataset(data))
-
-    def step(batch):
-        features, labels = batch
-        with tf.GradientTape() as tape:
-            logits = model(features, training=True)
-            losses = loss_of(labels, logits)
-            loss = tf.nn.compute_average_loss(losses, global_batch_size=rows)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        mean_loss.update_state(losses)
-        accuracy.update_state(labels, logits)
-
-    @tf.function
-    def run(iterator, count):
-        for _ in tf.range(count):
-            strategy.run(step, args=(next(iterator),))
+    strategy = hand_loop.strategy_of(kind, REPLICAS)
+    run = hand_loop.hand_loop(strategy, compiled, x, y, rows)
 
     def train():
         begun = time.perf_counter()
-        run(iterator, tf.constant(steps))
-        float(mean_loss.result()), float(accuracy.result())
-        mean_loss.reset_state()
-        accuracy.reset_state()
+        run(steps)
         return time.perf_counter() - begun
 
     return train

@@ -88,7 +88,8 @@ def test_the_slow_worker_is_named(written: tuple[Path, Any], which: str) -> None
             means.setdefault(name, []).append(np.median(list(found[name].values())[1:]))
     fast, slow = means["own_ms"]
     assert slow > 3 * fast
-    assert slow > 5  # of the 30 that were planted; what is read ahead hides some, under load more
+    # Of the 30 that were planted. What is read ahead hides them in most steps, not in all.
+    assert np.mean(list(scalars(log_dir / which / WORKERS[1])["own_ms"].values())[1:]) > 5
     # The whole step is as long on both.
     assert max(means["step_ms"]) < 1.5 * min(means["step_ms"])
     assert f"{which}: worker:1 is the slowest" in printed["worker:0"]

@@ -86,8 +86,8 @@ def use_plan() -> None:
 
 
 def use_shared_step() -> None:
-    """A step that is traced once for two replicas."""
-    strategy = StrategyTemplate(2)
+    """A step that is traced once for two replicas, with packed handles."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         weight = tf.Variable(2.0)
 
@@ -105,6 +105,8 @@ def use_shared_step() -> None:
 OF_SHARED_STEPS = (
     "eager.context.context",
     "eager.polymorphic_function",
+    "framework.ops.pack_eager_tensors",
+    "framework.ops.set_int_list_attr",
     "grappler",
 )
 USES: list[tuple[PrivateNames, str, Callable[[], None]]] = [

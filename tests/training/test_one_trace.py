@@ -13,8 +13,9 @@ from keras import layers
 from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import shared_step
+from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.traced_replica import _small_ones
+from tfdist_ext.training.variables import outside_of_scopes
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
 CALLS: list[str] = []
@@ -46,6 +47,22 @@ def of_layers(*between: Callable[[], layers.Layer], optimizer: Any = "adam") -> 
     return build
 
 
+class Shared(keras.optimizers.SGD):
+    """Counts its updates in a variable of which all replicas have one copy."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.updates = outside_of_scopes(keras.Variable, 0.0)
+        self._track_variable(self.updates)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        self.updates.assign_add(1.0)
+        grads = [gradient / self.updates for gradient in grads]
+        super().apply(grads, trainable_variables)
+
+
 def statistics() -> layers.Layer:
     return layers.BatchNormalization(synchronized=True)
 
@@ -61,12 +78,48 @@ def test_python_runs_a_step_once(name: str, replicas: int) -> None:
     assert len(CALLS) == 2
 
 
-def test_a_model_of_many_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph around the functions is optimized lightly."""
-    monkeypatch.setattr(shared_step, "_MANY", 0)
-    build = of_layers(statistics)
+class InACond(layers.Dense):
+    """Keeps a moving value that it writes in an inner graph, and reads again."""
+
+    def build(self, shape: Any) -> None:
+        super().build(shape)
+        self.scale = self.add_weight(name="scale", initializer="ones", trainable=False)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        outputs = super().call(inputs) * self.scale
+        mean = tf.reduce_mean(outputs)
+
+        def follow() -> tf.Tensor:
+            self.scale.assign(0.9 * self.scale + 0.1)
+            return self.scale * outputs
+
+        return tf.cond(mean > -9.0, follow, lambda: outputs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "packs"),
+    [
+        (lambda: "adam", True),
+        (lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), True),
+        (lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2), True),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 4.0), True),
+        (lambda: Shared(0.1), False),  # the graph around the functions updates, once for all
+    ],
+)
+def test_one_handle_stands_for_the_copies_of_a_variable(
+    optimizer: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = []
+    pack = tp.packed
+    monkeypatch.setattr(tp, "packed", lambda handles: packed.append(handles) or pack(handles))
+
+    def build() -> keras.Model:
+        return of_layers(statistics, lambda: InACond(3), optimizer=optimizer())()
+
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
+    assert bool(packed) == packs
+    assert all(len({handle.device for handle in handles}) == 3 for handles in packed)
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,16 @@ def test_a_dense_layer_on_sparse_inputs() -> None:
 
     x = RNG.normal(size=(26, 9)).astype("float32") * (RNG.random((26, 9)) < 0.3)
     assert_same_tables(build, mirrored(3), (tf.sparse.from_dense(x), Y), **FIT)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_sparse_ids(name: str) -> None:
+    def build() -> keras.Model:
+        ids = keras.Input((LENGTH,), dtype="int32", sparse=True)
+        rows = keras.ops.sum(keras.layers.Embedding(8, 3)(ids), axis=1)
+        model = keras.Model(ids, keras.layers.Dense(1)(rows))
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        return model
+
+    ids = tf.sparse.from_dense(TOKENS.astype("int32"))
+    assert_same_tables(build, strategy_of(name, 3), (ids, Y), **FIT)

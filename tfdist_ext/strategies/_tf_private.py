@@ -42,6 +42,7 @@ __all__ = [
     "of_replica",
     "optimized",
     "outside_of_tapes",
+    "packed",
     "per_replica",
     "reduced_on",
     "results_of_update",
@@ -84,6 +85,8 @@ NAMES = PrivateNames(
         "eager.polymorphic_function.atomic_function.AtomicFunction": "functions that replicas call",
         "eager.polymorphic_function.atomic_function.make_call_op_in_graph": "the same",
         "eager.record.stop_recording": "initial values that tapes do not see",
+        "framework.ops.pack_eager_tensors": "functions that all replicas call",
+        "framework.ops.set_int_list_attr": "the same",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
         "grappler.tf_optimizer.OptimizeGraph": "the same",
@@ -399,8 +402,10 @@ def unchanged_by_calls(
     return made
 
 
-def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """The outputs of a function that is called with all of its inputs, captured ones too.
+def call_in_graph(
+    function: Any, args: Sequence[tf.Tensor], ordered: Sequence[tf.Tensor] = ()
+) -> tf.Operation:
+    """The call of a function with all of its inputs, captured ones too.
 
     Private because a concrete function captures variables once, and the operation
     `tf.raw_ops.StatefulPartitionedCall` does not say which of them are only read: calls that share
@@ -408,9 +413,31 @@ def call_in_graph(function: Any, args: Sequence[tf.Tensor]) -> Sequence[tf.Tenso
 
     Args:
         function: from `unchanged_by_calls`; TensorFlow does not optimize it for each call.
+        ordered: those of the inputs for which no other call waits: the caller orders its calls.
     """
     call = NAMES("eager.polymorphic_function.atomic_function.make_call_op_in_graph")
-    return call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
+    outputs = call(function, args, {"config_proto": _not_optimized(), "executor_type": ""})
+    graph = tf.compat.v1.get_default_graph()
+    made = outputs[0].op if outputs else graph.get_operations()[-1]
+    if ordered:
+        only_read = "_read_only_resource_inputs"
+        known = {id(tensor) for tensor in ordered}
+        places = {place for place, arg in enumerate(args) if id(arg) in known}
+        places.update(made.get_attr(only_read))
+        NAMES("framework.ops.set_int_list_attr")(made, only_read, sorted(places))
+    return made
+
+
+def packed(handles: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One handle that stands for all of these, in a graph: a device there has its own of them.
+
+    Private because TensorFlow has it for its TPUStrategy. A graph has one node then in the place of
+    one for each device, until it is placed.
+
+    Args:
+        handles: of the copies of a variable, each on a device of its own.
+    """
+    return NAMES("framework.ops.pack_eager_tensors")(handles)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import _tf_private as tp
+from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.stages import (
     MeetingPoint,
     Stage,
@@ -36,13 +37,8 @@ __all__ = ["SharedStep", "kind_of"]
 Tensors: TypeAlias = dict[str, tf.Tensor]
 
 
-# By id of a captured handle, those of all local replicas.
+# By id of a captured handle, those of all local replicas, or one that stands for all of them.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
-
-
-# More variables than this, all replicas' copies counted, make a graph slow to optimize. Steps of a
-# model with so many are long, so they gain little from it.
-_MANY = 500
 
 
 class SharedStep:
@@ -57,7 +53,6 @@ class SharedStep:
         jit_compile: XLA compiles its functions where it can; never the sums between them.
 
     Attributes:
-        large: the graph around its functions is.
         compiled: how many of its functions XLA compiles.
         not_compiled: why it does not compile the others.
 
@@ -115,7 +110,6 @@ class SharedStep:
         stages = cut(definition.node, points, outside, self._returned)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
-        self.large = sum(map(len, self._handles.values())) > _MANY
         self.compiled, self.not_compiled = 0, list[str]()
         self._functions = []
         if jit_compile and not self._variables_are_near():
@@ -129,6 +123,9 @@ class SharedStep:
             if function.computes:
                 self.compiled += by_xla
                 self.not_compiled += [] if why is None else [why]
+        self._packed: list[tf.Tensor] = []
+        if not self._assigned_around():
+            self._pack()
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
@@ -137,12 +134,18 @@ class SharedStep:
             given = dict(zip(self._given, [number, *_leaves(mine)], strict=True))
             known.append({**self._sources, **given})
         meetings = [None, *self._replica.meetings]
+        calls: list[list[tf.Operation]] = [[] for _ in known]
         for meeting, function in zip(meetings, self._functions, strict=True):
             if meeting is not None:
                 self._hold(meeting, known)
+            if not function.computes:
+                continue
             for replica, tensors in enumerate(known):
-                with tf.device(self._devices[replica]):
-                    tensors.update(function(tensors, replica, self._handles))
+                with tf.device(self._devices[replica]), tf.control_dependencies(calls[replica]):
+                    call, outputs = function(tensors, replica, self._handles, self._packed)
+                if self._packed:
+                    calls[replica] = [call]
+                tensors.update(outputs)
         return [
             _packed(self._result, [tensors[name] for name in self._returned]) for tensors in known
         ]
@@ -166,6 +169,26 @@ class SharedStep:
         for variable in self._trace.graph.variables:
             container = self._strategy.extended.value_container(variable)
             yield self._strategy.experimental_local_results(container)
+
+    def _assigned_around(self) -> bool:
+        """Whether the graph around the functions may assign to a variable that they use."""
+        assigns = any(meeting.assigns for meeting in self._replica.meetings)
+        return assigns or tells_what_it_reduces(self._strategy)
+
+    def _pack(self) -> None:
+        """Let one handle stand for those of a variable's copies, where each replica has one.
+
+        An assignment by the handle of a copy is not ordered with calls that take the one.
+        """
+        devices = [tp.full_name(device) for device in self._devices]
+        on_cpus = all(tf.DeviceSpec.from_string(each).device_type == "CPU" for each in devices)
+        if len(set(devices)) < max(2, len(devices)) or not on_cpus:  # on GPUs it is untested
+            return
+        for key in map(id, self._sources.values()):
+            copies = self._handles.get(key, [])
+            if [handle.device for handle in copies] == devices:
+                self._handles[key] = [tp.packed(copies)]
+                self._packed += self._handles[key]
 
     def _why_no_xla(self, stage: Stage) -> str | None:
         """Why XLA cannot compile a stage; None where nothing is known against it."""
@@ -247,18 +270,22 @@ class _StageFunction:
     def computes(self) -> bool:
         return self._function is not None
 
-    def __call__(self, tensors: Tensors, replica: int, handles: Handles) -> Tensors:
-        """Call it with the tensors and the variables of a replica; its outputs."""
-        if self._function is None:
-            return {}
+    def __call__(
+        self, tensors: Tensors, replica: int, handles: Handles, ordered: Sequence[tf.Tensor]
+    ) -> tuple[tf.Operation, Tensors]:
+        """Call it with the tensors and the variables of a replica: (the call, its outputs).
+
+        Args:
+            ordered: handles for which no other call waits.
+        """
         args = [tensors[name] for name in self._taken]
         for source in self._known.captured_inputs:
             copies = handles.get(id(source))
             args.append(copies[replica % len(copies)] if copies else source)
-        outputs = tp.call_in_graph(self._function, args)
-        for output, like in zip(outputs, self._like, strict=True):
+        call = tp.call_in_graph(self._function, args, ordered)
+        for output, like in zip(call.outputs, self._like, strict=True):
             output.set_shape(like.shape)
-        return dict(zip(self._outputs, outputs, strict=True))
+        return call, dict(zip(self._outputs, call.outputs, strict=True))
 
 
 def _optimized(

@@ -27,6 +27,7 @@ __all__ = [
     "NotSharedError",
     "TracedReplica",
     "copy_number",
+    "is_traced_once",
     "once_for_all",
     "replica_number",
     "sum_up",
@@ -49,11 +50,13 @@ class Meeting(NamedTuple):
         results: marks that stand for what it gets, in the rest of the trace.
         hold: called once with values per replica, in cross-replica context; it gives the results,
             each per replica or one for all.
+        assigns: it may assign to variables, too.
     """
 
     values: Any
     results: list[Value]
     hold: Callable[[Any], list[Any]]
+    assigns: bool
 
 
 class TracedReplica(tf.distribute.ReplicaContext):
@@ -89,10 +92,15 @@ class TracedReplica(tf.distribute.ReplicaContext):
         self.refuse("it calls all_gather of its replica context")
 
     def meet(
-        self, values: Any, marks: list[Value], hold: Callable[[Any], list[Any]]
+        self,
+        values: Any,
+        marks: list[Value],
+        hold: Callable[[Any], list[Any]],
+        *,
+        assigns: bool = False,
     ) -> list[Value]:
         """Note a meeting; the marks, which the rest of the step takes for its results."""
-        self.meetings.append(Meeting(values, marks, hold))
+        self.meetings.append(Meeting(values, marks, hold, assigns))
         return marks
 
     def refuse(self, why: str) -> NoReturn:
@@ -119,6 +127,11 @@ def copy_number() -> int:
     if isinstance(context, TracedReplica):
         return context.first
     return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def is_traced_once() -> bool:
+    """Whether a step is traced once for all replicas of this worker."""
+    return isinstance(tf.distribute.get_replica_context(), TracedReplica)
 
 
 def sum_up(
@@ -190,7 +203,7 @@ def once_for_all(
     def time_of(of_all: Any) -> list[Any]:
         return [tf.cast(function(of_all)[1], tf.float64)]
 
-    return None, context.meet(values, [mark], time_of)[0]
+    return None, context.meet(values, [mark], time_of, assigns=True)[0]
 
 
 def _mark_of_sum(value: Value) -> Value:

@@ -50,6 +50,13 @@ __all__ = [
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
 
+# Which output of an operation holds distinct numbers, as Keras and TensorFlow look up sparse ids.
+_OF_DISTINCT = {
+    **dict.fromkeys(("Unique", "UniqueV2"), 0),
+    **{f"SparseSegment{combiner}GradV2": 1 for combiner in ("Mean", "Sum", "SqrtN")},
+}
+
+
 # Operations that put single rows into something without rows.
 _PLACING = {
     *("Concat", "ConcatV2", "DynamicStitch", "Pack", "Pad", "PadV2", "Reshape", "Unpack"),
@@ -416,8 +423,7 @@ class BatchDependence:
         if self._state(indices) == _SAME:
             return BATCH if self._repeats_by_row(indices) else CONSTANT
         source = self._source(indices)
-        is_distinct = source.type in ("Unique", "UniqueV2") and source.output == 0
-        return DISTINCT if is_distinct else BATCH
+        return DISTINCT if _OF_DISTINCT.get(source.type) == source.output else BATCH
 
     def _source(self, indices: tf.Tensor) -> _Operation:
         """The operation that has made these numbers, in this order."""

@@ -26,7 +26,8 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.strategies.traced_replica import copy_number, replica_number
+from tfdist_ext.strategies.reductions import tells_what_it_reduces
+from tfdist_ext.strategies.traced_replica import copy_number, is_traced_once, replica_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import (
@@ -192,7 +193,8 @@ class ReplicaScope(keras.StatelessScope):
 
         Returns:
             The state of each metric variable on this replica; and by the number of a watched
-            variable, as a string, its new value, equal on all replicas, for `assign_written`.
+            variable, as a string, its new value, equal on all replicas, for `assign_written`,
+            where the replica has not assigned it itself.
         """
         states = [self.get_current_value(variable) for variable in self._metrics.values()]
         written = {
@@ -211,6 +213,11 @@ class ReplicaScope(keras.StatelessScope):
                 for after, (key, variable) in zip(states, self._metrics.items(), strict=True)
             ]
             written = here.mean(written, dict(enumerate(self._others)))
+        for number in list(written) if self._own.assigned_by_replicas() else ():
+            variable = self._others[number]
+            if not self._own.is_apart(variable):
+                copy = self._own.of(variable)
+                copy.assign(tf.cast(written.pop(number), copy.dtype), read_value=False)
         return states, {str(number): value for number, value in written.items()}
 
     def _in_inner_graph(self) -> bool:
@@ -260,6 +267,11 @@ class LocalVariables:
     def is_apart(self, variable: keras.Variable) -> bool:
         """Whether the replica's copy is another variable than the one that steps start from."""
         return not variable.trainable and self._is_shared(variable)
+
+    def assigned_by_replicas(self) -> bool:
+        """Whether replicas assign to copies of their own what all have agreed on."""
+        # An update of a StrategyTemplate is one call of its hook.
+        return is_traced_once() and not tells_what_it_reduces(self._strategy)
 
     def of(self, variable: keras.Variable) -> tf.Variable:
         """The variable to read and assign on the running replica."""
@@ -350,6 +362,7 @@ def assign_each(
             kp.raw_value(variable),
             lambda copy, value: copy.assign(value, read_value=False),
             args=(value,),
+            group=False,
         )
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError, TrainingError
 from tfdist_ext.strategies._tf_private import lightly_optimized
 from tfdist_ext.strategies.explanation import computing_tasks
-from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce
+from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce, tells_what_it_reduces
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
@@ -235,7 +235,9 @@ class SynchronousReduction:
         return self._sum_of_replicas([[value], *others])[0]
 
     def _sum_of_replicas(self, per_replica: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Sum lists of tensors over all replicas, one collective for each dtype."""
+        """Sum lists of tensors over all replicas; over workers, one collective for each dtype."""
+        if not self.multi_worker and not tells_what_it_reduces(self.strategy):
+            return [tf.add_n(list(of_all)) for of_all in zip(*per_replica, strict=True)]
         dtypes = [value.dtype for value in per_replica[0]]
 
         def in_replica(per_replica: list[list[tf.Tensor]]) -> list[tf.Tensor]:
@@ -344,11 +346,10 @@ class ReplicaSteps:
     def optimization(self) -> contextlib.AbstractContextManager[None]:
         """Scope of calls of what has been traced.
 
-        The graph around optimized functions has little to gain. Where it is large, all that
-        TensorFlow does to it would take seconds; where it is small, steps are short, and gain.
+        The graph around functions that are optimized has little to gain by all that TensorFlow
+        does to it.
         """
-        light = self.not_shared is None and any(step.large for step in self._shared.values())
-        return lightly_optimized() if light else contextlib.nullcontext()
+        return lightly_optimized() if self.not_shared is None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def telling_errors(self, again: Callable[[], object]) -> Iterator[None]:
