@@ -269,13 +269,16 @@ class DistributedModel(SavingMixin):
                 val_logs = validate(hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
-            self._progress = saved.epoch_is_done(epoch, logs, complete=complete)
-            if self._reduction.any_worker(model.stop_training):
+            with self._reduction.peers.meeting(f"epoch {epoch + 1}, its end"):
+                self._progress = saved.epoch_is_done(epoch, logs, complete=complete)
+                stop = self._reduction.any_worker(model.stop_training)
+            if stop:
                 break
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
         hooks.on_train_end(logs)
-        self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
+        with self._reduction.peers.meeting("its end"):
+            self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
         saved.training_is_done(logs)
         return model.history
 
