@@ -19,6 +19,7 @@ from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, use
 from tfdist_ext.training.inputs import _parts_function
 from tfdist_ext.training.loop import StepsPerExecutionTuner, steps_of_epoch
 from tfdist_ext.training.synchronous.program import SynchronousProgram
+from tfdist_ext.training.synchronous.reduction import StackedStates
 
 
 @pytest.mark.parametrize(
@@ -205,3 +206,25 @@ def test_only_the_chief_writes_and_prints() -> None:
     assert deciding[0].verbose == 1
     assert callbacks_of_this_task(writers + deciding, is_chief=False) == deciding
     assert [callback.verbose for callback in deciding[:2]] == [0, 0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(), (3,), (1,), (2, 2), (5000,)]),
+            st.sampled_from(["float32", "int32", "bool"]),
+        ),
+        max_size=8,
+    )
+)
+@settings(deadline=None)
+def test_states_of_metrics_are_stacked_and_come_back(kinds: list[tuple[Any, str]]) -> None:
+    values = [np.full(shape, i % 2).astype(dtype) for i, (shape, dtype) in enumerate(kinds)]
+    variables = [keras.Variable(value, dtype=value.dtype.name) for value in values]
+    stacked = StackedStates(variables)
+    few = stacked.stack([tf.constant(value) for value in values])
+    large = sum(shape == (5000,) for shape, _ in kinds)  # copying one takes longer than sending it
+    assert len(few) == len({kind for kind in kinds if kind[0] != (5000,)}) + large
+    for back, value in zip(stacked.unstack(few), values, strict=True):
+        assert back.dtype == value.dtype
+        np.testing.assert_array_equal(back, value)

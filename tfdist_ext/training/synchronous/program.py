@@ -63,6 +63,7 @@ from tfdist_ext.training.steps.scope import (
 )
 from tfdist_ext.training.synchronous.reduction import (
     ReplicaSteps,
+    StackedStates,
     States,
     SynchronousReduction,
 )
@@ -134,7 +135,8 @@ class SynchronousProgram(ProgramBase):
         # By how they come to a batch.
         self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
-        self._states: States = []
+        self._stacked = StackedStates(self._metrics)
+        self._states: States = []  # stacked
         self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
@@ -147,7 +149,8 @@ class SynchronousProgram(ProgramBase):
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        self._states = self.reduction.split_states(self._metrics)
+        states = self.reduction.split_states(self._metrics)
+        self._states = [self._stacked.stack(of_replica) for of_replica in states]
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
@@ -199,9 +202,10 @@ class SynchronousProgram(ProgramBase):
 
     def logs_of_this_task(self) -> dict[str, float]:
         """The metrics over this task's own rows of the epoch so far. Nobody is waited for."""
+        states = [self._stacked.unstack(of_replica) for of_replica in self._states]
         values = [
             tf.add_n(list(of_replicas)) if variable.aggregation == "sum" else of_replicas[0]
-            for variable, *of_replicas in zip(self._metrics, *self._states, strict=True)
+            for variable, *of_replicas in zip(self._metrics, *states, strict=True)
         ]
         with ReplicaScope(zip(self._metrics, values, strict=True)):
             logs = results(self._model, {}, set(), set())
@@ -288,9 +292,10 @@ class SynchronousProgram(ProgramBase):
         """One replica's part of a global batch, in that replica's context.
 
         Args:
-            states: of the metrics, on this replica.
+            states: of the metrics on this replica, stacked.
             rows_of_all: of the global batch, where the part itself does not know.
         """
+        states = self._stacked.unstack(states)
         here = None
         timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
@@ -319,7 +324,7 @@ class SynchronousProgram(ProgramBase):
         self._updated |= scope.updated
         new, written = scope.outcome(here)
         notes = () if timer is None else timer.notes(new)
-        return new, written, outputs, notes
+        return self._stacked.stack(new), written, outputs, notes
 
     def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
         """A replica's contribution to the values from which the logs are computed in the end."""
@@ -382,7 +387,10 @@ class SynchronousProgram(ProgramBase):
         }
 
     def _finish(self, last: Carried, steps: tf.Tensor, seconds: tf.Tensor) -> Finished:
-        values, outputs, chief_seconds = self.reduction.over_all(self._metrics, *last, seconds)
+        states = [self._stacked.unstack(of_replica) for of_replica in last[0]]
+        values, outputs, chief_seconds = self.reduction.over_all(
+            self._metrics, states, last[1], seconds
+        )
         self.timer.execution_is_done(steps)
         assign_each(self._strategy, self._metrics, values)
         return self._logs(values, outputs), last[0], steps, chief_seconds

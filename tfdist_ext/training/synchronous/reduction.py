@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,11 @@ from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.scope import _addable, contribution
 
-__all__ = ["ReplicaSteps", "States", "SynchronousReduction", "trace_for_each"]
+__all__ = ["ReplicaSteps", "StackedStates", "States", "SynchronousReduction", "trace_for_each"]
+
+
+# Elements of a state that is copied sooner than it is passed on by itself.
+_SMALL = 4096
 
 
 # For each local replica, the value of each metric variable.
@@ -255,6 +260,37 @@ class SynchronousReduction:
 
         summed = self.strategy.run(in_replica, args=(per_replica,))
         return [self.strategy.experimental_local_results(value)[0] for value in summed]
+
+
+class StackedStates:
+    """The states of metrics as few tensors: those of one shape and dtype in one.
+
+    A loop in the graph passes each tensor on by itself, and sends it from device to device.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable]):
+        by_kind: dict[Any, list[int]] = {}
+        for place, variable in enumerate(variables):
+            shape = tuple(variable.shape)
+            small = None not in shape and math.prod(shape) <= _SMALL
+            kind = (shape, variable.dtype) if small else place
+            by_kind.setdefault(kind, []).append(place)
+        self._kinds = list(by_kind.values())
+
+    def stack(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The state of each variable, as few tensors."""
+        return [
+            tf.stack([states[place] for place in places]) if places[1:] else states[places[0]]
+            for places in self._kinds
+        ]
+
+    def unstack(self, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The state of each variable."""
+        states: dict[int, tf.Tensor] = {}
+        for places, tensor in zip(self._kinds, stacked, strict=True):
+            of_each = tf.unstack(tensor, len(places)) if places[1:] else [tensor]
+            states.update(zip(places, of_each, strict=True))
+        return [states[place] for place in range(len(states))]
 
 
 class ReplicaSteps:
