@@ -54,8 +54,9 @@ def main() -> None:
 
             @tf.function
             def long() -> tf.Tensor:
+                until = tf.timestamp() + 8.0
                 number, matrix = tf.while_loop(
-                    lambda i, _: i < 200,
+                    lambda i, _: tf.timestamp() < until,
                     lambda i, m: (i + 1, tf.tanh(tf.matmul(m, m))),
                     (0, tf.random.normal([1024, 1024])),
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -76,7 +77,8 @@ def test_busy_tasks_are_not_frozen(tmp_path: Path) -> None:
         cluster.start(*NAMES)
         cluster.wait_for("chief:0", "READY", 100)
         started = time.monotonic()
-        assert cluster.wait_for("chief:0", "RESULT (.*)", 120)[1] == "[200, 200]"
+        turns = json.loads(cluster.wait_for("chief:0", "RESULT (.*)", 120)[1])
+        assert min(turns) > 2
         assert time.monotonic() - started > 6.0
         assert cluster.status("chief:0") == 0
         assert "has not answered" not in cluster.log("chief:0")

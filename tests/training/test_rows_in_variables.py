@@ -149,8 +149,9 @@ def test_statistics_of_the_rows_are_not() -> None:
         return model
 
     fit = {"batch_size": 16, "epochs": 2}
-    plain, _ = plain_fit(build, X[:50], Y[:50], eager=False, **fit)
-    ours, _ = distributed_fit(build, X[:50], Y[:50], **fit)
+    # A last batch of two rows that are nearly alike would have a variance of little but rounding.
+    plain, _ = plain_fit(build, X[:51], Y[:51], eager=False, **fit)
+    ours, _ = distributed_fit(build, X[:51], Y[:51], **fit)
     assert_same_weights(plain, ours, 1e-5)
 
 

@@ -53,6 +53,9 @@ LEAVE_LIMIT = 30.0  # seconds for the others to end, too
 _TICK = 0.25
 
 
+_PUBLISHES = 1.0  # seconds after which a task tells where it is now
+
+
 _LOOKS = 3  # in a row that must find the same: one may be lost, and values change meanwhile
 
 
@@ -225,7 +228,7 @@ class Peers(TaskStatus):
             self._look(here, silent=_LOOKS)  # TensorFlow has waited for its heartbeats already
             if end := self._end_before(here):
                 return self._failed(end, here)
-            time.sleep(_TICK)
+            time.sleep(_PUBLISHES / 2)  # the last of the looks finds places that are up to date
         return None
 
     def _store_answers(self) -> bool:
@@ -260,7 +263,7 @@ class Peers(TaskStatus):
             self._termination.wait(_TICK)
             self._end_if_terminated()
             here = self._here
-            if time.monotonic() - last_publish >= 1.0:
+            if time.monotonic() - last_publish >= _PUBLISHES:
                 self._publish()
                 last_publish = time.monotonic()
             if not here.inside:
