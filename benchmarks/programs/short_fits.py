@@ -1,8 +1,7 @@
 """Short trainings of one model, one after another; each counts with its beginning and its end.
 
 Arguments: "fit" or "by hand", the strategy, the name of a model, rows of a global batch, steps of a
-training, and what it is done with: "plain", "metrics", "sample weights", "class weights",
-"validation", "jit_compile" or "PlacedStrategy".
+training, and what it is done with: "plain", "jit_compile" or "PlacedStrategy".
 """
 
 import os
@@ -12,7 +11,6 @@ import time
 
 import first_models
 import hand_loop
-import keras
 
 import tfdist_ext as tfd
 
@@ -25,44 +23,20 @@ x, y = first_models.batch(name, rows * steps)
 
 def compiled():
     model = first_models.compiled(name)
-    metrics = ["accuracy"]
-    if extra == "metrics":
-        metrics += [keras.metrics.SparseTopKCategoricalAccuracy(k=k) for k in (2, 3, 5)]
-    model.compile(model.optimizer, model.loss, metrics=metrics, jit_compile=extra == "jit_compile")
+    jit_compile = extra == "jit_compile"
+    model.compile(model.optimizer, model.loss, metrics=["accuracy"], jit_compile=jit_compile)
     return model
-
-
-class StepsOfTraining(keras.callbacks.Callback):
-    """Seconds of the steps alone, without those of a validation."""
-
-    seconds = 0.0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.begun, self.ended = time.perf_counter(), None
-
-    def on_test_begin(self, logs=None):
-        self.ended = time.perf_counter()
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.seconds = (self.ended or time.perf_counter()) - self.begun
 
 
 def by_fit():
     options = {"logical_cpus": REPLICAS} if kind == "mirrored" else {}
     strategy = tfd.create_strategy("placed" if extra == "PlacedStrategy" else kind, **options)
     model = tfd.distribute(compiled, strategy)
-    given = {
-        "sample weights": {"sample_weight": (y + 1.0) / 10},
-        "class weights": {"class_weight": {number: (number + 1.0) / 10 for number in range(10)}},
-        "validation": {"validation_data": (x[: 4 * rows], y[: 4 * rows])},
-    }.get(extra, {})
-    watch = StepsOfTraining()
-    callbacks = [watch] if extra == "validation" else []
 
     def train():
         begun = time.perf_counter()
-        model.fit(x, y, batch_size=rows, verbose=0, callbacks=callbacks, **given)
-        return watch.seconds if callbacks else time.perf_counter() - begun
+        model.fit(x, y, batch_size=rows, verbose=0)
+        return time.perf_counter() - begun
 
     return train
 
