@@ -14,7 +14,8 @@ from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirror
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import _tf_private as tp
-from tfdist_ext.strategies.traced_replica import _small_ones
+from tfdist_ext.strategies.traced_replica import _small_ones, sum_up
+from tfdist_ext.training.steps import context
 from tfdist_ext.training.variables import outside_of_scopes
 
 FIT = {"batch_size": 22, "epochs": 2}  # 64 rows: the last batch is uneven
@@ -136,6 +137,30 @@ def test_small_gradients_are_summed_as_one(shapes: Any, together: Any) -> None:
     kinds = [tf.float32, tf.int64, tf.float32]
     specs = [tf.TensorSpec((2,), kind) for kind in kinds]
     assert _small_ones(specs) == [[0, 2]]
+
+
+def test_gradients_are_summed_together_although_rows_hide_their_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def noted(values: Any, *rest: Any) -> Any:
+        calls.append(len(values))
+        return sum_up(values, *rest)
+
+    monkeypatch.setattr(context, "sum_up", noted)
+    model = keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            layers.Dense(3),  # on each of 4 places
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse")
+    model = tfd.distribute(model, mirrored(2))
+    model.fit(np.ones((6, 4, 6), "float32"), np.ones((6, 1), "float32"), verbose=0)
+    assert calls == [4]
 
 
 class InTable(layers.Layer):

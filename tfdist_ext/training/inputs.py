@@ -149,22 +149,25 @@ def _parts_of_arrays(
     """The number of the first global batch -> the parts from there on."""
     are_tensors = _spec_of_arrays(arrays) is not None
 
+    @functools.cache  # what the data set calls lives as long as these parts
+    def function(first: int, local: int, replicas: int) -> Callable[..., tf.data.Dataset]:
+        how = rows, batch, seed is not None, within_batches, first, local, replicas
+        return _dataset_function(*how) if are_tensors else _function_of_parts(*how)
+
     def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
-        make = _parts_function if are_tensors else _parts_function.__wrapped__
-        parts = make(rows, batch, seed is not None, within_batches, first, local, replicas)
-        of_step = tf.autograph.experimental.do_not_convert(
-            lambda step: parts(step, tf.constant(seed or 0, tf.int64), arrays)
-        )
-        options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
-        options.experimental_optimization.apply_default_optimizations = False
-        dataset = in_parallel(tf.data.Dataset.range(start, 2**62), of_step)
-        return dataset.with_options(options)
+        with tf.device("CPU:0"):
+            numbers = tf.constant(start, tf.int64), tf.constant(seed or 0, tf.int64)
+            return function(first, local, replicas)(*numbers, arrays)
 
     return lambda begin: functools.partial(parts_of, begin)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
-def _parts_function(
+def _dataset_function(*how: Any) -> Callable[..., tf.data.Dataset]:
+    return tf.function(_function_of_parts(*how), autograph=False)
+
+
+def _function_of_parts(
     rows: int,
     batch: int,
     shuffle: bool,
@@ -172,8 +175,8 @@ def _parts_function(
     first: int,
     local: int,
     replicas: int,
-) -> Callable[..., tuple[Part, ...]]:
-    """(number of a global batch, seed, arrays) -> the parts of the local replicas."""
+) -> Callable[..., tf.data.Dataset]:
+    """(number of the first global batch, seed, arrays) -> of each, the local replicas' parts."""
     steps = max(1, -(-rows // batch))
     # Where there are no rows or steps, or fewer than none, the epochs say so.
     permuted = shuffle and not within_batches
@@ -194,7 +197,13 @@ def _parts_function(
             for mine, low, high in spans
         )
 
-    return tf.function(parts, autograph=False)
+    def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
+        of_step = tf.autograph.experimental.do_not_convert(lambda step: parts(step, seed, arrays))
+        options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
+        options.experimental_optimization.apply_default_optimizations = False
+        return in_parallel(tf.data.Dataset.range(start, 2**62), of_step).with_options(options)
+
+    return dataset
 
 
 def _spec_of_arrays(arrays: Structure) -> Specs:

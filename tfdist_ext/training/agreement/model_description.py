@@ -225,7 +225,7 @@ def _describe_layer(layer: keras.Layer, names: _Names, found: ModelDescription) 
     for key, value in vars(layer).items():
         if _is_array(value):
             found.add(f"{key} of {name}", np.asarray(value))
-        elif inspect.isroutine(value) and not hasattr(type(layer), key):
+        elif callable(value) and inspect.isroutine(value) and not hasattr(type(layer), key):
             if own or _is_own(value):
                 found.add_function(f"{key} of {name}", value)
         elif own and not key.startswith("_") and key not in _OF_KERAS:

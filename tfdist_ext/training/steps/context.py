@@ -243,6 +243,8 @@ class StepContext:
             return list(values)
         self.check_graph()
         what = [STATISTIC] * len(values) if what is None else what
+        for value, each in zip(values, what, strict=True):
+            _set_shape(value, each)
         parts = [prepare_reduction(value, self.dependence) for value in values]
         of_parts = [each for part, each in zip(parts, what, strict=True) for _ in part.values]
         reduced = self._all_reduce([value for part in parts for value in part.values], of_parts)
@@ -472,6 +474,17 @@ def _kind_of_sum(value: Gradient) -> str:
     if isinstance(value, tf.IndexedSlices):
         return "slices"
     return "dense" if value.shape.is_fully_defined() else "rows"
+
+
+def _set_shape(value: Gradient, what: Reduced) -> None:
+    """Tell TensorFlow the shape of a dense gradient, which it loses where rows are summed.
+
+    What has a known shape is summed together, in one collective.
+    """
+    if what.kind != "gradient" or what.variable is None or isinstance(value, tf.IndexedSlices):
+        return
+    if value.shape.is_compatible_with(what.variable.shape):
+        value.set_shape(what.variable.shape)
 
 
 def reduced_for(kind: Kind, variable: keras.Variable | tf.Variable) -> Reduced:
