@@ -152,7 +152,11 @@ def _parts_of_arrays(
     @functools.cache  # what the data set calls lives as long as these parts
     def function(first: int, local: int, replicas: int) -> Callable[..., tf.data.Dataset]:
         how = rows, batch, seed is not None, within_batches, first, local, replicas
-        return _dataset_function(*how) if are_tensors else _function_of_parts(*how)
+        if not are_tensors:
+            return _function_of_parts(*how)
+        # Concrete: TensorFlow counts traces by other calls, and warns of many data sets.
+        numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
+        return _dataset_function(*how).get_concrete_function(*numbers, arrays)
 
     def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
         with tf.device("CPU:0"):
@@ -163,7 +167,7 @@ def _parts_of_arrays(
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
-def _dataset_function(*how: Any) -> Callable[..., tf.data.Dataset]:
+def _dataset_function(*how: Any) -> tf.types.experimental.PolymorphicFunction:
     return tf.function(_function_of_parts(*how), autograph=False)
 
 

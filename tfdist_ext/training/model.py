@@ -145,8 +145,8 @@ class DistributedModel(SavingMixin):
 
         Differences: `batch_size` is that of the global batch; arrays are shuffled in one order, the
         same on every task, and a ShardedDataset has its own; with `steps_per_execution` left at 1,
-        as many steps run in one execution as take some tenths of a second, unless a callback looks
-        at each batch. In a cluster only the chief prints and writes files. In an `evaluator` task
+        as many steps run in one execution as take about a second, unless a callback looks at each
+        batch. In a cluster only the chief prints and writes files. In an `evaluator` task
         this does not train: it evaluates each new checkpoint on the validation data, and then ends
         the process.
 

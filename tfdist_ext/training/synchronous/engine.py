@@ -42,7 +42,7 @@ __all__ = ["SynchronousEngine"]
 class SynchronousEngine(EngineBase[SynchronousReduction]):
     """Steps on all replicas of a synchronous strategy, each task running its own part."""
 
-    seconds_per_execution = 0.4  # short enough to show progress
+    seconds_per_execution = 0.8  # short enough to show progress
 
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, SynchronousReduction(strategy))
