@@ -110,6 +110,7 @@ class SharedStep:
         stages = cut(definition.node, points, outside, self._returned)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
+        self._check_near()
         self.compiled, self.not_compiled = 0, list[str]()
         self._functions = []
         if jit_compile and not self._variables_are_near():
@@ -213,6 +214,17 @@ class SharedStep:
                     raise NotSharedError(
                         f"it uses something that is in no variable known ({kinds})"
                     )
+
+    def _check_near(self) -> None:
+        """TensorFlow puts a loop or a branch on the one device of all variables that it uses."""
+        used = [self._handles.get(id(source), []) for source in self._sources.values()]
+        of_replicas = zip(*(copies for copies in used if len(copies) > 1), strict=True)
+        if all(len({copy.device for copy in mine}) == 1 for mine in of_replicas):
+            return
+        for operation in self._trace.graph.get_operations():
+            uses = any(tensor.dtype == tf.resource for tensor in operation.inputs)
+            if uses and operation.type in {"While", "StatelessWhile", "If", "StatelessIf", "Case"}:
+                raise NotSharedError("a loop or a branch in it may use variables of other devices")
 
 
 class _StageFunction:
