@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/more_to_do.py [--rounds 11] [--markdown docs/performance.md]
 
-A small MLP, whose steps take about a millisecond, on one device and mirrored on 4 logical CPUs,
-each in a process of its own. In it the contestants take turns, so that a slow moment of the machine
-hits all of them. Compared are medians over the rounds, with the smallest and the largest.
+The model is a small MLP: a step takes about a millisecond. One process trains it on one device, and
+one on 4 logical CPUs. In each the contestants take turns, so that a slow moment of the machine hits
+all of them. Compared are medians over the rounds, with the smallest and the largest.
 Validation counts by the training steps beside it.
 """
 

@@ -316,25 +316,39 @@ def test_xla_is_off_where_a_variable_is_on_another_device() -> None:
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
 
-def test_a_loop_that_uses_variables_of_other_devices() -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((4, 3)), layers.LSTM(4), layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
+class InnerGraph(layers.Dense):
+    """Computes in a branch, or in a function: one operation that takes kernel and bias."""
 
-    x, y = np.ones((6, 4, 3), "float32"), np.ones((6, 1), "float32")
+    def __init__(self, kind: str):
+        super().__init__(3)
+        self.kind = kind
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        dense = super().call
+        if self.kind == "branch":
+            return tf.cond(
+                tf.reduce_mean(inputs) > -9.0, lambda: dense(inputs), lambda: inputs[:, :3]
+            )
+        return tf.function(lambda: dense(inputs), autograph=False)()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [lambda: layers.Reshape((4, 1)), lambda: layers.LSTM(3)],
+        [lambda: InnerGraph("branch")],
+        [lambda: InnerGraph("function")],
+    ],
+    ids=["loop", "branch", "function"],
+)
+def test_an_operation_takes_variables_of_several_devices(between: Any) -> None:
     rules = {".*/kernel": "owned", ".*/bias": "device CPU:1"}
     devices = [f"CPU:{number}" for number in range(3)]
     strategy = tfd.create_strategy("placed", devices=devices, placement=rules)
-    model = tfd.distribute(build, strategy)
-    model.fit(x, y, batch_size=6, verbose=0)
-    alone = tfd.distribute(build, strategy_of("one_device", 1))
-    alone.keras_model.set_weights([np.ones_like(w) * 0.1 for w in alone.keras_model.get_weights()])
-    model.keras_model.set_weights(alone.keras_model.get_weights())
-    for each in (model, alone):
-        each.fit(x, y, batch_size=6, epochs=3, verbose=0)
-    for ours, theirs in zip(model.keras_model.weights, alone.keras_model.weights, strict=True):
-        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-6)
+    build = of_layers(*between, optimizer="sgd")
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
+    (explained,) = tfd.explain(ours).steps
+    assert "an operation in it takes variables of several devices" in explained
 
 
 def test_xla_is_off_where_each_replica_has_a_trace() -> None:

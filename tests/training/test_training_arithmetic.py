@@ -16,7 +16,7 @@ from training_cases import strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
-from tfdist_ext.training.inputs import _dataset_function
+from tfdist_ext.training.inputs import _traced_dataset_fn
 from tfdist_ext.training.loop import StepsPerExecutionTuner, steps_of_epoch
 from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import StackedStates
@@ -128,7 +128,7 @@ class TestPace:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         model = tfd.distribute(model, strategy_of("mirrored", 2))
-        _dataset_function.cache_clear()
+        _traced_dataset_fn.cache_clear()
         model.fit(x, y, batch_size=7, verbose=0)
         assert asked[:2] == [1, 4]
         asked.clear()
@@ -137,7 +137,7 @@ class TestPace:
         asked.clear()
         model.fit(x[:70], y[:70], batch_size=35, verbose=0)  # of another size nothing is known
         assert asked[0] == 1
-        assert _dataset_function.cache_info().hits == 1
+        assert _traced_dataset_fn.cache_info().hits == 1
 
     @given(st.lists(st.floats(0, 5), max_size=30), st.integers(1, 500))
     def test_runs_exactly_the_steps_there_are(self, times: list[float], total: int) -> None:

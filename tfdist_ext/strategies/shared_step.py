@@ -110,7 +110,7 @@ class SharedStep:
         stages = cut(definition.node, points, outside, self._returned)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
-        self._check_near()
+        self._check_devices()
         self.compiled, self.not_compiled = 0, list[str]()
         self._functions = []
         if jit_compile and not self._variables_are_near():
@@ -215,16 +215,16 @@ class SharedStep:
                         f"it uses something that is in no variable known ({kinds})"
                     )
 
-    def _check_near(self) -> None:
-        """TensorFlow puts a loop or a branch on the one device of all variables that it uses."""
-        used = [self._handles.get(id(source), []) for source in self._sources.values()]
-        of_replicas = zip(*(copies for copies in used if len(copies) > 1), strict=True)
-        if all(len({copy.device for copy in mine}) == 1 for mine in of_replicas):
-            return
+    def _check_devices(self) -> None:
+        """TensorFlow puts an operation, a loop too, where all variables are that it takes."""
         for operation in self._trace.graph.get_operations():
-            uses = any(tensor.dtype == tf.resource for tensor in operation.inputs)
-            if uses and operation.type in {"While", "StatelessWhile", "If", "StatelessIf", "Case"}:
-                raise NotSharedError("a loop or a branch in it may use variables of other devices")
+            taken = [self._sources.get(tensor.name) for tensor in operation.inputs]
+            variables = [copies for each in taken if (copies := self._handles.get(id(each)))]
+            for replica in range(len(self._devices)):
+                if len({copies[replica % len(copies)].device for copies in variables}) > 1:
+                    raise NotSharedError(
+                        f"an operation in it takes variables of several devices ({operation.type})"
+                    )
 
 
 class _StageFunction:

@@ -150,28 +150,28 @@ def _parts_of_arrays(
     are_tensors = _spec_of_arrays(arrays) is not None
 
     @functools.cache  # what the data set calls lives as long as these parts
-    def function(first: int, local: int, replicas: int) -> Callable[..., tf.data.Dataset]:
+    def dataset_fn(first: int, local: int, replicas: int) -> Callable[..., tf.data.Dataset]:
         how = rows, batch, seed is not None, within_batches, first, local, replicas
         if not are_tensors:
-            return _function_of_parts(*how)
+            return _dataset_fn(*how)
         # Concrete: TensorFlow counts traces by other calls, and warns of many data sets.
         numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
-        return _dataset_function(*how).get_concrete_function(*numbers, arrays)
+        return _traced_dataset_fn(*how).get_concrete_function(*numbers, arrays)
 
     def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
         with tf.device("CPU:0"):
             numbers = tf.constant(start, tf.int64), tf.constant(seed or 0, tf.int64)
-            return function(first, local, replicas)(*numbers, arrays)
+            return dataset_fn(first, local, replicas)(*numbers, arrays)
 
     return lambda begin: functools.partial(parts_of, begin)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
-def _dataset_function(*how: Any) -> tf.types.experimental.PolymorphicFunction:
-    return tf.function(_function_of_parts(*how), autograph=False)
+def _traced_dataset_fn(*how: Any) -> tf.types.experimental.PolymorphicFunction:
+    return tf.function(_dataset_fn(*how), autograph=False)
 
 
-def _function_of_parts(
+def _dataset_fn(
     rows: int,
     batch: int,
     shuffle: bool,

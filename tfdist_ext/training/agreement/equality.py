@@ -368,6 +368,7 @@ def check_equal_models(
         TrainingError: on every worker, where one's model is not the first worker's.
     """
     described = describe_model(model, with_code=same_python)
+    # One collective where models agree, as they nearly always do.
     both = {"certain": described.certain, "attributes": described.attributes}
     if difference_between_workers(reduction, both) is None:
         return
