@@ -168,12 +168,73 @@ def own_train_step() -> tuple[keras.Model, dict[str, Any], Data]:
     return model, settings, Data(_numbers(48, 6), _classes(48))
 
 
+def transformer_with_dropout() -> tuple[keras.Model, dict[str, Any], Data]:
+    layers = keras.layers
+    words = keras.Input((4,), dtype="int32")
+    x = layers.Embedding(9, 6)(words)
+    # The gradient of a bias of keys is 0 but for rounding, which Adam makes as large as any other.
+    attention = layers.MultiHeadAttention(2, 3, dropout=0.3, use_bias=False)
+    x += layers.Dropout(0.2)(attention(x, x))
+    x = layers.LayerNormalization()(x)
+    x += layers.Dropout(0.2)(layers.Dense(6)(layers.Dense(8, activation="tanh")(x)))
+    outputs = layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x))
+    settings = {"loss": _logits_loss(), "metrics": ["accuracy"]}
+    ids = np.random.default_rng(2).integers(0, 9, (48, 4))
+    return keras.Model(words, outputs), settings, Data(ids, _classes(48))
+
+
+@keras.saving.register_keras_serializable("exactness")
+class Sampling(keras.layers.Layer):
+    """A VAE's, without a seed of its own, and with a loss of its own."""
+
+    def call(self, inputs: Any) -> Any:
+        mean, log_variance = inputs
+        ops = keras.ops
+        divergence = ops.square(mean) + ops.exp(log_variance) - log_variance - 1
+        self.add_loss(0.05 * ops.mean(ops.sum(divergence, axis=1)))
+        noise = keras.random.normal(shape=(ops.shape(mean)[0], ops.shape(mean)[1]))
+        return mean + ops.exp(log_variance / 2) * noise
+
+
+def vae() -> tuple[keras.Model, dict[str, Any], Data]:
+    layers = keras.layers
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, activation="tanh")(inputs)
+    code = Sampling()([layers.Dense(3)(hidden), layers.Dense(3)(hidden)])
+    outputs = layers.Dense(6)(layers.Dense(8, activation="tanh")(code))
+    numbers = _numbers(48, 6)
+    return keras.Model(inputs, outputs), {"loss": "mse", "metrics": ["mae"]}, Data(numbers, numbers)
+
+
+def augmented_cnn() -> tuple[keras.Model, dict[str, Any], Data]:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.RandomFlip(),
+            layers.RandomRotation(0.1),
+            layers.RandomTranslation(0.2, 0.2),
+            layers.Conv2D(4, 3, activation="tanh"),
+            layers.SpatialDropout2D(0.3),
+            layers.GaussianNoise(0.2),
+            layers.Flatten(),
+            layers.AlphaDropout(0.1),
+            layers.Dense(CLASSES),
+        ]
+    )
+    settings = {"loss": _logits_loss(), "metrics": ["accuracy"]}
+    return model, settings, Data(_numbers(48, 5, 5, 2), _classes(48))
+
+
 MODELS = {
     "MLP": mlp,
     "CNN with BN": cnn_with_batch_normalization,
     "Embedding, LSTM, mask": embedding_and_lstm_with_mask,
     "two outputs": two_outputs,
     "own train_step": own_train_step,
+    "transformer with dropout": transformer_with_dropout,
+    "VAE": vae,
+    "augmented CNN": augmented_cnn,
 }
 
 

@@ -19,6 +19,8 @@ import train
 from tfdist_ext.testing import run_tasks
 
 BOUND = 1e-6  # float32
+# Of a model with more operations one after another, each of which rounds.
+BOUNDS = {"transformer with dropout": 5e-6}
 LIMIT = 1500  # seconds for one column
 WORKERS = "multi_worker_mirrored"
 FIRST, *_, LAST = matrix.OPTIMIZERS
@@ -61,7 +63,7 @@ COLUMNS = {
     "Keras: workers 2": Column(WORKERS, workers=2, by_keras=True),
 }
 # What the suite runs without --long; with workers: training/test_exact_workers.py.
-QUICK = [("mirrored 3", "CNN with BN"), ("mirrored 3", "own train_step")]
+QUICK = [("mirrored 3", "CNN with BN"), ("mirrored 3", "own train_step"), ("mirrored 3", "VAE")]
 
 
 def suite_sentence() -> str:
@@ -137,5 +139,5 @@ def over_the_bound(found: dict[str, dict[matrix.Cell, float | None]]) -> list[st
         for title, column in found.items()
         if not COLUMNS[title].by_keras
         for cell, value in column.items()
-        if value is None or not value <= BOUND
+        if value is None or not value <= BOUNDS.get(cell.model, BOUND)
     ]

@@ -50,7 +50,7 @@ def test_a_deleted_model_is_collected_with_the_graphs_of_its_steps(strategy: str
         "optimizer": weakref.ref(model.keras_model.optimizer),
         "engine": weakref.ref(model._engine),
         "program": weakref.ref(program),
-        "seeds": weakref.ref(model._engine._generators[0]),
+        "seeds": weakref.ref(model._engine._seeds),
         "graph": weakref.ref(step.graph),
     }
     del model, program, step

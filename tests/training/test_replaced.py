@@ -28,6 +28,7 @@ from tfdist_ext.training import model
 from tfdist_ext.training._keras_private import REPLACED, Replaced
 from tfdist_ext.training.callbacks.in_cluster import TRAINER_METHODS
 from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.steps.random_numbers import RANDOM
 from tfdist_ext.training.steps.replaced import (
     StepRecord,
     Target,
@@ -289,6 +290,15 @@ def normalize_by_other_moments(self: Any, inputs: Any, training: Any = None, mas
     return (inputs - mean) * self.gamma + self.beta
 
 
+def dropout_by_a_hash(layer: Any, inputs: Any, training: bool = False) -> Any:
+    if not training:
+        return inputs
+    seed = tf.cast(layer.seed_generator.next(), tf.int32)
+    places = tf.range(tf.size(inputs))
+    order = tf.random.experimental.index_shuffle(places, seed, tf.size(inputs) - 1)
+    return tf.where(tf.reshape(order % 2 == 0, tf.shape(inputs)), inputs, 0)
+
+
 PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "apply": [
         (keras.Model, "train_step", lambda self, data: keras_step(self, data, moved_apply)),
@@ -329,6 +339,7 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "moments_of_layer": [
         (keras.layers.BatchNormalization, "call", normalize_by_other_moments),
     ],
+    "draw_uniform": [(keras.layers.Dropout, "call", dropout_by_a_hash)],
 }
 
 
@@ -357,6 +368,7 @@ def with_all() -> keras.Model:
             keras.layers.Dense(4),
             Penalty(),
             keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dropout(0.5),
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
@@ -383,7 +395,8 @@ def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyP
 
 def test_what_is_planted_is_each_function_but_those_tested_below() -> None:
     below = {"apply_gradients", "take", "variable_key", "collective_key"}
-    assert {replaced.key for replaced in REPLACED} == {*PLANTED, *below}
+    drawing = {*RANDOM, "gather", "seed_generator"}  # test_random_numbers.py
+    assert {replaced.key for replaced in REPLACED} == {*PLANTED, *below, *drawing}
 
 
 def test_a_step_of_the_users_past_apply() -> None:

@@ -65,8 +65,6 @@ NAMES = PrivateNames(
     "keras.src",
     TrainingError,
     {
-        "backend.common.global_state.get_global_attribute": "random numbers without a seed",
-        "backend.common.global_state.set_global_attribute": "random numbers without a seed",
         "backend.common.stateless_scope.get_stateless_scope": "the scope of a replica's step",
         "backend.compute_output_spec": "variables of a model that is not compiled",
         "backend.tensorflow.trainer.convert_to_np_if_not_ragged": "the outputs of predict",
@@ -74,6 +72,7 @@ NAMES = PrivateNames(
         "losses.loss.apply_mask": "what a weighted mean divides by",
         "models.functional.Functional": "cloning a model layer by layer",
         "saving.serialization_lib.SafeModeScope": "cloning objects with lambdas",
+        "random.seed_generator.global_seed_generator": "random numbers without a seed",
         "trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "arrays as data",
         "trainers.data_adapters.array_slicing.TensorflowSparseWrapper": "sparse arrays as data",
         "trainers.data_adapters.array_slicing.convert_to_sliceable": "arrays as data",
@@ -220,6 +219,102 @@ REPLACED = (
         "rows of a table that replicas share, or that is in shards, are gathered where they are."
         " Keras makes a tensor of the whole table first",
         moved_to="keras.src.backend.tensorflow.ops.numpy:take",
+    ),
+    Replaced(
+        "draw_uniform",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_v2",
+        "draws the rows of one replica's part. Here alone all ways of drawing meet, and the"
+        " counter is known from which rows are drawn",
+    ),
+    Replaced(
+        "draw_integers",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_int_v2",
+        "the same",
+    ),
+    Replaced(
+        "draw_bits",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_full_int_v2",
+        "the same",
+    ),
+    Replaced(
+        "draw_normal",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_normal_v2",
+        "the same",
+    ),
+    Replaced(
+        "draw_truncated_normal",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_truncated_normal_v2",
+        "the same",
+    ),
+    Replaced(
+        "draw_uniform_with_state",
+        "tensorflow.python.ops.gen_random_ops:random_uniform",
+        "draws a seed, of which each replica has its rows: what shares a trace would draw the same",
+    ),
+    Replaced(
+        "draw_normal_with_state",
+        "tensorflow.python.ops.gen_random_ops:random_standard_normal",
+        "the same",
+    ),
+    Replaced(
+        "draw_truncated_normal_with_state",
+        "tensorflow.python.ops.gen_random_ops:truncated_normal",
+        "the same",
+    ),
+    Replaced(
+        "draw_integers_with_state",
+        "tensorflow.python.ops.gen_random_ops:random_uniform_int",
+        "the same",
+    ),
+    Replaced(
+        "draw_by_parameters",
+        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_gamma_v3",
+        "the same, of a distribution whose values follow each other parameter by parameter",
+    ),
+    Replaced(
+        "draw_by_parameters",
+        "tensorflow.python.ops.gen_stateless_random_ops:stateless_random_binomial",
+        "the same",
+    ),
+    Replaced(
+        "draw_by_parameters",
+        "tensorflow.python.ops.gen_stateless_random_ops:stateless_random_poisson",
+        "the same",
+    ),
+    Replaced(
+        "draw_categories",
+        "tensorflow.python.ops.gen_stateless_random_ops:stateless_multinomial",
+        "the same, of categories",
+    ),
+    Replaced(
+        "draw_numbered",
+        "tensorflow:random.stateless_uniform",
+        "the shape may have the rows of the global batch as a number",
+    ),
+    Replaced(
+        "draw_numbered",
+        "tensorflow:random.stateless_normal",
+        "the same",
+    ),
+    Replaced(
+        "draw_numbered",
+        "tensorflow:random.stateless_truncated_normal",
+        "the same",
+    ),
+    Replaced(
+        "seed_generator",
+        "keras.src.random.seed_generator:global_seed_generator",
+        "each replica has one, which is made outside of the step",
+    ),
+    Replaced(
+        "shuffle",
+        "keras.src.backend.tensorflow.random:shuffle",
+        "rows are shuffled over all replicas",
+    ),
+    Replaced(
+        "gather",
+        "tensorflow:gather",
+        "finds rows of other replicas by the numbers that a shuffle gave",
     ),
     Replaced(
         "variable_key",
@@ -386,21 +481,9 @@ def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
     return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))
 
 
-@contextlib.contextmanager
-def global_seed_generator(generator: keras.random.SeedGenerator) -> Iterator[None]:
-    """Scope in which this thread draws from `generator` where no seed is given.
-
-    Private because Keras makes the one it uses by itself, one in each thread.
-    """
-    # The name as such: only Keras 3.13 and later have a constant for it.
-    name = "global_seed_generator"
-    put = NAMES("backend.common.global_state.set_global_attribute")
-    before = NAMES("backend.common.global_state.get_global_attribute")(name)
-    put(name, generator)
-    try:
-        yield
-    finally:
-        put(name, before)
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """The generator that this thread draws from without a seed. Private: Keras makes it itself."""
+    return NAMES("random.seed_generator.global_seed_generator")()
 
 
 def trusted() -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Rows of TensorFlow's stateless random tensors, made without the rows before them.
 
 The generator counts: each group of values takes the next counters. From the right counter on, the
-values are those of the whole tensor, to the bit.
+values are those of the whole tensor, to the bit (`counter_at`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,18 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-__all__ = ["Rows", "rows_drawn_by"]
+__all__ = ["Rows", "counter_at", "group_size", "rows_drawn_by"]
 
 Rows = Callable[[int, int], tf.Tensor]  # the rows from the first number to before the second
 
 _PHILOX = 1
-# Values to a group: of each dtype below, a group begins at a counter of its own.
-_GROUP = 8
-# Counters that a group takes. A truncated normal draws again, and keeps many in reserve.
 _UNIFORM, _NORMAL, _TRUNCATED = (
     "StatelessRandomUniformV2",
     "StatelessRandomNormalV2",
     "StatelessTruncatedNormalV2",
 )
-_COUNTERS = {
-    "float32": {_UNIFORM: 2, _NORMAL: 2, _TRUNCATED: 512},
-    "float64": {_UNIFORM: 4, _NORMAL: 4, _TRUNCATED: 512},
-}
+# Counters of a value of a truncated normal, which draws again; else a group has one.
+_RESERVED = 64
 
 # Those of Keras's that return what they draw. A subclass may do more.
 _DRAWING = frozenset(
@@ -51,7 +46,7 @@ def rows_drawn_by(
     The initializer is called here, once and for the whole shape, and takes its seed as if it had
     drawn.
     """
-    if type(initializer) not in _DRAWING or dtype not in _COUNTERS:
+    if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
         return None
     draws: list[Rows] = []
     with _instead_of_drawing(draws):
@@ -87,21 +82,37 @@ def _instead_of_drawing(draws: list[Rows]) -> Iterator[None]:
 
 def _rows(op: str, shape: Any, dtype: str, seed: Any, scale: tf.Tensor, shift: tf.Tensor) -> Rows:
     draw = getattr(tf.raw_ops, op)
-    counters = _COUNTERS[dtype][op]
     width = math.prod(shape[1:])
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
 
     def rows(start: int, stop: int) -> tf.Tensor:
-        group = start * width // _GROUP
-        ahead = tf.constant([group * counters, 0], tf.uint64)
+        first = start * width
+        before = first % group_size(tf.as_dtype(dtype))
         values = draw(
-            shape=tf.constant([stop * width - group * _GROUP], tf.int64),
+            shape=tf.constant([before + (stop - start) * width], tf.int64),
             key=key,
-            counter=counter + ahead,
+            counter=counter_at(counter, first - before, op, tf.as_dtype(dtype)),
             alg=_PHILOX,
             dtype=dtype,
         )
-        mine = values[start * width - group * _GROUP :]
-        return tf.reshape(mine, [stop - start, *shape[1:]]) * scale + shift
+        return tf.reshape(values[before:], [stop - start, *shape[1:]]) * scale + shift
 
     return rows
+
+
+def group_size(dtype: tf.DType) -> int:
+    """The values that are drawn together, from a counter of their own on."""
+    return 2 if dtype.size == 8 else 4
+
+
+def counter_at(counter: tf.Tensor, number: int | tf.Tensor, op: str, dtype: tf.DType) -> tf.Tensor:
+    """The counter from which the values of a tensor follow, from a number on.
+
+    Args:
+        counter: of the whole tensor.
+        number: of the value, the first one of its group.
+        op: which draws, as "StatelessRandomUniformV2".
+    """
+    group = group_size(dtype)
+    ahead = number // group * (_RESERVED * group if op == _TRUNCATED else 1)
+    return counter + tf.cast(tf.stack([ahead, 0]), tf.uint64)

@@ -8,15 +8,17 @@ result counts. `tfd.all_rows` gives the rows of all parts.
 from __future__ import annotations
 
 import contextlib
+import numbers
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
@@ -72,8 +74,13 @@ class StepContext:
         turn: gives the number of the step in a loop in the graph, or None where there is no loop;
             None where it does not matter.
         timer: of a step whose time is wanted.
+        cut_evenly: the parts are as `shards.bounds` cuts the global batch.
+        batch_size: rows of a whole global batch; None where it is not known.
+        weight_shapes: of the model's variables.
 
     Attributes:
+        asked_batch_size: whether what was traced depends on it.
+        rows_read: rows that the part's tensors have: one where it has none of its own.
         substitutes: what stands in for Keras's functions while this is the running part, by key.
         called: the keys of those that were called.
         gradients_are_weighted: those that Keras's own step has now are, with the share, and are not
@@ -91,6 +98,9 @@ class StepContext:
     keras_step: bool = False
     turn: Callable[[], tf.Tensor | None] | None = None
     timer: ReplicaTimer | None = None
+    cut_evenly: bool = True
+    batch_size: int | None = None
+    weight_shapes: Set[tuple[int | None, ...]] = frozenset()
 
     def __post_init__(self) -> None:
         self.substitutes: Mapping[str, Callable[..., Any]] = {}
@@ -101,14 +111,19 @@ class StepContext:
         self.synchronized_moments = 0
         self._batch_fraction = tf.cast(self.rows, tf.float64) / tf.cast(self.of, tf.float64)
         self.rows = tf.cast(self.rows, tf.int64)
+        self.rows_read = tf.maximum(self.rows, 1)
         leaves = [leaf for leaf in tf.nest.flatten(self.batch) if leaf is not None]
         self._batch = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
         self._size = leaves[0].shape[0]
         self._gathered: list[tf.Tensor] = []  # results of all_rows
         self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
-        self._offset: tuple[tf.Tensor, tf.Tensor] | None = None
+        self._place: tuple[tf.Tensor, tf.Tensor] | None = None
+        self.asked_batch_size = False
+        self._row_numbers: list[tf.Tensor] = []
+        self._is_batch: tf.Tensor | None = None  # of a shape with a number, while it is drawn
         self._graph = current_graph()
         self.dependence = BatchDependence(self.batch, self._size)
+        self.dependence.set_equal(self.of)
         # Id of a sum -> the sum, this part's own share in it.
         self._own_gradients: dict[int, tuple[Gradient, Gradient]] = {}
 
@@ -150,7 +165,7 @@ class StepContext:
                 return False
             trace = self.trace([value])
             return trace is not None and not trace.is_of_part(trace.targets[0])
-        of_all, of_part = int(self._place()[1]), max(int(self.rows), 1)
+        of_all, of_part = int(self.place()[1]), max(int(self.rows), 1)
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
     def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
@@ -378,7 +393,7 @@ class StepContext:
         """
         self.check_graph()
         tensors = [_dense(value) for value in values]
-        before, count = self._place()
+        before, count = self.place()
         padded = []
         for tensor in tensors:
             check = tf.debugging.assert_equal(
@@ -405,16 +420,80 @@ class StepContext:
         of_others = iter(self.all_reduce(others, [OTHER] * len(others)))
         return [next(of_floats if value.dtype.is_floating else of_others) for value in values]
 
-    def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """(rows of the parts before this one, rows of all parts), by the replicas' numbers."""
-        if self._offset is None:
-            number = replica_number()
-            numbers = tf.range(self.replicas)
-            mine = tf.where(numbers == number, self.rows, 0)
-            (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])
-            before = tf.reduce_sum(tf.where(numbers < number, counts, 0))
-            self._offset = before, tf.reduce_sum(counts)
-        return self._offset
+    def place(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """(rows of the parts before this one, rows of all parts)."""
+        if self._place is None:
+            with outside_of_inner_graphs(self._graph):
+                number = replica_number()
+                if self.cut_evenly:
+                    of = tf.cast(self.of, tf.int64)
+                    self._place = bounds(of, tf.cast(number, tf.int64), self.replicas)[0], of
+                else:
+                    self._place = self._counted_place(number)
+        return self._place
+
+    def _counted_place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        others = tf.range(self.replicas)
+        mine = tf.where(others == number, self.rows, 0)
+        (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])
+        return tf.reduce_sum(tf.where(others < number, counts, 0)), tf.reduce_sum(counts)
+
+    def blocks_of_rows(self, shape: tf.Tensor, known: tf.TensorShape) -> int:
+        """How many tensors of this part's rows, one after another, a shape begins with, or 0.
+
+        Args:
+            shape: of what is drawn.
+            known: what is known of it while the step is traced.
+        """
+        if self.replicas == 1 or known.rank == 0:
+            return 0
+        if known.rank is not None and known[0] is not None:
+            # Sizes are numbers in an eager step, also those of a weight.
+            is_weight = current_graph() is not None and tuple(known) in self.weight_shapes
+            return int(known[0] == self._size and not is_weight)
+        return self.dependence.blocks_of_rows(shape)
+
+    def is_batch_size(self, size: tf.Tensor, blocks: int = 1) -> tf.Tensor:
+        """Whether a first dimension has this part's rows, when the step runs."""
+        if self._is_batch is not None:
+            return self._is_batch
+        return size % (blocks * self.rows_read) == 0
+
+    @contextlib.contextmanager
+    def shape_of_part(self, shape: Any) -> Iterator[Any]:
+        """Scope in which a shape with the rows of the global batch as a number has the part's."""
+        if not self._may_be_batch(shape):
+            yield shape
+            return
+        first, *rest = shape
+        is_batch = tf.cast(self.of, tf.int64) == first
+        mine = tf.cast(tf.where(is_batch, self.rows_read, int(first)), tf.int32)
+        self._is_batch = is_batch
+        try:
+            yield [mine, *rest]
+        finally:
+            self._is_batch = None
+
+    def _may_be_batch(self, shape: Any) -> bool:
+        # In an eager step all sizes are numbers.
+        if self.replicas == 1 or current_graph() is None:
+            return False
+        if not isinstance(shape, list | tuple | tf.TensorShape) or not shape:
+            return False
+        if not isinstance(shape[0], numbers.Integral) or shape[0] < 2:
+            return False
+        self.asked_batch_size = True
+        return self.batch_size in (None, shape[0]) and tuple(shape) not in self.weight_shapes
+
+    def note_row_numbers(self, indices: tf.Tensor) -> None:
+        """Note that these are numbers of rows in the global batch, for `rows_at`."""
+        self._row_numbers.append(indices)
+
+    def rows_at(self, x: Any, indices: Any, axis: int | None) -> Any:
+        """The tensor in which `indices` are to be looked up: `x`, or the rows of all replicas."""
+        if axis not in (0, None) or not any(indices is each for each in self._row_numbers):
+            return x
+        return self.all_rows([keras.ops.convert_to_tensor(x)])[0]
 
     def check_graph(self) -> None:
         """Raise TrainingError in a graph inside of the step's, where replicas cannot meet."""

@@ -34,6 +34,7 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.context import StepContext, reduced_for, running_step
+from tfdist_ext.training.steps.random_numbers import RANDOM
 from tfdist_ext.training.steps.replaced import (
     Target,
     not_called,
@@ -83,9 +84,38 @@ def substitutes_of(
         "update_mean": _update_mean,
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
+        "gather": _gather,
+        **RANDOM,
     }
     bound = {key: functools.partial(function, here) for key, function in functions.items()}
-    return {**bound, "replicas": lambda original, strategy: 1, "take": take}
+    taking = functools.partial(_take, here, take)
+    return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
+
+
+def _take(
+    here: StepContext,
+    take: Callable[..., tf.Tensor],
+    original: Callable[..., tf.Tensor],
+    x: Any,
+    indices: Any,
+    axis: int | None = None,
+) -> tf.Tensor:
+    x = x if axis is None else here.rows_at(x, indices, axis)
+    return take(original, x, indices, axis=axis)
+
+
+def _gather(
+    here: StepContext,
+    original: Callable[..., tf.Tensor],
+    params: Any,
+    indices: Any,
+    validate_indices: Any = None,
+    axis: int | None = None,
+    **named: Any,
+) -> tf.Tensor:
+    """`tf.gather`; of the rows of all replicas, where these are shuffled."""
+    params = here.rows_at(params, indices, axis)
+    return original(params, indices, validate_indices, axis, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:

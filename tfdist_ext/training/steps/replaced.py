@@ -322,6 +322,9 @@ def _expected(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple
         is_normal = isinstance(layer, keras.layers.BatchNormalization)
         if is_normal and layer.synchronized and id(layer.moving_mean) in step.written:
             yield ("moments_of_layer",)
+        drops = isinstance(layer, keras.layers.Dropout) and layer.rate
+        if drops and id(layer.seed_generator.state) in step.written:
+            yield ("draw_uniform",)
 
 
 def _of_keras_step(model: keras.Model, kind: str, step: StepRecord) -> Iterator[tuple[str, ...]]:

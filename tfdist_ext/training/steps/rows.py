@@ -346,6 +346,13 @@ _READS = {
 }
 
 
+_GATHERS = frozenset(["GatherV2", "ResourceGather"])
+
+
+# Which input is the shape of the result.
+_SHAPE_INPUTS = {"Fill": 0, "BroadcastTo": 1}
+
+
 _SAME_NUMBERS = frozenset(["Cast", "Identity", "PreventGradient", "Snapshot", "StopGradient"])
 
 
@@ -385,6 +392,7 @@ class BatchDependence:
     def __init__(self, batch: Structure, part_size: int | None = None):
         self._part_size = part_size
         self._states: dict[_Key, int] = {}
+        self._blocks_known: dict[_Key, int] = {}
         self._recorded: dict[int, _Operation] = {}
         self._alive: list[tf.Tensor] = []  # eager tensors are known by their ids
         self._set(_leaves(batch), _VARIES)
@@ -403,6 +411,72 @@ class BatchDependence:
         if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
             return [part for each in operation.inputs[:-1] for part in self.parts_of(each)]
         return [(indices, self._kind(indices))]
+
+    def blocks_of_rows(self, shape: tf.Tensor) -> int:
+        """How many tensors, one after another, give the size of a shape's first dimension.
+
+        0 where it does not depend on the batch.
+        """
+        size = self._first_of(shape)
+        if self._state(size) == _SAME:
+            return 0
+        return self._blocks_of_size(size)
+
+    def are_row_numbers(self, tensor: tf.Tensor) -> bool:
+        """Whether these are the numbers from 0 to a size that depends on the batch."""
+        operation = self._source(tensor)
+        return operation.type == "Range" and tf.get_static_value(operation.inputs[0]) == 0
+
+    def _first_of(self, shape: tf.Tensor) -> tf.Tensor:
+        """The tensor that gives the first number of a shape: a scalar, or a shape itself."""
+        while True:
+            operation = self._operation(shape)
+            if operation.type in ("Pack", "ConcatV2", *_SAME_NUMBERS):
+                shape = operation.inputs[0]
+            else:
+                return shape
+
+    def _blocks_of_size(self, size: tf.Tensor) -> int:
+        operation = self._operation(size)
+        if operation.type == "Shape":
+            return self._blocks(operation.inputs[0])
+        if operation.type in ("AddV2", "Add"):
+            return sum(map(self._blocks_of_size, operation.inputs))
+        if operation.type in ("StridedSlice", *_SAME_NUMBERS):
+            return self._blocks_of_size(operation.inputs[0])
+        return 1
+
+    def _blocks(self, tensor: tf.Tensor) -> int:
+        """How many tensors are one after another in the first dimension of a tensor."""
+        passed = []
+        while (key := _key(tensor)) not in self._blocks_known:
+            passed.append(key)
+            operation = self._operation(tensor)
+            if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
+                count = sum(map(self._blocks, operation.inputs[:-1]))
+                break
+            if operation.type in _SHAPE_INPUTS:
+                shape = operation.inputs[_SHAPE_INPUTS[operation.type]]
+                count = self._blocks_of_size(self._first_of(shape))
+                break
+            before = self._before(operation)
+            if before is None:
+                count = 1
+                break
+            tensor = before
+        else:
+            count = self._blocks_known[key]
+        self._blocks_known.update(dict.fromkeys(passed, count))
+        return count
+
+    def _before(self, operation: _Operation) -> tf.Tensor | None:
+        """The input whose first dimension an operation's output has, as far as it can be told."""
+        if operation.type in _GATHERS:
+            return operation.inputs[1]
+        if operation.type in _CALLS or operation.type in ("Pack", "Shape", "Tile"):
+            return None
+        unknown = (i for i in operation.inputs if i.shape.rank and i.shape[0] is None)
+        return next(unknown, None)
 
     def recording(self) -> AbstractContextManager[None]:
         """Scope of an eager step, in which what is run is recorded."""

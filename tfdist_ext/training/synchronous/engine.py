@@ -1,18 +1,9 @@
-"""The engine of synchronous strategies: all replicas run each step together.
-
-Random numbers without a seed (`keras.random.normal(shape)` in a layer's call) are drawn by Keras
-from one generator of the calling thread, which it would make in the thread of each replica,
-inside of the step. So each replica has one from the beginning: a plain variable of its
-own that its steps advance, alike on all replicas of all workers.
-"""
+"""The engine of synchronous strategies: all replicas run each step together."""
 
 from __future__ import annotations
 
-import functools
-import random
 import warnings
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -20,18 +11,15 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.strategies.traced_replica import copy_number
-from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.inputs import GlobalBatches, Parts, batches_of_function, read
 from tfdist_ext.training.programs import EngineBase, step_of
 from tfdist_ext.training.protocols import (
     NullStepTimer,
     PredictProgram,
-    StepFunction,
     StepProgram,
-    Structure,
 )
+from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction, trace_for_each
@@ -46,7 +34,13 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
 
     def __init__(self, strategy: tf.distribute.Strategy):
         super().__init__(strategy, SynchronousReduction(strategy))
-        self._generators: list[keras.random.SeedGenerator] | None = None
+        # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
+        # the one replica of the default strategy, which has no devices.
+        on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        on = self.reduction
+        self._seeds = Seeds(
+            [] if on_tpu else on.devices, on.from_chief if on.multi_worker else None
+        )
         self._timer: StepTimer | None = None
         self._warned_of_xla = False
 
@@ -95,46 +89,8 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
             self._warned_of_xla = True
 
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        step = self._seeded(step_of(model, kind))
-        generators = self._generators or ()
-        return SynchronousProgram(model, self.reduction, kind, step, timer, generators)
+        step = step_of(model, kind)
+        return SynchronousProgram(model, self.reduction, kind, step, timer, self._seeds)
 
     def _make_predictor(self, model: keras.Model) -> PredictProgram:
-        step = self._seeded(step_of(model, "predict"))
-        return Predictor(model, self.reduction, step, self._generators or ())
-
-    def _seeded(self, step: StepFunction) -> StepFunction:
-        """The same step, drawing from the generator of the replica that runs it.
-
-        Every worker must call, where it may be the first time.
-        """
-        if self._generators is None:
-            self._generators = self._new_generators()
-        if not (generators := self._generators):
-            return step
-
-        @functools.wraps(step)
-        def seeded(*args: Structure) -> Structure:
-            number = copy_number() % len(generators)
-            with kp.global_seed_generator(generators[number]):
-                return step(*args)
-
-        return seeded
-
-    def _new_generators(self) -> list[keras.random.SeedGenerator]:
-        """The generators of this worker's replicas; none where Keras's own is used."""
-        # On a TPU steps cannot write what was made outside; they run in the calling thread. So does
-        # the one replica of the default strategy, which has no devices.
-        on_tpu = isinstance(self._strategy, tf.distribute.TPUStrategy)
-        if on_tpu or not self.reduction.devices:
-            return []
-        # From Python's random numbers, as Keras takes seeds.
-        seed = int(self.reduction.from_chief(random.randint(1, 2**31 - 1)))
-
-        def generator(device: str) -> keras.random.SeedGenerator:
-            with tf.device(device):
-                return keras.random.SeedGenerator(seed)
-
-        # A new thread is outside of all scopes and graphs that are open in this one.
-        with ThreadPoolExecutor(1) as thread:
-            return list(thread.map(generator, self.reduction.devices))
+        return Predictor(model, self.reduction, step_of(model, "predict"), self._seeds)

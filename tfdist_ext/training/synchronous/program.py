@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
 import keras
@@ -42,6 +42,7 @@ from tfdist_ext.training.steps.logs import (
     own_outputs,
     results,
 )
+from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.replaced import (
     check_activity_regularizers,
     check_lookups,
@@ -96,9 +97,8 @@ class SynchronousProgram(ProgramBase):
     """The compiled executions of one step of a model, on all replicas of a strategy.
 
     Args:
-        step: draws random numbers for the replica that runs it.
         timer: is told when steps begin, and when they are done.
-        generators: of each local replica, which the step draws from.
+        seeds: what the step draws from where it gives no seed.
 
     Attributes:
         reduction: over the replicas that run it.
@@ -112,7 +112,7 @@ class SynchronousProgram(ProgramBase):
         kind: str,
         step: StepFunction,
         timer: NullStepTimer,
-        generators: Sequence[keras.random.SeedGenerator] = (),
+        seeds: Seeds,
     ):
         super().__init__(model, kind, step)
         self._strategy = reduction.strategy
@@ -124,22 +124,32 @@ class SynchronousProgram(ProgramBase):
         self._metric_objects = metrics_of(model)
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
-        replica = self._one_replica
-        in_a_function = not model.run_eagerly and not timer.records  # XLA knows no time of day
-        jit_compile = model.jit_compile and in_a_function
-        # A function is traced once, although the loop needs to know first what a step returns.
-        if reduction.replicas == 1 and in_a_function and (jit_compile or self._own_outputs):
-            replica = tf.function(replica, jit_compile=jit_compile or None, autograph=False)
-        copies = functools.partial(_copies, reduction, model, self._own, generators)
-        self._replicas = ReplicaSteps(reduction, replica, copies, jit_compile=jit_compile)
-        # By how they come to a batch.
-        self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
+        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._others)
+        self._seeds = seeds
+        self._copies = functools.partial(_copies, reduction, model, self._own, seeds)
+        self._batch_size: int | None = None  # of the data that is read
+        self._forget_traces()
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._stacked = StackedStates(self._metrics)
         self._states: States = []  # stacked
         self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
         self._compiles = True  # the next execution does
+
+    def _forget_traces(self) -> None:
+        replica = self._one_replica
+        # XLA knows no time of day.
+        in_a_function = not self._model.run_eagerly and not self.timer.records
+        jit_compile = self._model.jit_compile and in_a_function
+        # A function is traced once, although the loop needs to know first what a step returns.
+        if self.reduction.replicas == 1 and in_a_function and (jit_compile or self._own_outputs):
+            replica = tf.function(replica, jit_compile=jit_compile or None, autograph=False)
+        self._replicas = ReplicaSteps(
+            self.reduction, replica, self._copies, jit_compile=jit_compile
+        )
+        # By how they come to a batch.
+        self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
+        self._knows_batch_size = False  # what was traced
 
     @property
     def traces(self) -> str:
@@ -154,6 +164,9 @@ class SynchronousProgram(ProgramBase):
 
     def run(self, data: Epoch, n: int, seconds: float) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
+        if self._knows_batch_size and data.batch_size != self._batch_size:
+            self._forget_traces()
+        self._batch_size = data.batch_size
         if self._model.run_eagerly:
             result = self._run_eagerly(data, n, seconds)
         else:
@@ -183,7 +196,7 @@ class SynchronousProgram(ProgramBase):
         ):
             if first:
                 run.get_concrete_function(*args)  # tells whether one trace serves all replicas
-            with self._replicas.optimization():
+            with _drawing(self._seeds), self._replicas.optimization():
                 return run(*args)
 
     @contextlib.contextmanager
@@ -254,6 +267,7 @@ class SynchronousProgram(ProgramBase):
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
     def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
+        self._seeds.begin()
         done, states = 0, self._states
         outputs: Outputs = {}
         batches = self.timer.timed_iterator(data.iterator)
@@ -270,6 +284,7 @@ class SynchronousProgram(ProgramBase):
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
+        self._seeds.end()
         return self._finish((states, outputs), tf.constant(done), tf.constant(seconds))
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
@@ -302,7 +317,18 @@ class SynchronousProgram(ProgramBase):
             on = self.reduction
             # Keys are those of collectives between workers.
             turn = (lambda: self._turn) if on.multi_worker else None
-            here = _context(on, part, rows_of_all, self._rows, self._keras_step, turn, timer)
+            here = _context(
+                on,
+                part,
+                rows_of_all,
+                self._rows,
+                self._seeds,
+                self._weight_shapes,
+                keras_step=self._keras_step,
+                turn=turn,
+                timer=timer,
+                batch_size=self._batch_size,
+            )
         recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if here and self._model.run_eagerly:
             recording = here.dependence.recording()
@@ -320,6 +346,7 @@ class SynchronousProgram(ProgramBase):
             if here.replicas > 1 and self._kind != "predict":
                 check_activity_regularizers(self._model)
             self._passed = True
+        self._knows_batch_size |= here is not None and here.asked_batch_size
         scope.forget_losses(self._model)
         self._updated |= scope.updated
         new, written = scope.outcome(here)
@@ -407,7 +434,7 @@ class Predictor:
     after another, are in the order of the rows.
 
     Args:
-        step: draws random numbers for the replica that runs it.
+        seeds: what the step draws from where it gives no seed.
     """
 
     def __init__(
@@ -415,7 +442,7 @@ class Predictor:
         model: keras.Model,
         reduction: SynchronousReduction,
         step: StepFunction,
-        generators: Sequence[keras.random.SeedGenerator] = (),
+        seeds: Seeds,
     ):
         self._model = model
         self._strategy = reduction.strategy
@@ -423,13 +450,16 @@ class Predictor:
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         # Layers may write while they predict: masked kernels, counters, metrics of their own.
         self._metrics, self._watched = metrics_and_others(model)
+        self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._watched)
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
         self._step = step
-        copies = functools.partial(_copies, reduction, model, self._own, generators)
+        self._seeds = seeds
+        copies = functools.partial(_copies, reduction, model, self._own, seeds)
         self._replicas = ReplicaSteps(reduction, self._of_one_part, copies)
         self._of_batch = self._in_graph(self._outputs_of_batch)
         self._of_next = self._in_graph(self._outputs_of_next)
+        self._traced: list[Callable[..., Structure]] = []
 
     def _in_graph(self, outputs: Callable[..., Structure]) -> Callable[..., Structure]:
         if self._model.run_eagerly:
@@ -456,12 +486,21 @@ class Predictor:
 
     def _next_outputs(self, data: Epoch) -> Structure:
         if data.steps is not None or not self._reduction.multi_worker:
-            return self._of_next(data.iterator, data.needs_row_count)
+            return self._run(self._of_next, data.iterator, data.needs_row_count)
         # gather is a collective: no worker may continue alone.
         batch = data.iterator.get_next_as_optional()
         if self._reduction.any_worker(not bool(batch.has_value())):
             raise StopIteration
-        return self._of_batch(batch.get_value(), data.needs_row_count)
+        return self._run(self._of_batch, batch.get_value(), data.needs_row_count)
+
+    def _run(self, outputs: Any, *args: Any) -> Structure:
+        if self._model.run_eagerly:
+            self._seeds.begin()
+        elif outputs not in self._traced:
+            outputs.get_concrete_function(*args)  # tells whether it draws without a seed
+            self._traced.append(outputs)
+        with _drawing(self._seeds):
+            return outputs(*args)
 
     def _outputs_of_next(self, iterator: BatchIterator, needs_row_count: bool) -> Structure:
         return self._outputs_of_batch(next(iterator), needs_row_count)
@@ -492,7 +531,9 @@ class Predictor:
         """(outputs, metrics' states, values written) of one replica, in its context."""
         here = None
         if tf.distribute.has_strategy():
-            here = _context(self._reduction, part, rows_of_all, self._rows)
+            here = _context(
+                self._reduction, part, rows_of_all, self._rows, self._seeds, self._weight_shapes
+            )
         with (
             running_step(here),
             ReplicaScope(
@@ -518,17 +559,27 @@ class Predictor:
         return tf.concat(parts, axis=0)
 
 
+@contextlib.contextmanager
+def _drawing(seeds: Seeds) -> Iterator[None]:
+    """Scope of steps that are traced; some of them draw without a seed."""
+    if seeds.generators:
+        seeds.begin()
+    yield
+    if seeds.generators:
+        seeds.end()
+
+
 def _copies(
     on: SynchronousReduction,
     model: keras.Model,
     own: LocalVariables,
-    generators: Sequence[keras.random.SeedGenerator],
+    seeds: Seeds,
 ) -> Iterator[Sequence[tf.Variable]]:
     """The variables that a step may use: of each, the copies of all local replicas."""
     yield from copies_of_model(model, on.strategy, on.local_replicas)
     yield from own.copies()
-    if generators:
-        yield [kp.raw_value(generator.state) for generator in generators]
+    if seeds.generators:
+        yield [kp.raw_value(generator.state) for generator in seeds.generators]
 
 
 def _context(
@@ -536,7 +587,9 @@ def _context(
     part: Part,
     rows_of_all: tf.Tensor | None,
     take: Callable[..., tf.Tensor],
-    *more: Any,
+    seeds: Seeds,
+    weight_shapes: Set[tuple[int | None, ...]],
+    **more: Any,
 ) -> StepContext:
     """The context of the running replica; `more` are further arguments of StepContext.
 
@@ -544,9 +597,21 @@ def _context(
         rows_of_all: of the global batch, where the part itself does not know.
     """
     rows, of, batch = part
-    of = of if rows_of_all is None else rows_of_all
-    here = StepContext(rows, of, on.replicas, on.local_replicas, batch, *more)
-    here.substitutes = exact.substitutes_of(here, take)
+    cut_evenly = rows_of_all is None
+    here = StepContext(
+        rows,
+        of if cut_evenly else rows_of_all,
+        on.replicas,
+        on.local_replicas,
+        batch,
+        cut_evenly=cut_evenly,
+        weight_shapes=weight_shapes,
+        **more,
+    )
+    here.substitutes = {
+        **exact.substitutes_of(here, take),
+        "seed_generator": seeds.of_replica,
+    }
     return here
 
 
