@@ -38,7 +38,14 @@ if TYPE_CHECKING:
         register_strategy,
         run,
     )
-    from tfdist_ext.training import DistributedModel, WorkerTensorBoard, all_rows, distribute
+    from tfdist_ext.training import (
+        DistributedModel,
+        WorkerTensorBoard,
+        all_rows,
+        distribute,
+        finished_checkpoints,
+        training_is_done,
+    )
 
 __version__ = "0.1.0"
 
@@ -61,9 +68,11 @@ _HOME = {
     "create_strategy": "tfdist_ext.strategies",
     "distribute": "tfdist_ext.training",
     "explain": "tfdist_ext.strategies",
+    "finished_checkpoints": "tfdist_ext.training",
     "plan_placement": "tfdist_ext.placement.live.learning",
     "register_strategy": "tfdist_ext.strategies",
     "run": "tfdist_ext.strategies",
+    "training_is_done": "tfdist_ext.training",
 }
 _ROOMS = ("data", "flags", "placement", "strategies")
 
@@ -87,12 +96,14 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "data",
     "distribute",
     "explain",
+    "finished_checkpoints",
     "flags",
     "placement",
     "plan_placement",
     "register_strategy",
     "run",
     "strategies",
+    "training_is_done",
 ]
 
 

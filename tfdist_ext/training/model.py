@@ -39,6 +39,7 @@ from tfdist_ext.training.building.build import (
     creating_variables_together,
     creation_scope,
     recompile,
+    synchronize_batch_normalization,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
     board_among,
@@ -82,6 +83,8 @@ class DistributedModel(SavingMixin):
         model: keras.Model,
         strategy: tf.distribute.Strategy,
         builder: Callable[[], keras.Model] | None = None,
+        *,
+        synchronize_batch_norm: bool = False,
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
@@ -93,6 +96,7 @@ class DistributedModel(SavingMixin):
         self._model = model
         self._strategy = strategy
         self._builder = builder
+        self._synchronize_batch_norm = synchronize_batch_norm
         self._built_for = None
         self._progress = Progress()
         self._validation: Epochs | None = None  # of the running fit
@@ -100,6 +104,8 @@ class DistributedModel(SavingMixin):
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
         self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
+        if synchronize_batch_norm:
+            synchronize_batch_normalization(model)
         self._same_python = check_equal_versions(self._reduction)
         self._check_same_model()
         # Weights that came along are each worker's own; where they differ, the chief's count.
@@ -378,6 +384,23 @@ class DistributedModel(SavingMixin):
         with creation_scope(self._strategy):
             self._model.compile(*args, **kwargs)
 
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """As `keras.Model.compile_from_config`; what it makes is made for the strategy."""
+        with creation_scope(self._strategy):
+            self._model.compile_from_config(config)
+
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        """As `keras.Model.build`: the variables are made for the strategy."""
+        with creation_scope(self._strategy):
+            self._model.build(*args, **kwargs)
+        make_readable(self._model)
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        """As `keras.Model.build_from_config`: the variables are made for the strategy."""
+        with creation_scope(self._strategy):
+            self._model.build_from_config(config)
+        make_readable(self._model)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Keras model's outputs for tensors, computed on this task alone."""
         return self._model(*args, **kwargs)
@@ -391,6 +414,8 @@ class DistributedModel(SavingMixin):
         """
         if name.startswith("_"):  # also where this object is not complete, as in copy and pickle
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in REFUSED:
+            return functools.partial(_refuse, name)
         found = getattr(self._model, name)
         if getattr(found, "__self__", None) is not self._model:
             return found
@@ -399,6 +424,16 @@ class DistributedModel(SavingMixin):
             return method
         return lambda *args, **kwargs: run_on_chief(
             self._reduction, lambda: method(*args, **kwargs), f"do {name}()"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._model)})
+
+    def __repr__(self) -> str:
+        replicas = self._strategy.num_replicas_in_sync
+        return (
+            f"<DistributedModel {self._model.name!r} on {type(self._strategy).__name__}, replicas:"
+            f" {replicas}; its export(folder) writes a SavedModel, keras_model is the Keras model>"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -486,6 +521,8 @@ class DistributedModel(SavingMixin):
             if kind != "predict":
                 recompile(self._model, self._model, self._strategy)
             build(self._model, self._built_for, self._strategy, kind=kind)
+        if self._synchronize_batch_norm:  # of layers that are made in the first call, too
+            synchronize_batch_normalization(self._model)
         if kind != "predict":
             self._engine.prepare(self._model)
         self._check_same_model()
@@ -503,6 +540,25 @@ class DistributedModel(SavingMixin):
             )
 
 
+# Methods of Keras's models that would do something on one replica alone -> what to do instead.
+_ONE_STEP = "it would change the first replica's copies alone. {} does it on all replicas"
+_COMPILED = "fit(), evaluate() and predict() compile steps of their own; compile() makes them anew"
+_VARIABLES = "its variables must be made for the strategy: call it on the model before distribute()"
+REFUSED = {
+    "train_step": _ONE_STEP.format("train_on_batch(x, y)"),
+    "test_step": _ONE_STEP.format("test_on_batch(x, y)"),
+    "predict_step": _ONE_STEP.format("predict_on_batch(x)"),
+    **dict.fromkeys([f"make_{kind}_function" for kind in ("train", "test", "predict")], _COMPILED),
+    **dict.fromkeys(["add_weight", "add_variable", "quantize", "quantized_build"], _VARIABLES),
+}
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TrainingError(
+        f"{name}() must not be called on a DistributedModel, got a call: {REFUSED[name]}."
+    )
+
+
 def _rows(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
@@ -511,6 +567,7 @@ def distribute(
     model_or_builder: keras.Model | Callable[[], keras.Model],
     strategy: tf.distribute.Strategy | None = None,
     *,
+    synchronize_batch_norm: bool = False,
     alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
@@ -521,6 +578,9 @@ def distribute(
             weights, compile settings and optimizer state; the original stays as it is.
         strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
             `create_strategy()`; with `alone` that is one of this machine.
+        synchronize_batch_norm: turn on `synchronized` in every BatchNormalization, so that it
+            normalizes by the statistics of the global batch, as on one device, and not by those of
+            each replica's part. A saved model keeps it.
         alone: let each task of the cluster that the environment describes train by itself, where
             the strategy has replicas on this machine only.
 
@@ -547,7 +607,9 @@ def distribute(
         # Their first values are the chief's.
         with peers.meeting("making the model"), creating_variables_together():
             model = adopt(model_or_builder, strategy)
-        return DistributedModel(model, strategy, builder)
+        return DistributedModel(
+            model, strategy, builder, synchronize_batch_norm=synchronize_batch_norm
+        )
 
 
 def check_counts(**counts: Any) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "creation_scope",
     "recompile",
     "reject_stateful_rnns",
+    "synchronize_batch_normalization",
 ]
 
 
@@ -382,6 +383,13 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
         " of a batch, with which row i of the next batch continues. Make the layers with"
         ' stateful=False, or train on one replica: create_strategy("one_device").'
     )
+
+
+def synchronize_batch_normalization(model: keras.Model) -> None:
+    """Turn on `synchronized` in every BatchNormalization."""
+    for layer in kp.flat_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
         unknown = [
             name
             for name, p in parameters.items()
-            if p.kind is not p.VAR_KEYWORD and name not in {"self", *_OF_KERAS}
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in {"self", *_OF_KERAS}
         ]
         if unknown and not kp.is_graph_of_layers(layer):
             raise NotImplementedError(
