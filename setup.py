@@ -47,6 +47,8 @@ setup(
             "scikit-learn",
             "tensorboard",
         ],
+        # Models of scripts/compatibility.
+        "compatibility": ["keras-hub", "keras-rs", "keras-tuner"],
         "dev": ["ruff", "mypy"],
         "docs": ["sphinx", "myst-parser", "furo"],
     },

@@ -19,7 +19,7 @@ def test_workers_agree(tfdist_cluster):
     strategy = tfd.create_strategy()
     model = tfd.distribute(ratings.build, strategy)
     model.fit(*ratings.data(), batch_size=8, epochs=2, verbose=0)
-    assert_same_on_all_replicas(model.keras_model.weights, strategy=strategy)
+    assert_same_on_all_replicas(model.weights, strategy=strategy)
     addresses = tfdist_cluster.config.jobs["worker"]
     assert addresses[tfdist_cluster.task.index].startswith("127.0.0.1:")
 

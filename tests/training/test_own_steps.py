@@ -290,3 +290,24 @@ def test_an_own_loss_is_not_hidden_by_a_tracker_of_its_name() -> None:
     assert logs["loss"] == [pytest.approx(expected, rel=1e-5)]
     evaluated = model.evaluate(X[:16], Y[:16], batch_size=16, verbose=0, return_dict=True)
     assert evaluated["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*was called on layer:UserWarning")  # by Keras, too
+def test_layers_that_a_loss_of_its_own_uses_first() -> None:
+    class Towers(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.item = keras.layers.Dense(3), keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.query(x)
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+            return keras.ops.mean(keras.ops.square(y_pred - self.item(x)))
+
+    def build() -> keras.Model:
+        model = Towers()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        return model
+
+    assert_trains_as_keras(build, X, Y, batch_size=16, epochs=2)

@@ -276,3 +276,18 @@ def test_what_is_drawn_without_a_seed_goes_on_as_in_keras() -> None:
     found = noise(tfd.distribute(lambda: drawing(Noise), mirrored()))
     for ours, one_device in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, one_device)
+
+
+def test_the_copy_of_a_model_draws_what_the_model_would_have_drawn() -> None:
+    def trained(distribute: bool) -> list[Any]:
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([keras.layers.Dropout(0.5), Noisy(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+        model.fit(X[:41], Y[:41], **fit)
+        ours: Any = tfd.distribute(model, mirrored()) if distribute else model
+        ours.fit(X[:41], Y[:41], **fit)
+        return [*ours.get_weights(), np.array(drawn()[-1])]
+
+    for ours, one_device in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(ours, one_device, rtol=1e-5, atol=1e-6)

@@ -127,6 +127,11 @@ def build(
 
     batch = keras.tree.map_structure(symbol, spec)
     with creation_scope(strategy):
+        own_loss = type(model).compute_loss is not keras.Model.compute_loss
+        if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
+            # It may use layers that the call does not.
+            with contextlib.suppress(TrainingError):
+                build_from_step(model, kind, batch)
         _build_from(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
             build_from_step(model, "train", batch)

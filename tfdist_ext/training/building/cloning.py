@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import random
 import tempfile
 import types
 import warnings
@@ -66,7 +67,7 @@ def clone_model(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
     # Keras would also copy the compile settings, from a config; `recompile` takes them live.
     uncompiled = mock.patch.object(model, "compiled", False)
-    with custom_objects_of(kp.flat_layers(model)), uncompiled:
+    with custom_objects_of(kp.flat_layers(model)), uncompiled, _taking_no_seeds():
         if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
@@ -76,10 +77,24 @@ def clone_model(model: keras.Model) -> keras.Model:
     return copy
 
 
+@contextlib.contextmanager
+def _taking_no_seeds() -> Iterator[None]:
+    """Scope in which Keras takes seeds that are taken again afterwards, as without a copy."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
 def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
-    """State outside of weights: what is trainable, vocabularies of preprocessing layers."""
+    """State outside of weights: what is trainable, vocabularies, where random layers are."""
     for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
+        for name, value in vars(old).items():
+            mine = vars(new).get(name)
+            if isinstance(value, keras.random.SeedGenerator) and type(mine) is type(value):
+                mine.state.assign(value.state.numpy())
         if hasattr(old, "save_assets"):
             with tempfile.TemporaryDirectory() as folder:
                 old.save_assets(folder)
