@@ -77,6 +77,7 @@ def compiled(model: Any, loss: str = "sparse_categorical_crossentropy", **settin
 
 # keras.applications
 
+HUGE = {"ConvNeXtLarge", "ConvNeXtXLarge"}  # too large for three copies in float64
 # Smallest sizes that are not 32.
 SIZES = {"Xception": 71, "InceptionV3": 75, "InceptionResNetV2": 75}
 
@@ -97,7 +98,7 @@ def application(name: str, size: int) -> Row:
         return compiled(make(weights=None, input_shape=(size, size, 3), classes=CLASSES))
 
     data = functools.partial(images, size)
-    return Row("keras.applications", name, build, data)
+    return Row("keras.applications", name, build, data, float64=name not in HUGE)
 
 
 def images(size: int) -> dict[str, Any]:

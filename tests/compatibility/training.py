@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import time
@@ -122,6 +123,8 @@ def train_on_replicas(title: str) -> OnReplicas:
             continue
         differences.append(difference(ours, plain))
         seconds = seconds or ours.seconds
+        del ours
+        gc.collect()  # the model, of which there may be gigabytes
     return OnReplicas(plain, differences, seconds)
 
 

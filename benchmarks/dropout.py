@@ -1,0 +1,58 @@
+"""What it costs that each replica draws its rows of one device's dropout mask.
+
+    .venv/bin/python benchmarks/dropout.py [--rounds 21] [--markdown docs/performance.md]
+
+A small transformer on logical CPUs, in one process in which the contestants take turns, so that a
+slow moment of the machine hits both. Compared are medians over the rounds, with the smallest and
+the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from report import closing_line, put_into
+
+PROGRAM = Path(__file__).resolve().parent / "programs" / "dropout.py"
+MARKERS = ("<!-- dropout begin -->", "<!-- dropout end -->")
+STEPS = 32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--markdown", type=Path, help="also write the table into this page")
+    arguments = parser.parse_args()
+    lines = ["", "| mirrored on | masks | ms a step | of one mask |", "|---|---|---|---|"]
+    for replicas in (2, 4):
+        rounds = measure(replicas, arguments.rounds)
+        first = next(iter(rounds[0]))
+        for what in rounds[0]:
+            times = [each[what] for each in rounds]
+            ratio = statistics.median(each[what] / each[first] for each in rounds)
+            spread = f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+            lines.append(f"| {replicas} logical CPUs | {what} | {spread} | {ratio:.3f} x |")
+    text = "\n".join(lines + closing_line(arguments.rounds))
+    print(text)
+    if arguments.markdown:
+        put_into(arguments.markdown, MARKERS, text)
+    return 0
+
+
+def measure(replicas: int, rounds: int) -> list[dict[str, float]]:
+    """For each round, ms a step of each contestant."""
+    command = [sys.executable, str(PROGRAM), *map(str, (replicas, STEPS, rounds))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if run.returncode:
+        raise SystemExit(run.stderr)
+    found: list[dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
