@@ -236,6 +236,37 @@ def test_layers_train_as_on_one_device(build: Any, name: str) -> None:
     assert_trains_as_keras(build, x, Y[:41], strategy=strategy_of(name), **FIT)
 
 
+class TwoBatches(keras.layers.Layer):
+    """Rows of the batch and others after them, and several words of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = keras.layers.Dropout(0.5, seed=1)
+
+    def call(self, x: Any) -> Any:
+        ops, draw, rows = keras.ops, keras.random, keras.ops.shape(x)[0]
+        both = ops.concatenate([x, draw.normal((rows, 5), seed=2)], axis=0)
+        noisy = self.drop(both, training=True) + draw.uniform(ops.shape(both), seed=3)
+        words = ops.reshape(ops.repeat(x, 3, axis=1), (-1, 5))
+        words = self.drop(words, training=True) + draw.uniform((ops.shape(words)[0], 1), seed=4)
+        words = ops.reshape(words, (-1, 15))
+        return {"first": noisy[:rows], "second": noisy[rows:], "words": words}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_where_sizes_are_numbers(four_cpus: None, eager: bool, replicas: int) -> None:
+    """In eager steps, and where all batches are of one size."""
+    data = tf.data.Dataset.from_tensor_slices(X[:48]).batch(12, drop_remainder=True)
+    drawn = []
+    for distribute in (False, True):
+        model = drawing(TwoBatches)
+        ours: Any = tfd.distribute(model, mirrored(replicas)) if distribute else model
+        ours.run_eagerly = eager
+        drawn.append(ours.predict(data, verbose=0))
+    assert_same(drawn[1], drawn[0])
+
+
 def test_layers_in_eager_steps() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(1)])

@@ -447,11 +447,17 @@ class StepContext:
         """
         if self.replicas == 1 or known.rank == 0:
             return 0
-        if known.rank is not None and known[0] is not None:
-            # Sizes are numbers in an eager step, also those of a weight.
-            is_weight = current_graph() is not None and tuple(known) in self.weight_shapes
-            return int(known[0] == self._size and not is_weight)
-        return self.dependence.blocks_of_rows(shape)
+        if known.rank is None or known[0] is None:
+            return self.dependence.blocks_of_rows(shape)
+        if self._size is None or known[0] % self._size:
+            return 0
+        # In an eager step sizes are numbers, and where all batches are of one size.
+        if known[0] == self._size:
+            return 1
+        if tuple(known) in self.weight_shapes:
+            return 0
+        like = self.dependence.joined_rows(known[0])
+        return 0 if like is None else self.dependence.blocks_in(like)
 
     def is_batch_size(self, size: tf.Tensor, blocks: int = 1) -> tf.Tensor:
         """Whether a first dimension has this part's rows, when the step runs."""
@@ -468,6 +474,8 @@ class StepContext:
         first, *rest = shape
         is_batch = tf.cast(self.of, tf.int64) == first
         mine = tf.cast(tf.where(is_batch, self.rows_read, int(first)), tf.int32)
+        if tf.executing_eagerly():
+            mine = int(mine)
         self._is_batch = is_batch
         try:
             yield [mine, *rest]
@@ -475,15 +483,17 @@ class StepContext:
             self._is_batch = None
 
     def _may_be_batch(self, shape: Any) -> bool:
-        # In an eager step all sizes are numbers.
-        if self.replicas == 1 or current_graph() is None:
-            return False
-        if not isinstance(shape, list | tuple | tf.TensorShape) or not shape:
+        if self.replicas == 1 or not isinstance(shape, list | tuple | tf.TensorShape) or not shape:
             return False
         if not isinstance(shape[0], numbers.Integral) or shape[0] < 2:
             return False
+        first = int(shape[0])
         self.asked_batch_size = True
-        return self.batch_size in (None, shape[0]) and tuple(shape) not in self.weight_shapes
+        if self.batch_size not in (None, first) or tuple(shape) in self.weight_shapes:
+            return False
+        if self._size is None:
+            return True
+        return first != self._size and self.dependence.joined_rows(first) is None
 
     def note_row_numbers(self, indices: tf.Tensor) -> None:
         """Note that these are numbers of rows in the global batch, for `rows_at`."""

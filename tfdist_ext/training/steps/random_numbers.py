@@ -13,7 +13,9 @@ The first dimension of a tensor that is drawn is the batch
 - where it is a number, that of the rows of the global batch, and no weight of the model has the
   shape.
 
-Any other tensor is the same on all replicas.
+In an eager step, and where all batches are of one size, sizes are numbers: that of the part's rows
+is the batch, and so is that of a tensor which was made of rows before. Any other tensor is the same
+on all replicas.
 
 Without a seed Keras draws from one generator of the calling thread, which it would make in the
 thread of each replica, inside of the step. So each replica has one that begins where that of the

@@ -349,6 +349,10 @@ _READS = {
 _GATHERS = frozenset(["GatherV2", "ResourceGather"])
 
 
+# Operations that make more entries of rows than there are rows.
+_JOINS = frozenset(["ConcatV2", "Reshape", "Tile"])
+
+
 # Which input is the shape of the result.
 _SHAPE_INPUTS = {"Fill": 0, "BroadcastTo": 1}
 
@@ -422,6 +426,21 @@ class BatchDependence:
             return 0
         return self._blocks_of_size(size)
 
+    def joined_rows(self, size: int) -> tf.Tensor | None:
+        """The last tensor of so many entries that was made of rows, one after another.
+
+        Where sizes are numbers, it tells what a number counts.
+        """
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        operations = [] if graph is None else graph.get_operations()
+        made = self._alive if graph is None else [op.outputs[0] for op in operations if op.outputs]
+        for tensor in reversed(made):
+            fits = bool(tensor.shape.rank) and tensor.shape[0] == size
+            is_join = fits and self._operation(tensor).type in _JOINS
+            if is_join and self._state(tensor) == _VARIES:
+                return tensor
+        return None
+
     def are_row_numbers(self, tensor: tf.Tensor) -> bool:
         """Whether these are the numbers from 0 to a size that depends on the batch."""
         operation = self._source(tensor)
@@ -439,21 +458,21 @@ class BatchDependence:
     def _blocks_of_size(self, size: tf.Tensor) -> int:
         operation = self._operation(size)
         if operation.type == "Shape":
-            return self._blocks(operation.inputs[0])
+            return self.blocks_in(operation.inputs[0])
         if operation.type in ("AddV2", "Add"):
             return sum(map(self._blocks_of_size, operation.inputs))
         if operation.type in ("StridedSlice", *_SAME_NUMBERS):
             return self._blocks_of_size(operation.inputs[0])
         return 1
 
-    def _blocks(self, tensor: tf.Tensor) -> int:
+    def blocks_in(self, tensor: tf.Tensor) -> int:
         """How many tensors are one after another in the first dimension of a tensor."""
         passed = []
         while (key := _key(tensor)) not in self._blocks_known:
             passed.append(key)
             operation = self._operation(tensor)
             if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
-                count = sum(map(self._blocks, operation.inputs[:-1]))
+                count = sum(map(self.blocks_in, operation.inputs[:-1]))
                 break
             if operation.type in _SHAPE_INPUTS:
                 shape = operation.inputs[_SHAPE_INPUTS[operation.type]]
@@ -475,8 +494,14 @@ class BatchDependence:
             return operation.inputs[1]
         if operation.type in _CALLS or operation.type in ("Pack", "Shape", "Tile"):
             return None
-        unknown = (i for i in operation.inputs if i.shape.rank and i.shape[0] is None)
-        return next(unknown, None)
+        return next((each for each in operation.inputs if self._may_have_rows(each)), None)
+
+    def _may_have_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether its first dimension may count rows of the part."""
+        if not tensor.shape.rank:
+            return False
+        size = tensor.shape[0]
+        return size is None or bool(self._part_size and size % self._part_size == 0)
 
     def recording(self) -> AbstractContextManager[None]:
         """Scope of an eager step, in which what is run is recorded."""

@@ -329,12 +329,9 @@ class SynchronousProgram(ProgramBase):
                 timer=timer,
                 batch_size=self._batch_size,
             )
-        recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if here and self._model.run_eagerly:
-            recording = here.dependence.recording()
         with (
             running_step(here),
-            recording,
+            _recording(here, self._model),
             ReplicaScope(zip(self._metrics, states, strict=True), self._others, self._own) as scope,
         ):
             returned = self._step(part[-1])
@@ -496,7 +493,9 @@ class Predictor:
     def _run(self, outputs: Any, *args: Any) -> Structure:
         if self._model.run_eagerly:
             self._seeds.begin()
-        elif outputs not in self._traced:
+            with recorded_operations(), _drawing(self._seeds):
+                return outputs(*args)
+        if outputs not in self._traced:
             outputs.get_concrete_function(*args)  # tells whether it draws without a seed
             self._traced.append(outputs)
         with _drawing(self._seeds):
@@ -536,6 +535,7 @@ class Predictor:
             )
         with (
             running_step(here),
+            _recording(here, self._model),
             ReplicaScope(
                 zip(self._metrics, states, strict=True), self._watched, self._own
             ) as scope,
@@ -557,6 +557,15 @@ class Predictor:
         if isinstance(parts[0], tf.SparseTensor):
             return tf.sparse.concat(axis=0, sp_inputs=list(parts))
         return tf.concat(parts, axis=0)
+
+
+def _recording(
+    here: StepContext | None, model: keras.Model
+) -> contextlib.AbstractContextManager[None]:
+    """Scope of a step; if it is eager, what is run is recorded."""
+    if here is None or not model.run_eagerly:
+        return contextlib.nullcontext()
+    return here.dependence.recording()
 
 
 @contextlib.contextmanager
