@@ -187,6 +187,20 @@ def assert_same(ours: dict[str, Any], one_device: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours[name], values, 1e-6, 1e-6, err_msg=name)
 
 
+class ShufflesOthers(keras.layers.Layer):
+    """What is shuffled has no row for each row of the batch."""
+
+    def call(self, x: Any) -> Any:
+        some = tf.boolean_mask(x, x[:, 0] > 0)
+        words = keras.ops.reshape(keras.ops.repeat(x, 3, axis=1), (-1, 5))
+        sums = [keras.ops.sum(keras.random.shuffle(each)) for each in (some, words)]
+        return x + 0 * sums[0] + 0 * sums[1]
+
+
+def test_only_rows_are_shuffled_over_all_replicas() -> None:
+    assert_same({"x": drawn_on(2, ShufflesOthers)}, {"x": drawn_on(0, ShufflesOthers)})
+
+
 class OfABatch(keras.layers.Layer):
     """Noise for a batch whose size is a number."""
 

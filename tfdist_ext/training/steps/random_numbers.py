@@ -260,6 +260,10 @@ def _shuffled(
     x = keras.ops.convert_to_tensor(x)
     if axis != 0 or not here.blocks_of_rows(tf.shape(x), x.shape):
         return original(x, axis, seed)
+    if x.shape[0] is None:
+        trace = here.trace([x])
+        if trace is None or not trace.begins_with_rows():
+            return original(x, axis, seed)
     before, of_all = here.place()
     numbers = here.dependence.are_row_numbers(x)
     whole = tf.range(tf.cast(of_all, x.dtype)) if numbers else here.all_rows([x])[0]

@@ -158,6 +158,11 @@ class RowTrace:
         known = tensor.shape.is_fully_defined() or _dimensions(tensor, self._all_rows)
         return not known and tensor.op.name in self._dependent
 
+    def begins_with_rows(self) -> bool:
+        """Whether the first target has one entry for each of this replica's rows."""
+        shape = self.targets[0].shape
+        return bool(shape.rank) and shape[0] == self._rows
+
     def compares_rows(self) -> tf.Operation | None:
         """An operation that makes a dimension of this replica's rows beside another one."""
         for op in self.graph.get_operations():
