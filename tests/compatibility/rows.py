@@ -275,6 +275,7 @@ IMAGES: dict[str, dict[str, Any]] = {
         "stackwise_num_filters": [8, 8],
         "block_type": "dark_block",
         "stage_type": "csp",
+        "expand_ratio": [2.0],
         "image_shape": (32, 32, 3),
     },
     "DenseNet": {"stackwise_num_repeats": [1, 1], "compression_ratio": 0.5, "growth_rate": 4},
