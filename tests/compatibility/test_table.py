@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-import table
-from rows import rows
-from training import OnReplicas, Trained, difference
+import model_table as table
+from model_rows import rows
+from two_steps import OnReplicas, Trained, difference
 
 
 def trained(*values: float) -> Trained:

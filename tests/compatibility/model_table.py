@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rows import rows
-from training import Trained, difference, train_in_task, train_on_replicas
+from model_rows import rows
+from two_steps import Trained, difference, train_in_task, train_on_replicas
 
 from tfdist_ext.testing import TaskError, run_tasks
 

@@ -49,9 +49,9 @@ class Row(NamedTuple):
 
     def train(self, strategy: Any) -> Any:
         """Two steps, on a strategy or by Keras itself."""
-        import training
+        import two_steps
 
-        return training.train(self.build, self.data(), strategy, self.callbacks)
+        return two_steps.train(self.build, self.data(), strategy, self.callbacks)
 
 
 def rows() -> dict[str, Row]:
@@ -509,13 +509,13 @@ class Search(Row):
     """A search: what comes out are the scores of its trials."""
 
     def train(self, strategy: Any) -> Any:
-        import guides
+        import guide_models
 
-        return guides.search(strategy)
+        return guide_models.search(strategy)
 
 
 def guides() -> list[Row]:
-    from guides import GUIDES
+    from guide_models import GUIDES
 
     found = [
         Row("guides", name, build, data, lines, callbacks=callbacks)

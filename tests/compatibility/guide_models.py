@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from training import BATCH, Trained
+from two_steps import BATCH, Trained
 
 import tfdist_ext as tfd
 

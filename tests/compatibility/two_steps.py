@@ -106,7 +106,7 @@ class OnReplicas(NamedTuple):
 
 def train_on_replicas(title: str) -> OnReplicas:
     """In a process: by Keras itself, and on 2 and 3 logical CPUs."""
-    from rows import rows
+    from model_rows import rows
 
     logical_cpus(3)
     row = rows()[title]
@@ -131,7 +131,7 @@ def train_on_replicas(title: str) -> OnReplicas:
 def train_in_task(title: str) -> Trained | None:
     """In a task of a cluster: on its strategy; None where the task only serves."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from rows import rows
+    from model_rows import rows
 
     row = rows()[title]
     prepare(float64=row.float64)
