@@ -10,13 +10,10 @@ the largest.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from report import closing_line, put_into
+from report import closing_line, measured_in_turn, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "dropout.py"
 MARKERS = ("<!-- dropout begin -->", "<!-- dropout end -->")
@@ -30,7 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     lines = ["", "| mirrored on | masks | ms a step | of one mask |", "|---|---|---|---|"]
     for replicas in (2, 4):
-        rounds = measure(replicas, arguments.rounds)
+        rounds = measured_in_turn(PROGRAM, replicas, STEPS, arguments.rounds)
         first = next(iter(rounds[0]))
         for what in rounds[0]:
             times = [each[what] for each in rounds]
@@ -42,16 +39,6 @@ def main() -> int:
     if arguments.markdown:
         put_into(arguments.markdown, MARKERS, text)
     return 0
-
-
-def measure(replicas: int, rounds: int) -> list[dict[str, float]]:
-    """For each round, ms a step of each contestant."""
-    command = [sys.executable, str(PROGRAM), *map(str, (replicas, STEPS, rounds))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if run.returncode:
-        raise SystemExit(run.stderr)
-    found: list[dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
-    return found
 
 
 if __name__ == "__main__":

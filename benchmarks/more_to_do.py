@@ -11,13 +11,10 @@ Validation counts by the training steps beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from report import closing_line, put_into
+from report import closing_line, measured_in_turn, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "more_to_do.py"
 MARKERS = ("<!-- more_to_do begin -->", "<!-- more_to_do end -->")
@@ -32,7 +29,7 @@ def main() -> int:
     arguments = parser.parse_args()
     lines = []
     for replicas, title in DEVICES.items():
-        rounds = measure(replicas, arguments.rounds)
+        rounds = measured_in_turn(PROGRAM, replicas, ROWS, STEPS, arguments.rounds)
         lines += ["", f"| {title} | ms a step | of plain |", "|---|---|---|"]
         for what in rounds[0]:
             times = [each[what] for each in rounds]
@@ -44,16 +41,6 @@ def main() -> int:
     if arguments.markdown:
         put_into(arguments.markdown, MARKERS, text)
     return 0
-
-
-def measure(replicas: int, rounds: int) -> list[dict[str, float]]:
-    """For each round, ms a step of each contestant."""
-    command = [sys.executable, str(PROGRAM), *map(str, (replicas, ROWS, STEPS, rounds))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if run.returncode:
-        raise SystemExit(run.stderr)
-    found: list[dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
-    return found
 
 
 if __name__ == "__main__":

@@ -1,13 +1,26 @@
-"""What a benchmark prints, and where in a page of docs it goes."""
+"""What a benchmark's program measured, what the benchmark prints, and where in docs it goes."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["closing_line", "put_into", "python_line", "table"]
+__all__ = ["closing_line", "measured_in_turn", "put_into", "python_line", "table"]
+
+
+def measured_in_turn(program: Path, *arguments: int) -> list[dict[str, float]]:
+    """What a program whose contestants take turns prints: a figure of each, for each round."""
+    command = [sys.executable, str(program), *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if run.returncode:
+        raise SystemExit(run.stderr)
+    found: list[dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 def table(title: str, medians: dict[str, float], ours: str) -> list[str]:

@@ -75,6 +75,13 @@ def compiled(model: Any, loss: str = "sparse_categorical_crossentropy", **settin
     return model
 
 
+def classifier(inputs: Any, x: Any) -> Any:
+    """A compiled model whose last layer gives the classes."""
+    import keras
+
+    return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)))
+
+
 # keras.applications
 
 HUGE = {"ConvNeXtLarge", "ConvNeXtXLarge"}  # too large for three copies in float64
@@ -145,13 +152,7 @@ TEXTS: dict[str, dict[str, Any]] = {
         "intermediate_dim": 16,
         **LONGEST,
     },
-    "ESM2": {
-        "vocabulary_size": WORDS,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-    },
+    "ESM2": TEXT,
     "Falcon": {
         "vocabulary_size": WORDS,
         "num_layers": 2,
@@ -204,13 +205,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     },
     "T5": TEXT,
     "XLMRoberta": {**TEXT, **LONGEST},
-    "XLNet": {
-        "vocabulary_size": WORDS,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-    },
+    "XLNet": TEXT,
 }
 
 
@@ -228,11 +223,7 @@ def hub_texts() -> list[Row]:
 
 
 def hub_text(name: str, config: dict[str, Any]) -> Row:
-    def build() -> Any:
-        import keras_hub
-
-        backbone = getattr(keras_hub.models, f"{name}Backbone")(**config)
-        return compiled(with_head(backbone))
+    build = functools.partial(hub_classifier, name, config)
 
     def data() -> dict[str, Any]:
         inputs = [one.name for one in build().inputs]
@@ -250,10 +241,12 @@ def of_text(name: str) -> np.ndarray:
     return random(3).integers(1, WORDS, (ROWS, LENGTH))
 
 
-def with_head(backbone: Any) -> Any:
-    """The backbone as a classifier: the mean of its last output's entries, and a dense layer."""
+def hub_classifier(name: str, config: dict[str, Any]) -> Any:
+    """A backbone as a classifier: the mean of its last output's entries, and a dense layer."""
     import keras
+    import keras_hub
 
+    backbone = getattr(keras_hub.models, f"{name}Backbone")(**config)
     output = backbone.output
     if isinstance(output, dict):
         names = [name for name in output if name.endswith("sequence_output")]
@@ -262,7 +255,7 @@ def with_head(backbone: Any) -> Any:
         output = output[-1]
     mean = keras.layers.Lambda(lambda x: keras.ops.mean(x, axis=tuple(range(1, x.ndim - 1))))
     x = mean(output) if len(output.shape) > 2 else output
-    return keras.Model(backbone.inputs, keras.layers.Dense(CLASSES, activation="softmax")(x))
+    return classifier(backbone.inputs, x)
 
 
 IMAGES: dict[str, dict[str, Any]] = {
@@ -345,12 +338,7 @@ def hub_images() -> list[Row]:
 
 
 def hub_image(name: str, config: dict[str, Any]) -> Row:
-    def build() -> Any:
-        import keras_hub
-
-        backbone = getattr(keras_hub.models, f"{name}Backbone")(**config)
-        return compiled(with_head(backbone))
-
+    build = functools.partial(hub_classifier, name, config)
     size = config.get("image_shape", (32, 32, 3))[0]
     return Row("KerasHub", name, build, functools.partial(images, size))
 
@@ -400,7 +388,7 @@ def deep_and_cross() -> Any:
     inputs = keras.Input((6,))
     crossed = keras_rs.layers.FeatureCross(projection_dim=3)(inputs)
     crossed = keras_rs.layers.FeatureCross()(inputs, crossed)
-    return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(crossed)))
+    return classifier(inputs, crossed)
 
 
 def dot_interaction() -> Any:
@@ -410,7 +398,7 @@ def dot_interaction() -> Any:
     inputs = [keras.Input((1,), dtype="int32") for _ in range(3)]
     rows = [keras.layers.Flatten()(keras.layers.Embedding(WORDS, 4)(each)) for each in inputs]
     x = keras_rs.layers.DotInteraction()(rows)
-    return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)))
+    return classifier(inputs, x)
 
 
 def features() -> dict[str, Any]:
@@ -424,7 +412,7 @@ def embed_reduce() -> Any:
 
     inputs = keras.Input((4,), dtype="int32")
     x = keras_rs.layers.EmbedReduce(WORDS, 6, combiner="mean")(inputs)
-    return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)))
+    return classifier(inputs, x)
 
 
 def baskets() -> dict[str, Any]:
@@ -441,7 +429,7 @@ def distributed_embedding() -> Any:
     inputs = {name: keras.Input((4,), dtype="int32", name=name) for name in configs}
     embedded = layers.DistributedEmbedding(configs)(inputs)
     x = keras.layers.Concatenate()([embedded["a"], embedded["b"]])
-    return compiled(keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)))
+    return classifier(inputs, x)
 
 
 def named_features() -> dict[str, Any]:

@@ -21,7 +21,7 @@ HEAD = (
 )
 BOUND = 1e-5  # in float64; deep networks with few rows make much of rounding
 LIMIT = 1800  # seconds for one process
-LARGE = 10_000_000  # parameters: not on clusters, whose tasks would hold it many times
+LARGE = 10_000_000  # parameters; from here on not on clusters, where each task has a copy
 CLUSTERS = {"workers 2": {"worker": 2}, "parameter server": {"worker": 1, "ps": 1}}
 # One of each kind of layer and step: convolutions with BatchNormalization, attention with dropout,
 # a decoder, tables, ranking, rows of all replicas, steps and callbacks of the user's.

@@ -38,8 +38,6 @@ def test_names_that_are_delegated_are_those_of_the_keras_model() -> None:
     for name in {*delegated, "history", "stop_training"} - asked:
         theirs: Any = getattr(model.keras_model, name, None)
         ours = getattr(model, name, None)
-        if callable(theirs) and hasattr(ours, "__wrapped__"):
-            ours = ours.__wrapped__
         assert callable(ours) == callable(theirs), name
         if not callable(theirs):
             assert str(ours) == str(theirs), name

@@ -202,7 +202,7 @@ def test_only_rows_are_shuffled_over_all_replicas() -> None:
 
 
 class OfABatch(keras.layers.Layer):
-    """Noise for a batch whose size is a number."""
+    """Noise for 16 rows, the size of the global batch written as a number."""
 
     def call(self, x: Any) -> Any:
         noise = keras.random.normal((16, 5)) + keras.random.uniform((16, 1), seed=3)

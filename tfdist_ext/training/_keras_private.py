@@ -269,7 +269,7 @@ REPLACED = (
     Replaced(
         "draw_by_parameters",
         "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_gamma_v3",
-        "the same, of a distribution whose values follow each other parameter by parameter",
+        "the same, for distributions that draw all values of one parameter before the next",
     ),
     Replaced(
         "draw_by_parameters",

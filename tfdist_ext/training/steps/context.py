@@ -165,7 +165,7 @@ class StepContext:
                 return False
             trace = self.trace([value])
             return trace is not None and not trace.is_of_part(trace.targets[0])
-        of_all, of_part = int(self.place()[1]), max(int(self.rows), 1)
+        of_all, of_part = int(self.place()[1]), int(self.rows_read)
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
     def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
@@ -397,7 +397,7 @@ class StepContext:
         padded = []
         for tensor in tensors:
             check = tf.debugging.assert_equal(
-                tf.shape(tensor, tf.int64)[0], tf.maximum(self.rows, 1), message=_NOT_THE_ROWS
+                tf.shape(tensor, tf.int64)[0], self.rows_read, message=_NOT_THE_ROWS
             )
             with tf.control_dependencies([] if check is None else [check]):
                 mine = tf.cast(tensor, _dtype_of_sums(tensor.dtype))[: self.rows]

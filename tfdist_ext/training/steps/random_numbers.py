@@ -52,20 +52,12 @@ _DRAWS = {
     "draw_truncated_normal": "StatelessTruncatedNormalV2",
 }
 
-# Key of a function that keeps a state -> (shape, seed, dtype or bounds) -> the same without one.
-_WITH_STATE: dict[str, Callable[..., tf.Tensor]] = {
-    "draw_uniform_with_state": lambda shape, seed, dtype: tf.random.stateless_uniform(
-        shape, seed, dtype=dtype
-    ),
-    "draw_normal_with_state": lambda shape, seed, dtype: tf.random.stateless_normal(
-        shape, seed, dtype=dtype
-    ),
-    "draw_truncated_normal_with_state": lambda shape, seed, dtype: (
-        tf.random.stateless_truncated_normal(shape, seed, dtype=dtype)
-    ),
-    "draw_integers_with_state": lambda shape, seed, low, high: tf.random.stateless_uniform(
-        shape, seed, low, high, dtype=low.dtype
-    ),
+# Key of a function that keeps a state -> that of tf.random which keeps none.
+_STATELESS = {
+    "draw_uniform_with_state": "stateless_uniform",
+    "draw_integers_with_state": "stateless_uniform",
+    "draw_normal_with_state": "stateless_normal",
+    "draw_truncated_normal_with_state": "stateless_truncated_normal",
 }
 
 # Arguments of a distribution, which may have numbers for each row.
@@ -172,7 +164,7 @@ def _drawn_by(
 def _drawn_by_parameters(
     here: StepContext, original: Callable[..., tf.Tensor], shape: tf.Tensor, **named: Any
 ) -> tf.Tensor:
-    """The same of a distribution whose values are in the order of its parameters.
+    """The same for distributions that draw all values of one parameter before those of the next.
 
     Everything is drawn, with any parameters for the rows of other replicas.
     """
@@ -219,11 +211,11 @@ def _drawn_categories(
 
 
 def _drawn_with_state(
-    draw: Callable[..., tf.Tensor],
+    stateless: str,
     here: StepContext,
     original: Callable[..., tf.Tensor],
     shape: tf.Tensor,
-    *kind: Any,
+    *dtype_or_bounds: Any,
     seed: int = 0,
     seed2: int = 0,
     **named: Any,
@@ -234,10 +226,13 @@ def _drawn_with_state(
     draws a seed, and each replica its rows of what follows from that.
     """
     if not here.blocks_of_rows(shape, tf.broadcast_to(False, shape).shape):
-        return original(shape, *kind, seed=seed, seed2=seed2, **named)
+        return original(shape, *dtype_or_bounds, seed=seed, seed2=seed2, **named)
     most = tf.int32.max
     drawn = tf.raw_ops.RandomUniformInt(shape=[2], minval=0, maxval=most, seed=seed, seed2=seed2)
-    return draw(shape, drawn, *kind)
+    draw = getattr(tf.random, stateless)
+    if len(dtype_or_bounds) == 1:
+        return draw(shape, drawn, dtype=dtype_or_bounds[0])
+    return draw(shape, drawn, *dtype_or_bounds, dtype=dtype_or_bounds[0].dtype)
 
 
 def _of_numbered_shape(
@@ -282,5 +277,5 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "draw_categories": _drawn_categories,
     "shuffle": _shuffled,
     **{key: functools.partial(_drawn_by, op) for key, op in _DRAWS.items()},
-    **{key: functools.partial(_drawn_with_state, draw) for key, draw in _WITH_STATE.items()},
+    **{key: functools.partial(_drawn_with_state, name) for key, name in _STATELESS.items()},
 }

@@ -494,7 +494,7 @@ class BatchDependence:
         return count
 
     def _before(self, operation: _Operation) -> tf.Tensor | None:
-        """The input whose first dimension an operation's output has, as far as it can be told."""
+        """The input that gives the first dimension of an operation's output; None if unknown."""
         if operation.type in _GATHERS:
             return operation.inputs[1]
         if operation.type in _CALLS or operation.type in ("Pack", "Shape", "Tile"):

@@ -134,7 +134,6 @@ class SynchronousProgram(ProgramBase):
         self._states: States = []  # stacked
         self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
-        self._compiles = True  # the next execution does
 
     def _forget_traces(self) -> None:
         replica = self._one_replica
@@ -150,6 +149,7 @@ class SynchronousProgram(ProgramBase):
         # By how they come to a batch.
         self._executions: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         self._knows_batch_size = False  # what was traced
+        self._compiles = True  # the next execution does
 
     @property
     def traces(self) -> str:
@@ -168,7 +168,8 @@ class SynchronousProgram(ProgramBase):
             self._forget_traces()
         self._batch_size = data.batch_size
         if self._model.run_eagerly:
-            result = self._run_eagerly(data, n, seconds)
+            with _drawing(self._seeds, eager=True):
+                result = self._run_eagerly(data, n, seconds)
         else:
             step = self._next_counted if data.known_length else self._next_if_any
             step = self._next_agreed if data.needs_row_count else step
@@ -267,7 +268,6 @@ class SynchronousProgram(ProgramBase):
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
     def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
-        self._seeds.begin()
         done, states = 0, self._states
         outputs: Outputs = {}
         batches = self.timer.timed_iterator(data.iterator)
@@ -284,7 +284,6 @@ class SynchronousProgram(ProgramBase):
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
-        self._seeds.end()
         return self._finish((states, outputs), tf.constant(done), tf.constant(seconds))
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
@@ -492,8 +491,7 @@ class Predictor:
 
     def _run(self, outputs: Any, *args: Any) -> Structure:
         if self._model.run_eagerly:
-            self._seeds.begin()
-            with recorded_operations(), _drawing(self._seeds):
+            with recorded_operations(), _drawing(self._seeds, eager=True):
                 return outputs(*args)
         if outputs not in self._traced:
             outputs.get_concrete_function(*args)  # tells whether it draws without a seed
@@ -569,12 +567,13 @@ def _recording(
 
 
 @contextlib.contextmanager
-def _drawing(seeds: Seeds) -> Iterator[None]:
-    """Scope of steps that are traced; some of them draw without a seed."""
-    if seeds.generators:
+def _drawing(seeds: Seeds, *, eager: bool = False) -> Iterator[None]:
+    """Scope of steps, which may draw without a seed; only a trace tells before whether they do."""
+    draws = eager or bool(seeds.generators)
+    if draws:
         seeds.begin()
     yield
-    if seeds.generators:
+    if draws:
         seeds.end()
 
 
