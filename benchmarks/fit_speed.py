@@ -83,25 +83,30 @@ def prepare_legacy() -> None:
 def measure(workers: int, epochs: int, python: str, arguments: list[str]) -> float:
     """Steps a second that one contestant prints; of a cluster, its slowest task's."""
     command = [python, str(PROGRAMS / arguments[0]), *arguments[1:]]
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "BENCHMARK_EPOCHS": str(epochs)}
+    output = "".join(outputs_of(command, workers=workers, BENCHMARK_EPOCHS=str(epochs)))
+    return min(float(speed) for speed in re.findall(r"steps/s ([\d.]+)", output))
+
+
+def outputs_of(command: list[str], *, workers: int, **variables: str) -> list[str]:
+    """What a program prints: of each worker of a cluster, or of one process without."""
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
     env.pop("TF_CONFIG", None)
     if workers == 0:
-        output = subprocess.run(
+        done = subprocess.run(
             command, env=env, check=True, timeout=600, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-        ).stdout  # fmt: skip
-    else:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            open(os.devnull, "w") as nowhere,
-            reserve_ports(addresses_needed(workers=workers)) as ports,
-        ):
-            plan = plan_local(command, workers=workers, ports=ports, log_dir=folder, env=env)
-            result = run_plan(plan, env=env, stream=nowhere, timeout=600)
-            if result.exit_status != 0:
-                raise SystemExit(f"{' '.join(arguments)} failed: status {result.exit_status}")
-            output = "".join(path.read_text() for path in Path(folder).glob("*.log"))
-    return min(float(speed) for speed in re.findall(r"steps/s ([\d.]+)", output))
+        )  # fmt: skip
+        return [done.stdout]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        reserve_ports(addresses_needed(workers=workers)) as ports,
+    ):
+        plan = plan_local(command, workers=workers, ports=ports, log_dir=folder, env=env)
+        result = run_plan(plan, env=env, stream=nowhere, timeout=1800)
+        if result.exit_status != 0:
+            raise SystemExit(f"{' '.join(command)} failed: status {result.exit_status}")
+        return [path.read_text() for path in sorted(Path(folder).glob("*.log"))]
 
 
 def tables(speeds: dict[tuple[str, str], list[float]], rounds: int) -> str:
