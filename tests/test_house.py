@@ -23,6 +23,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Imports point down this list only.
 FLOORS = [
     "cli",
+    "check_command",
+    "env_command",
     "plan_command",
     "testing",
     "training",
@@ -39,6 +41,8 @@ FLOORS = [
 ]
 WITHOUT_TENSORFLOW = (
     "cli",
+    "check_command",
+    "env_command",
     "plan_command",
     "placement",
     "launch",

@@ -28,7 +28,7 @@ def test_the_public_names() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOM)))
 def test_imports_and_size(module: Path) -> None:
     text = module.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 300
+    assert len(text.splitlines()) < 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

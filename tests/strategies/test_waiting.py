@@ -11,7 +11,7 @@ import pytest
 
 from tfdist_ext.launch import reserve_ports
 from tfdist_ext.strategies import waiting
-from tfdist_ext.strategies.waiting import absent, reporting_absent_peers, wait_for_peers, watch
+from tfdist_ext.strategies.waiting import absent, reporting_absent_peers, watch
 
 
 @pytest.fixture
@@ -91,42 +91,6 @@ def test_a_limit_ends_the_reports(nobody: str) -> None:
     assert watch("worker:0", {"worker:1": nobody}, "TF_CONFIG", limit=0.1, **options)
     assert len(lines) == 2
     assert "is limited to 0.1 s" in lines[1]
-
-
-def test_two_tasks_that_wait_for_each_other_meet() -> None:
-    with reserve_ports(2) as ports:
-        here, there = (f"127.0.0.1:{port}" for port in ports)
-        failures: list[BaseException] = []
-
-        def other() -> None:
-            time.sleep(0.3)
-            try:
-                wait_for_peers({"worker:0": here}, 10.0, port=ports[1])
-                serve_as_tensorflow(ports[1])
-            except BaseException as error:
-                failures.append(error)
-
-        def serve_as_tensorflow(port: int) -> None:
-            # It takes the port over, and the other task may still be looking.
-            with socket.create_server(("", port)):
-                both.wait(10.0)
-
-        both = threading.Barrier(2)
-        thread = threading.Thread(target=other)
-        thread.start()
-        wait_for_peers({"worker:1": there}, 10.0, port=ports[0])
-        serve_as_tensorflow(ports[0])
-        thread.join(10.0)
-    assert not failures
-
-
-def test_who_does_not_come_is_named_when_the_time_is_over(there: str, nobody: str) -> None:
-    peers = {"worker:1": there, **{f"worker:{n}": nobody for n in range(2, 9)}}
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match="worker:2") as error:
-        wait_for_peers(peers, 0.5)
-    assert 0.5 <= time.monotonic() - start < 3.0
-    assert "worker:1 " not in str(error.value)
 
 
 def test_a_process_of_its_own_speaks_on_stderr(

@@ -10,11 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.serving import serve, serves, tell_servers, watch_servers
 from tfdist_ext.strategies.start_failures import start_failures_in_words
-from tfdist_ext.strategies.waiting import reporting_absent_peers, wait_for_peers
+from tfdist_ext.strategies.waiting import reporting_absent_peers
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
 
@@ -57,7 +58,6 @@ def multi_worker_mirrored(
             cluster_resolver=resolver_of(cluster), communication_options=options
         ),
         wait,
-        listens=True,
     )
     _restore_sigterm()
     return strategy
@@ -141,18 +141,14 @@ def _complete(strategy: str, cluster: Cluster) -> Described:
 
 
 def _made(
-    described: Described,
-    make: Callable[[], Any],
-    wait: float | None,
-    *,
-    listens: bool = False,
+    described: Described, make: Callable[[], Any], wait: float | None
 ) -> tf.distribute.Strategy:
-    """Call TensorFlow, name who is missing meanwhile, and put its known failures in words.
+    """Call TensorFlow when all tasks are there, and put its known failures in words.
 
     Args:
-        wait: seconds to wait for the other tasks; None: no limit.
-        listens: the others wait for this task, too.
+        wait: seconds to wait for the other tasks; None: 300, and no limit for what TensorFlow does.
     """
+    meet(described, wait)
     me = str(described.task or "this process")
     # An evaluator takes no part in the connections of the training.
     peers = {
@@ -165,14 +161,4 @@ def _made(
         start_failures_in_words(described),
         reporting_absent_peers(me, peers, described.source, limit=limit),
     ):
-        if wait is not None:
-            port = int(described.address.rpartition(":")[2]) if listens else None
-            try:
-                wait_for_peers(peers, wait, port=port)
-            except TimeoutError as error:
-                raise StrategyError(
-                    f"all tasks of {described.source} must be there within {wait:g} s (wait), got"
-                    f" no answer from {error}. Start them, correct their addresses on every task,"
-                    " or allow more seconds."
-                ) from error
         return make()

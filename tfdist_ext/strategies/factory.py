@@ -139,6 +139,17 @@ def create_strategy(
     return strategy
 
 
+def automatic_choice(env: Mapping[str, str]) -> list[str]:
+    """What "auto" would choose here, and why, a line each; nothing is made or connected."""
+    try:
+        found = ClusterConfig.from_env(env)
+        choice = _automatic(found, tpu_environment.detect(env), {})
+    except (ClusterConfigError, StrategyError) as error:
+        return [f"an error: {error}"]
+    passed_over = [f"passed over: {line}" for line in choice.passed_over]
+    return [f"{choice.name}: {choice.because}", *passed_over]
+
+
 def _check_alone(alone: object, wanted: str, cluster: Cluster) -> bool:
     if alone is not None and not isinstance(alone, bool):
         raise StrategyError(f"alone must be True or False, got {alone!r}.")

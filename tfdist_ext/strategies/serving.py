@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
+from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 
@@ -71,6 +72,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     described = describe(cluster)
     assert described.task is not None
     resolver = resolver_of(cluster)
+    meet(described, wait)
     with start_failures_in_words(described):
         # Not join(): it never returns, and it keeps Python from handling signals.
         server = tf.distribute.Server(

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["absent", "reporting_absent_peers", "say", "wait_for_peers", "watch"]
+__all__ = ["absent", "reporting_absent_peers", "say", "watch"]
 
 FIRST_AFTER = 10.0  # seconds; then after ever longer ones
 LONGEST_PAUSE = 120.0
@@ -62,53 +62,6 @@ def reporting_absent_peers(
             watcher.stdin.close()
         watcher.kill()
         watcher.wait()
-
-
-def wait_for_peers(peers: Mapping[str, str], seconds: float, *, port: int | None = None) -> None:
-    """Return when each of the peers has answered at its address, before TensorFlow connects.
-
-    Args:
-        peers: task -> "host:port".
-        seconds: the longest wait.
-        port: where to answer meanwhile, because the peers look at this task in the same way.
-
-    Raises:
-        TimeoutError: names up to 5 tasks that have not answered in time.
-    """
-    deadline = time.monotonic() + seconds
-    unseen = dict(peers)
-    with contextlib.ExitStack() as stack:
-        server = None
-        if port is not None:
-            try:
-                server = stack.enter_context(_listening(port))
-            except OSError:
-                return  # the port is in use: TensorFlow will say so
-        while unseen:
-            left = deadline - time.monotonic()
-            missing = absent(unseen, timeout=max(0.1, min(1.0, left)))
-            if len(missing) < NAMED_AT_MOST:  # all were tried
-                unseen = {task: at for task, at in unseen.items() if f"{task} ({at})" in missing}
-            if unseen and time.monotonic() >= deadline:
-                raise TimeoutError(", ".join(missing))
-            _accept_all(server)
-            if unseen:
-                time.sleep(0.1)
-
-
-def _listening(port: int) -> socket.socket:
-    # On every interface, as TensorFlow's server does.
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-    server.setblocking(False)
-    return server
-
-
-def _accept_all(server: socket.socket | None) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while server is not None:
-            server.accept()[0].close()
 
 
 def watch(

@@ -1,0 +1,97 @@
+"""tfdist check: is this task's cluster right, and are the other tasks there?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from tfdist_ext.cluster import ClusterConfig, describe_environments
+from tfdist_ext.cluster.preflight import Late, PreflightError, card_of, preflight, tasks_of
+from tfdist_ext.launch.shares import gpus_of
+
+__all__ = ["EPILOG", "add_check_options", "run_check_command"]
+
+EPILOG = """\
+Run it on every task with the environment of the job: in its place, before it, or beside a job that
+has not started. It needs the ports of the job.
+
+example:
+  srun tfdist check && srun python train.py"""
+
+_EACH = 10.0  # seconds between two lines, where the output is no terminal
+_SHOWN = 20  # tasks in a table
+
+
+def add_check_options(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
+    wait = "for the other tasks to come (default 300)"
+    parser.add_argument("--wait", type=seconds, default=300.0, metavar="SECONDS", help=wait)
+
+
+def run_check_command(options: argparse.Namespace, _: list[str]) -> int:
+    """0 where all tasks are there and agree, or there is no cluster; else 1."""
+    cluster = ClusterConfig.from_env(os.environ)
+    if cluster is None:
+        print("no cluster in the environment: this process is alone")
+        for name, found in describe_environments(os.environ):
+            print(f"  {name}: {found}")
+        return 0
+    tasks = tasks_of(cluster.jobs)
+    print(f"{cluster.task} of {len(tasks)} tasks, from {cluster.source}", flush=True)
+    if str(cluster.task) not in tasks:
+        print("an evaluator takes no part in the cluster; nothing to check")
+        return 0
+    card = card_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
+    table = _Table(tasks, sys.stdout)
+    try:
+        preflight(card, wait=options.wait, show=table.show)
+    except PreflightError as error:
+        table.end({})
+        within = f" within {options.wait:g} s" if error.missing else ""
+        print(f"tfdist check: {card.task}: {error}{within}", file=sys.stderr)
+        return 1
+    table.end(dict.fromkeys(tasks, "ready"))
+    versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
+    print(f"all {len(tasks)} tasks are ready, with the same cluster and {versions}")
+    return 0
+
+
+class _Table:
+    """The tasks and their states: rewritten in place on a terminal, else a line now and then."""
+
+    def __init__(self, tasks: Mapping[str, str], stream: TextIO) -> None:
+        self._tasks = tasks
+        self._stream = stream
+        self._rewrites = stream.isatty()
+        self._lines = 0
+        self._began = self._said = time.monotonic()
+
+    def show(self, late: Late, tasks: int) -> None:
+        """Show who is late; all others are ready."""
+        if self._rewrites:
+            self._draw({task: late.get(task, "ready") for task in self._tasks})
+        elif late and time.monotonic() - self._said >= _EACH:
+            self._said = time.monotonic()
+            names = ", ".join(f"{task} ({state})" for task, state in late.items())
+            waited = time.monotonic() - self._began
+            print(f"after {waited:.0f} s not ready: {names}", file=self._stream, flush=True)
+
+    def end(self, states: Mapping[str, str]) -> None:
+        """The last state of the table."""
+        if self._rewrites and states:
+            self._draw(states)
+
+    def _draw(self, states: Mapping[str, str]) -> None:
+        late = [task for task, state in states.items() if state != "ready"]
+        shown = (late + [task for task in states if task not in late])[:_SHOWN]
+        width = max(map(len, shown))
+        lines = [f"  {task:<{width}}  {states[task]:<9}  {self._tasks[task]}" for task in shown]
+        if len(states) > len(shown):
+            lines.append(f"  and {len(states) - len(shown)} more")
+        back = f"\x1b[{self._lines}A" if self._lines else ""
+        self._stream.write(back + "".join(f"\x1b[2K{line}\n" for line in lines))
+        self._stream.flush()
+        self._lines = len(lines)

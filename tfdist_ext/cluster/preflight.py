@@ -1,0 +1,464 @@
+"""Before a cluster starts: is every task there, at its address, with the same cluster and versions?
+
+TensorFlow waits without a word for a task that never comes, and hangs later where two tasks were
+started with different clusters or numbers of GPUs. So the tasks talk before its servers start. The
+first one (the leader) hears from all others, looks whether each answers at its address, and tells
+all of them the same: go, or what is wrong. So each needs one connection, and a thousand tasks take
+seconds.
+
+Each message is a JSON object in a line:
+
+    task -> leader     its card: name, digest of the cluster, versions, devices, a random key
+    leader -> task     {"cluster": null}: send it, as the digest is another one; the task sends it
+    leader -> address  {"who": null}; what listens there answers {"key": ...}, the key of its card
+    leader -> task     {"late": [[task, state], ...], "tasks": n}, every second
+    leader -> task     {"errors": [...], "missing": "..."}; neither of them: go
+
+What accepts a connection and answers nothing of this is TensorFlow's server: that task has started
+already, as the others of a cluster have into which one comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import platform
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from tfdist_ext.cluster.addresses import identity
+
+__all__ = ["Card", "Late", "PreflightError", "card_of", "differences", "preflight", "tasks_of"]
+
+RESOLVING, WAITING, READY = "resolving", "waiting", "ready"
+Late = Mapping[str, str]  # task -> RESOLVING or WAITING
+
+_PACKAGES = ("tensorflow", "keras", "tfdist_ext")  # of one version on all tasks
+_NAMED = 5  # tasks in a message
+_LONGEST_LINE = 2**22  # bytes; a cluster of 10,000 tasks has a fourth of it
+_SILENT = 3  # answers in a row that are none of ours
+_STEP = 0.25  # seconds between two tries
+_AT_ONCE = 64  # connections that the leader tries at a time
+_ANSWER = 5.0  # seconds for an answer
+_LINGER = 2.0  # seconds in which those who come late still hear what is wrong
+
+
+class PreflightError(Exception):
+    """Why the cluster cannot start.
+
+    Attributes:
+        missing: the tasks that did not answer in time, for a message; "" where all did.
+    """
+
+    def __init__(self, *reasons: str, missing: str = "") -> None:
+        super().__init__("; ".join(reasons) or f"no answer from {missing}")
+        self.missing = missing
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a task says of itself.
+
+    Attributes:
+        task: its name, as "worker:1".
+        jobs: job -> addresses.
+        versions: package -> version.
+        devices: kind -> number, of what must be equal on all tasks that train.
+    """
+
+    task: str
+    jobs: Mapping[str, Sequence[str]]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of the cluster: the same where the cluster is."""
+        text = json.dumps({job: list(at) for job, at in self.jobs.items()}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def card_of(task: str, jobs: Mapping[str, Sequence[str]], devices: Mapping[str, int]) -> Card:
+    """The card of this process, as this task."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return Card(task, jobs, versions, devices)
+
+
+def tasks_of(jobs: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Task -> address of those that start together, the leader first; an evaluator is apart."""
+    return {
+        f"{job}:{index}": address
+        for job in ("chief", "worker", "ps")
+        for index, address in enumerate(jobs.get(job, ()))
+        if address
+    }
+
+
+def differences(leader: Card, other: Card) -> list[str]:
+    """Sentences on what a task has otherwise than the leader."""
+    found = []
+    if where := _first_difference(leader.jobs, other.jobs):
+        found.append(f"{other.task} was started with another cluster ({where})")
+    for name, version in leader.versions.items():
+        theirs = other.versions.get(name, "none")
+        if theirs != version:
+            found.append(f"{other.task} has {name} {theirs}, and {leader.task} has {version}")
+    train = ("chief", "worker")
+    if "ps" not in leader.jobs and all(c.task.split(":")[0] in train for c in (leader, other)):
+        for kind in {*leader.devices, *other.devices}:
+            here, there = leader.devices.get(kind, 0), other.devices.get(kind, 0)
+            if here != there:
+                found.append(
+                    f"{other.task} has {there} {kind} devices, and {leader.task} has {here}:"
+                    " collectives would hang"
+                )
+    return found
+
+
+def _first_difference(
+    ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]
+) -> str:
+    for job in dict.fromkeys([*ours, *theirs]):
+        here, there = ours.get(job, ()), theirs.get(job, ())
+        for index, (one, other) in enumerate(zip(here, there, strict=False)):
+            if one != other:
+                return f"differs in cluster.{job}[{index}]: {other!r}, not {one!r}"
+        if len(here) != len(there):
+            return f"differs in cluster.{job}: {len(there)} tasks, not {len(here)}"
+    return ""
+
+
+def preflight(
+    card: Card,
+    *,
+    wait: float,
+    show: Callable[[Late, int], None] = lambda late, tasks: None,
+) -> None:
+    """Return when all tasks of the cluster are there, and agree; every task calls this.
+
+    No port is left bound.
+
+    Args:
+        card: of this task.
+        wait: seconds for the others to come.
+        show: called about every second with the tasks that are not ready yet (the first few of
+            many), and the number of all.
+
+    Raises:
+        PreflightError: this task's port is in use, a task is missing or cannot be resolved, or
+            they do not agree; the same on every task.
+    """
+    outcome: list[BaseException] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        await _preflight(card, wait, show)
+
+    def body() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            outcome.append(error)
+
+    # A thread of its own: there may be a loop in this one, as in a notebook.
+    thread = threading.Thread(target=body, name="tfdist-preflight", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)  # Ctrl-C comes in between
+    except BaseException:
+        for loop, task in running:
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(_ANSWER)  # the port is free then
+        raise
+    for error in outcome:
+        raise error
+
+
+async def _preflight(card: Card, wait: float, show: Callable[[Late, int], None]) -> None:
+    tasks = tasks_of(card.jobs)
+    leader = next(iter(tasks))
+    key = secrets.token_hex(16)
+    deadline = time.monotonic() + wait
+    leading = _Leader(card, tasks, deadline, show) if card.task == leader else None
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Where all is over, this is cancelled; what asyncio would write of that is no error.
+        over = asyncio.CancelledError
+        with contextlib.closing(writer), contextlib.suppress(*_BROKEN, over):
+            message = await _receive(reader)
+            if "who" in message:
+                await _send(writer, {"key": key})
+            elif leading is not None:
+                await leading.hear(message, reader, writer)
+
+    port = identity(tasks[card.task])[1]
+    try:
+        server = await _listening(port, answer)
+    except OSError as error:
+        raise PreflightError(
+            f"port {port} of {card.task} must be free, got {error.strerror or error}: end what uses"
+            " it, or give the task another port"
+        ) from error
+    async with server:
+        if leading is not None:
+            await leading.lead()
+        else:
+            await _Follower(card, key, tasks, deadline, show).follow()
+
+
+# What a connection may come to, and what others may send.
+_BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    asyncio.IncompleteReadError,
+    asyncio.LimitOverrunError,
+    asyncio.TimeoutError,
+)
+
+
+class _Leader:
+    """The task that hears of all others, and tells them the same.
+
+    Args:
+        deadline: when all must be there, in monotonic time.
+    """
+
+    def __init__(
+        self, card: Card, tasks: dict[str, str], deadline: float, show: Callable[[Late, int], None]
+    ) -> None:
+        self._card = card
+        self._tasks = tasks
+        self._deadline = deadline
+        self._show = show
+        self._states = dict.fromkeys(tasks, WAITING) | {card.task: READY}
+        self._silent = dict.fromkeys(tasks, 0)
+        self._keys: dict[str, str] = {}
+        self._others: dict[str, asyncio.StreamWriter] = {}
+        self._errors: list[str] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def _late(self) -> dict[str, str]:
+        return {task: state for task, state in self._states.items() if state != READY}
+
+    async def hear(
+        self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """One task, from its card until it goes."""
+        task = str(message["task"])
+        jobs = self._card.jobs
+        if message["digest"] != self._card.digest:
+            await _send(writer, {"cluster": None})
+            jobs = (await _receive(reader))["cluster"]
+        other = Card(task, jobs, message["versions"], message["devices"])
+        if task in self._others:
+            self._note([f"two processes say that they are {task}"])
+        else:
+            self._others[task] = writer
+            self._keys[task] = message["key"]
+            self._note(differences(self._card, other))
+        self._changed.set()
+        await reader.read()  # until the task closes the connection
+        if self._others.get(task) is writer:
+            del self._others[task], self._keys[task]
+            if self._states.get(task) == READY:
+                self._states[task] = WAITING
+
+    def _note(self, errors: list[str]) -> None:
+        self._errors += [error for error in errors if error not in self._errors]
+
+    async def lead(self) -> None:
+        """Return when all are ready, and have been told to go."""
+        while self._late and not self._errors and time.monotonic() < self._deadline:
+            await self._look()
+            self._show(self._late, len(self._tasks))
+            await self._tell({"late": list(self._late.items())[:_NAMED], "tasks": len(self._tasks)})
+            self._changed.clear()
+            if self._late and not self._errors:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _STEP)
+        missing = _named(self._late, self._tasks) if not self._errors else ""
+        if self._errors:
+            await asyncio.sleep(_LINGER)
+        await self._tell({"errors": self._errors, "missing": missing})
+        if self._errors or missing:
+            raise PreflightError(*self._errors, missing=missing)
+
+    async def _look(self) -> None:
+        """Try the address of each task that is not ready."""
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def look(task: str) -> None:
+            async with turns:
+                self._states[task] = await self._state_of(task)
+
+        await asyncio.gather(*map(look, self._late))
+
+    async def _state_of(self, task: str) -> str:
+        try:
+            host, port = identity(self._tasks[task])
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host.strip("[]"), port, type=socket.SOCK_STREAM
+            )
+        except OSError:
+            return RESOLVING
+        answer = await _asked(str(found[0][4][0]), port, {"who": None})
+        if answer is None:
+            return WAITING
+        if not answer:  # something listens, and does not speak so
+            self._silent[task] += 1
+            return READY if self._silent[task] >= _SILENT else WAITING
+        self._silent[task] = 0
+        if task not in self._keys:
+            return WAITING  # its card is on its way
+        if answer.get("key") != self._keys[task]:
+            self._note([f"another process than {task} answers at its address {self._tasks[task]}"])
+        return READY
+
+    async def _tell(self, message: dict[str, Any]) -> None:
+        for writer in list(self._others.values()):
+            with contextlib.suppress(*_BROKEN):
+                await _send(writer, message)
+
+
+class _Follower:
+    """A task that tells the leader of itself, and waits for its word."""
+
+    def __init__(
+        self,
+        card: Card,
+        key: str,
+        tasks: dict[str, str],
+        deadline: float,
+        show: Callable[[Late, int], None],
+    ) -> None:
+        self._jobs = {job: list(addresses) for job, addresses in card.jobs.items()}
+        self._card = {
+            "task": card.task,
+            "digest": card.digest,
+            "key": key,
+            "versions": dict(card.versions),
+            "devices": dict(card.devices),
+        }
+        self._tasks = tasks
+        self._leader = next(iter(tasks))
+        self._late: dict[str, str] = {self._leader: WAITING}  # as far as this task knows
+        self._deadline = deadline
+        self._show = show
+        self._goes = False
+
+    async def follow(self) -> None:
+        """Return when the leader says go, or has started already."""
+        host, port = identity(self._tasks[self._leader])
+        silent = 0
+        while time.monotonic() < self._deadline and silent < _SILENT:
+            try:
+                reader, writer = await asyncio.wait_for(
+                    asyncio.open_connection(host.strip("[]"), port, limit=_LONGEST_LINE), _ANSWER
+                )
+            except socket.gaierror:
+                self._late = {self._leader: RESOLVING}
+            except (TimeoutError, OSError):
+                self._late = {self._leader: WAITING}
+            else:
+                with contextlib.closing(writer):
+                    speaks = await self._listen(reader, writer)
+                if self._goes:
+                    return
+                silent = 0 if speaks else silent + 1
+            self._show(self._late, len(self._tasks))
+            await asyncio.sleep(_STEP)
+        if silent < _SILENT:
+            raise PreflightError(missing=_named(self._late, self._tasks))
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether what listens there has answered as a leader does, until it went or said go."""
+        speaks = False
+        with contextlib.suppress(*_BROKEN):
+            await _send(writer, self._card)
+            while not self._goes:
+                left = max(0.0, self._deadline - time.monotonic()) + _LINGER + _ANSWER
+                message = await _receive(reader, seconds=left if speaks else _ANSWER)
+                speaks = True
+                if "cluster" in message:
+                    await _send(writer, {"cluster": self._jobs})
+                elif "late" in message:
+                    self._late = dict(message["late"])
+                    self._show(self._late, int(message["tasks"]))
+                elif message["errors"] or message["missing"]:
+                    raise PreflightError(*message["errors"], missing=message["missing"])
+                else:
+                    self._goes = True
+        return speaks
+
+
+def _named(late: Late, tasks: Mapping[str, str]) -> str:
+    """The first tasks that are late, with their addresses; "" where none is."""
+    names = [
+        f"{task} ({tasks[task]}{', whose name is not known' if state == RESOLVING else ''})"
+        for task, state in list(late.items())[:_NAMED]
+    ]
+    more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+    return ", ".join(names) + more
+
+
+async def _listening(
+    port: int, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+) -> asyncio.Server:
+    # On every interface, as TensorFlow's server does.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    sock = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+    return await asyncio.start_server(answer, sock=sock, limit=_LONGEST_LINE)
+
+
+async def _asked(host: str, port: int, message: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of what listens there; {} where it is none of ours, None where nothing does."""
+    try:
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, limit=_LONGEST_LINE), _ANSWER
+        )
+    except (TimeoutError, OSError):
+        return None
+    with contextlib.closing(writer):
+        try:
+            await _send(writer, message)
+            return await _receive(reader)
+        except _BROKEN:
+            return {}
+
+
+async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader, seconds: float = _ANSWER) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: what came is no message.
+        TimeoutError: nothing came in time.
+    """
+    first = await asyncio.wait_for(reader.readexactly(1), seconds)
+    if first != b"{":  # another program may send no line, and leave the connection open
+        raise ValueError(f"a message must be a JSON object, got {first!r}")
+    rest = await asyncio.wait_for(reader.readuntil(b"\n"), _ANSWER)
+    message: dict[str, Any] = json.loads(first + rest)
+    return message

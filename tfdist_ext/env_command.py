@@ -1,0 +1,102 @@
+"""tfdist env: what this machine has, to paste into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["add_env_options", "relevant_variables", "run_env_command"]
+
+_PACKAGES = ("tfdist_ext", "tensorflow", "keras", "numpy", "h5py", "protobuf", "grpcio")
+_RELEVANT = re.compile(
+    r"TF_|TFDIST_|KERAS_|CUDA_|NCCL_|XLA_|GRPC_|OMP_|TPU_|SLURM_(JOB|STEP|PROC|NTASKS|NODE|GPU)"
+    r"|OMPI_COMM|SM_|JOB_COMPLETION_INDEX|KUBERNETES_SERVICE_HOST|LD_LIBRARY_PATH"
+)
+_SECRET = r"[\w-]*(?:token|secret|passw|credential|api_?-?key|access_?-?key|auth)[\w-]*"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+# In a command line, or in JSON.
+_SECRET_OPTION = re.compile(rf"({_SECRET}[=\s:\"']+)[^\s\"',]+", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"(://)[^/@\s]+@")  # user:password@
+
+
+def add_env_options(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run_env_command(_: argparse.Namespace, __: list[str]) -> int:
+    """Print versions, devices, memory, variables, and what `auto` would choose."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for title, lines in _sections():
+        print(title)
+        for line in lines:
+            print(f"  {line}")
+    return 0
+
+
+def _sections() -> Iterator[tuple[str, list[str]]]:
+    yield (
+        "versions",
+        [
+            f"python {platform.python_version()}, {platform.platform()}",
+            *(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
+        ],
+    )
+    yield "machine", [f"{os.cpu_count()} CPUs, {_memory()}", *_disk()]
+    import tensorflow as tf
+
+    from tfdist_ext.strategies.factory import automatic_choice
+
+    yield (
+        "devices",
+        [
+            f"{device.name.removeprefix('/physical_device:')}"
+            f" {tf.config.experimental.get_device_details(device).get('device_name', '')}".rstrip()
+            for device in tf.config.list_physical_devices()
+        ],
+    )
+    yield "variables", relevant_variables(os.environ) or ["none"]
+    yield 'create_strategy("auto")', automatic_choice(os.environ)
+
+
+def relevant_variables(env: Mapping[str, str]) -> list[str]:
+    """NAME=value of what TensorFlow, Keras, this package and launchers read; without secrets."""
+    return [
+        f"{name}={'(hidden)' if _SECRET_NAME.search(name) else _without_secrets(value)}"
+        for name, value in sorted(env.items())
+        if _RELEVANT.match(name)
+    ]
+
+
+def _without_secrets(value: str) -> str:
+    return _IN_ADDRESS.sub(r"\1(hidden)@", _SECRET_OPTION.sub(r"\1(hidden)", value))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "memory unknown"
+    with contextlib.suppress(OSError, ValueError):  # in a container there may be less
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return f"{size / 2**30:.1f} GiB of memory"
+
+
+def _disk() -> list[str]:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return []
+    return [f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free in /dev/shm (NCCL uses it)"]
