@@ -11,17 +11,23 @@ import functools
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tfdist_ext import __version__
+from tfdist_ext import __version__, check_command
+from tfdist_ext.check_command import add_check_options, run_check_command
+from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan, shell_line
+from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
 from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.exit_codes import RestartOn
+from tfdist_ext.launch.restarting import Limits, run_with_restarts
+from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
 from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
 
@@ -137,6 +143,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _signal(text: str) -> signal.Signals:
+    try:
+        return signal.Signals[text if text.startswith("SIG") else f"SIG{text}"]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"a signal must be one as SIGUSR1, got {text!r}") from None
+
+
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks")
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
@@ -158,11 +171,44 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("run")
     seconds = functools.partial(run.add_argument, type=_seconds, metavar="SECONDS")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
-    to_kill = "from SIGTERM to SIGKILL when tasks are ended (default 5)"
-    seconds("--grace", default=5.0, help=to_kill)
+    to_kill = "from SIGTERM to SIGKILL when a preemption ends the tasks (default 30; Ctrl-C: 5)"
+    seconds("--grace", default=30.0, help=to_kill)
+    run.add_argument(
+        "--preemption-signal",
+        type=_signal,
+        default=signal.SIGTERM,
+        metavar="SIGNAL",
+        help="one that asks the training to save and end, beside SIGTERM (SIGUSR1 on Slurm)",
+    )
     to_end = "with --ps: time for the others to end after the chief (default 5)"
     seconds("--linger", default=5.0, help=to_end)
     seconds("--timeout", help="end the run after this time (124)")
+    again = parser.add_argument_group("restarts")
+    again.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the cluster again when a task fails, so often (default 0);"
+        " fit(checkpoint_dir=...) goes on from its newest checkpoint",
+    )
+    again.add_argument(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="go on without a worker that fails again and again, with at least so many",
+    )
+    again.add_argument(
+        "--restart-on",
+        type=RestartOn.parse,
+        default=RestartOn(),
+        metavar="CODES",
+        help="the ends that are worth it (default exception,128-255; 128 + n is signal n, and an"
+        " exception in the same place as before is not)",
+    )
+    seconds = functools.partial(again.add_argument, type=_seconds, metavar="SECONDS")
+    to_grow = "with fewer workers: try all again after this time, and twice as long each time"
+    seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
@@ -175,29 +221,39 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     names = ("chief", "ps", "evaluator", "data_workers")
     tasks = {name: getattr(options, name) for name in names}
     shares = _shares(options, env) if options.process_per_device else []
-    tasks["workers"] = len(shares) or (1 if options.workers is None else options.workers)
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        make_plan = functools.partial(
-            plan_local, command, **tasks, shares=shares, ports=ports, env=env
-        )
-        plan = make_plan(log_dir=options.log_dir)
-        if options.dry_run:
+    workers = len(shares) or (1 if options.workers is None else options.workers)
+
+    @contextlib.contextmanager
+    def planned(numbers: Sequence[int], log_dir: Path | None) -> Iterator[LaunchPlan]:
+        tasks["workers"] = len(numbers)
+        theirs = [shares[number] for number in numbers] if shares else []
+        with reserve_ports(addresses_needed(**tasks)) as ports:
+            yield plan_local(command, **tasks, shares=theirs, ports=ports, env=env, log_dir=log_dir)
+
+    if options.dry_run:
+        with planned(range(workers), options.log_dir) as plan:
             for task in plan.tasks:
                 print(shell_line(task))
-            return 0
-        # Logs are always written, and deleted where no one will read them.
-        log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
-        status = 0
-        try:
-            plan = make_plan(log_dir=log_dir)
-            limits = {name: getattr(options, name) for name in ("grace", "linger", "timeout")}
-            status = run_plan(plan, env=env, **limits).exit_status
-        finally:
-            if options.log_dir is None and status == 0:
-                shutil.rmtree(log_dir, ignore_errors=True)
-        if status:
-            print(f"tfdist: logs: {log_dir}", file=sys.stderr)
-        return status
+        return 0
+    policy = RestartPolicy(
+        options.max_restarts,
+        workers,
+        workers if options.min_workers is None else options.min_workers,
+        options.restart_on,
+        options.grow_after,
+    )
+    limits = Limits(options.grace, options.linger, options.timeout, options.preemption_signal)
+    # Logs are always written, and deleted where no one will read them.
+    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
+    status = 0
+    try:
+        status = run_with_restarts(planned, policy, log_dir=log_dir, env=env, limits=limits)
+    finally:
+        if options.log_dir is None and status == 0:
+            shutil.rmtree(log_dir, ignore_errors=True)
+    if status:
+        print(f"tfdist: logs: {log_dir}", file=sys.stderr)
+    return status
 
 
 def _shares(options: argparse.Namespace, env: Mapping[str, str]) -> list[Share]:
@@ -224,6 +280,20 @@ example:
         add_options=_add_run_options,
         run=_run,
         usage="run [options] -- command",
+    ),
+    "check": _Command(
+        summary="is this task's cluster right, and are the other tasks there",
+        epilog=check_command.EPILOG,
+        add_options=functools.partial(add_check_options, seconds=_seconds),
+        run=run_check_command,
+        usage="check [options]",
+    ),
+    "env": _Command(
+        summary="what this machine has, to paste into a bug report",
+        epilog="",
+        add_options=add_env_options,
+        run=run_env_command,
+        usage="env",
     ),
     "plan": _Command(
         summary="where each variable of a model would live on parameter servers",

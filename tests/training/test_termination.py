@@ -16,8 +16,7 @@ from tfdist_ext.training.agreement.termination import Termination
 def termination() -> Iterator[Termination]:
     termination = Termination()
     yield termination
-    for end in (termination._reader, termination._writer):
-        end.close()
+    termination.close()
 
 
 def test_it_ends_the_process_with_143_and_the_handler_is_restored(termination: Termination) -> None:

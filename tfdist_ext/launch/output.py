@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import select
@@ -17,6 +18,7 @@ from typing import BinaryIO, TextIO
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.lines import Line, LineSplitter
 from tfdist_ext.launch.report import Blame, blame_in, log_report
+from tfdist_ext.launch.tracebacks import TracebackReader
 
 __all__ = ["OutputPump", "Printer", "wants_color"]
 
@@ -84,6 +86,7 @@ class _Channel:
         self.splitter = LineSplitter()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.blame: Blame | None = None
+        self.traceback = TracebackReader()
         self.drained = threading.Event()
         self.deadline: float | None = None
         self.ended = False
@@ -129,6 +132,7 @@ class _Channel:
     def _line(self, text: str) -> str:
         self.last_lines.append(text)
         self.blame = blame_in(text) or self.blame
+        self.traceback.feed(text)
         return f"{self.prefix}{text}\n"
 
     def _keep(self, data: bytes) -> None:
@@ -164,23 +168,25 @@ class OutputPump:
         self._names = names
         self._color = color
         self._channels: dict[str, _Channel] = {}
-        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._added: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._loop, name="task output", daemon=True)
 
     def add(self, name: str, fd: int, log_file: Path | None) -> None:
-        """Read a task's output from `fd`; before `start`.
+        """Read a task's output from `fd`, also in the place of that of an earlier process.
 
         Raises:
             LaunchError: the log file cannot be written.
         """
-        log = None
+        log: BinaryIO | None = None
         if log_file is not None:
+            goes_on = name in self._channels
             try:
                 log_file.parent.mkdir(parents=True, exist_ok=True)
-                log = open(log_file, "wb", buffering=0)  # noqa: SIM115 (closed with the channel)
+                log = io.FileIO(log_file, "a" if goes_on else "w")
             except OSError as error:
                 raise LaunchError(
                     f"the log file of {name} cannot be written: {error}; "
@@ -189,7 +195,8 @@ class OutputPump:
         # Only reading is made non-blocking; the task's end of the pipe is another description.
         os.set_blocking(fd, False)
         self._channels[name] = channel = _Channel(name, fd, self._prefix(name), log)
-        self._selector.register(channel.fd, selectors.EVENT_READ, channel)
+        self._added.put(channel)
+        self._wake()
 
     def start(self) -> None:
         """Begin to read."""
@@ -197,7 +204,10 @@ class OutputPump:
 
     def task_ended(self, name: str) -> None:
         """The task is over: its output is still read, but not waited for where others hold it."""
-        self._ended.put(name)
+        self._ended.put(self._channels[name])
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"x")
 
@@ -212,9 +222,16 @@ class OutputPump:
 
     def blame(self, name: str) -> Blame | None:
         """Whom a task that has ended blames for its failure, by its last words about it."""
+        return self._drained(name).blame
+
+    def raised(self, name: str) -> str:
+        """The Python exception that a task which has ended has shown last, and its place."""
+        return self._drained(name).traceback.raised
+
+    def _drained(self, name: str) -> _Channel:
         channel = self._channels[name]
         channel.drained.wait(2 * _DRAIN)
-        return channel.blame
+        return channel
 
     def close(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Show what has been written until now, and close the log files.
@@ -241,13 +258,16 @@ class OutputPump:
         return label + padding
 
     def _loop(self) -> None:
-        open_channels = list(self._channels.values())
+        open_channels: list[_Channel] = []
+        self._note_added(open_channels)
         while open_channels:
             timeout = _TICK if any(channel.waits for channel in open_channels) else None
             ready = self._selector.select(timeout)
             now = time.monotonic()
             for key, _ in ready:
                 if key.data is None:
+                    os.read(self._wake_read, 4096)
+                    self._note_added(open_channels)
                     self._note_ended(now)
                 else:
                     self._read(key.data, now)
@@ -257,10 +277,15 @@ class OutputPump:
                 if channel.ended or late:
                     self._finish(channel, open_channels)
 
+    def _note_added(self, open_channels: list[_Channel]) -> None:
+        while not self._added.empty():
+            channel = self._added.get()
+            self._selector.register(channel.fd, selectors.EVENT_READ, channel)
+            open_channels.append(channel)
+
     def _note_ended(self, now: float) -> None:
-        os.read(self._wake_read, 4096)
         while not self._ended.empty():
-            channel = self._channels[self._ended.get()]
+            channel = self._ended.get()
             if channel.deadline is None:
                 channel.deadline = now + _DRAIN
 

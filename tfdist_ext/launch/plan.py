@@ -50,11 +50,14 @@ class LaunchPlan:
             workers serve it, and TensorFlow's own never end by themselves.
         services: names of tasks that work for all others and never end by themselves: the run is
             over when the others have ended, and a service that ends before has failed.
+        replaceable: names of tasks whose work the others do when they fail, and which may join
+            again: workers beside parameter servers.
     """
 
     tasks: tuple[TaskPlan, ...]
     coordinator: str | None = None
     services: frozenset[str] = frozenset()
+    replaceable: frozenset[str] = frozenset()
 
 
 def addresses_needed(
@@ -149,6 +152,7 @@ def plan_local(
         tasks=(*tasks, *services),
         coordinator="chief:0" if ps else None,
         services=frozenset(task.name for task in services),
+        replaceable=frozenset(f"worker:{index}" for index in range(workers if ps else 0)),
     )
 
 

@@ -81,6 +81,7 @@ class ProcessSet:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.tasks: list[TaskProcess] = []
+        self._replaced: list[TaskProcess] = []
         self._guard = Guard(env)
 
     def start(self, plan: TaskPlan) -> TaskProcess:
@@ -101,6 +102,19 @@ class ProcessSet:
         self.tasks.append(task)
         self._guard.add(task.pid)
         return task
+
+    def start_again(self, task: TaskProcess) -> TaskProcess:
+        """Start another process in the place of one that has ended.
+
+        Raises:
+            LaunchError: the system refuses to start its program.
+        """
+        place = self.tasks.index(task)
+        task.signal_group(signal.SIGKILL)  # what it has left behind
+        self._replaced.append(self.tasks.pop(place))
+        again = self.start(task.plan)
+        self.tasks.insert(place, self.tasks.pop())
+        return again
 
     def _started(self, plan: TaskPlan) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -144,7 +158,7 @@ class ProcessSet:
     def close(self) -> None:
         """Dismiss the watchdog and reap everything; after `end`."""
         self._guard.dismiss()
-        for task in self.tasks:
+        for task in [*self.tasks, *self._replaced]:
             task.close()
 
 

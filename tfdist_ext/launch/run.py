@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
@@ -34,6 +35,15 @@ _TIMED_OUT = 124  # as coreutils' timeout does
 _FILES_PER_TASK = 4  # its output twice, its log, the lock of its port
 _FILES_BESIDE = 64
 _SETTLE = 5.0  # seconds for the task that another one blames to end by itself
+# Seconds from SIGTERM to SIGKILL at most: after a failure, as the others cannot save without the
+# task that has failed; and after Ctrl-C, as a person waits.
+_GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
+
+
+# (task, its exit status, the Python exception in it) -> what becomes of a task that has failed, and
+# whose work the others do: it is started again, left out, or has failed the run.
+Replaces: TypeAlias = Callable[[str, int, str], Literal["start", "leave out", "fail"]]
+EndedBy: TypeAlias = Literal["tasks", "signal", "timeout", "limit"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +56,16 @@ class RunResult:
             128 + n where the run itself was ended by signal n, 124 where its time was up.
         failed_task: the root cause: the task that failed first, or that this one says has left or
             failed before; None where none did.
+        raised: the Python exception of that task, with its frames; "" where it was none.
+        ended_by: "tasks"; or what has ended them: "signal", "timeout", "limit" (see `run_plan`).
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
     """
 
     exit_status: int
     failed_task: str | None
+    raised: str
+    ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
 
@@ -62,9 +76,12 @@ def run_plan(
     env: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
     report: TextIO | None = None,
-    grace: float = 5.0,
+    grace: float = 30.0,
     linger: float = 5.0,
     timeout: float | None = None,
+    limit: float | None = None,
+    preemption_signal: signal.Signals = signal.SIGTERM,
+    replaces: Replaces | None = None,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -79,24 +96,33 @@ def run_plan(
         env: what the tasks' environment starts from; None: this process's.
         stream: where the tasks' lines go; None: standard output.
         report: where the launcher itself speaks; None: standard error.
-        grace: seconds between SIGTERM and SIGKILL.
+        grace: seconds between SIGTERM and SIGKILL where the tasks may have something to save: at
+            most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds the whole run may take; None: any time.
+        preemption_signal: one that, sent to this process or to a task, asks the training to save
+            and end, as SIGTERM does.
+        replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
+        limit: seconds after which the tasks are ended to be started anew, which is no failure.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
             started by then has been ended.
     """
-    for name, seconds in (("grace", grace), ("linger", linger), ("timeout", timeout)):
+    limits = {"grace": grace, "linger": linger, "timeout": timeout, "limit": limit}
+    for name, seconds in limits.items():
         if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
             raise LaunchError(f"{name} must be a number of seconds of at least 0, got {seconds}")
     _check_open_files(len(plan.tasks))
-    env = os.environ if env is None else env
+    env = dict(os.environ if env is None else env)
+    env |= {GRACE: f"{grace:g}", PREEMPTION_SIGNAL: preemption_signal.name}
     stream = sys.stdout if stream is None else stream
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
     pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    run = _Run(plan, env, pump, reporter, grace, linger, timeout)
+    run = _Run(
+        plan, env, pump, reporter, grace, linger, timeout, limit, preemption_signal, replaces
+    )
     with run.signals():
         return run.run()
 
@@ -130,6 +156,9 @@ class _Run:
     grace: float
     linger: float
     timeout: float | None
+    limit: float | None
+    preemption_signal: signal.Signals
+    replaces: Replaces | None
     processes: ProcessSet = field(init=False)
     # SimpleQueue, because its put may be called in a signal handler.
     events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
@@ -139,6 +168,7 @@ class _Run:
     start: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     status: int = 0
+    ended_by: EndedBy = "tasks"
     hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
     failed: TaskProcess | None = None
     victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
@@ -146,11 +176,11 @@ class _Run:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Take SIGINT, SIGTERM and SIGHUP as events, where that is possible."""
+        """Take SIGINT, SIGTERM, SIGHUP and that of a preemption as events, where possible."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        wanted = [signal.SIGINT, signal.SIGTERM]
+        wanted = [signal.SIGINT, signal.SIGTERM, *{self.preemption_signal} - {signal.SIGTERM}]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
             wanted.append(signal.SIGHUP)
         before = {
@@ -166,7 +196,8 @@ class _Run:
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
-        self.deadline = None if self.timeout is None else self.start + self.timeout
+        limits = [each for each in (self.timeout, self.limit) if each is not None]
+        self.deadline = self.start + min(limits) if limits else None
         self.processes = processes = ProcessSet(self.env)
         try:
             for plan in self.plan.tasks:
@@ -188,6 +219,8 @@ class _Run:
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
+            raised="" if self.failed is None else self.pump.raised(self.failed.name),
+            ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in processes.tasks},
             last_lines={task.name: self.pump.last_lines(task.name) for task in processes.tasks},
         )
@@ -208,9 +241,7 @@ class _Run:
     def _deadline_passed(self) -> bool:
         match self.phase:
             case _Phase.RUNNING:
-                self.status = _TIMED_OUT
-                self.hurried = True
-                self._begin_ending()
+                self._time_is_up()
             case _Phase.LINGERING:
                 self._begin_ending()
             case _Phase.SETTLING:
@@ -222,15 +253,24 @@ class _Run:
                 return False
         return True
 
+    def _time_is_up(self) -> None:
+        if self.limit is not None and (self.timeout is None or self.limit < self.timeout):
+            self.status, self.ended_by = PREEMPTED, "limit"
+        else:
+            self.status, self.ended_by = _TIMED_OUT, "timeout"
+            self.hurried = True
+        self._begin_ending()
+
     def _signalled(self, number: signal.Signals) -> None:
         if self.phase in (_Phase.ENDING, _Phase.KILLING):
             self._kill()
             return
-        self.status = 128 + number
+        preempted = number == self.preemption_signal
+        self.status, self.ended_by = PREEMPTED if preempted else 128 + number, "signal"
         self.hurried = True
         self.report.write(
             f"tfdist: {number.name}: ending {len(self.processes.running())} tasks, for at most "
-            f"{self.grace:g} s; once more kills them at once\n"
+            f"{self._grace:g} s; once more kills them at once\n"
         )
         self._begin_ending()
 
@@ -247,6 +287,8 @@ class _Run:
             elif not self.processes.running():
                 self._root_cause(self.victim[0])
         if self.phase is _Phase.RUNNING:
+            if returncode and self._is_replaced(task):
+                return
             if returncode or self._serves(task):
                 self._failure(task)
             elif task.name == self.plan.coordinator:
@@ -256,6 +298,18 @@ class _Run:
             running = self.processes.running()
             if running and all(map(self._serves, running)):  # no task needs them: they never end
                 self._begin_ending()
+
+    def _is_replaced(self, task: TaskProcess) -> bool:
+        """Whether the others do without a task that has failed; it may have been started again."""
+        if self.replaces is None or task.name not in self.plan.replaceable:
+            return False
+        status = shell_status(task.returncode or 0)
+        does = self.replaces(task.name, status, self.pump.raised(task.name))
+        if does == "start":
+            again = self.processes.start_again(task)
+            self.pump.add(again.name, again.output, again.plan.log_file)
+            again.watch(lambda task, code: self.events.put((task, code)))
+        return does != "fail"
 
     def _failure(self, task: TaskProcess) -> None:
         """The first failure; the cause may be another task, which this one names."""
@@ -285,12 +339,19 @@ class _Run:
 
     def _begin_ending(self) -> None:
         self.phase = _Phase.ENDING
-        self.deadline = time.monotonic() + self.grace
+        self.deadline = time.monotonic() + self._grace
         self.others = self.processes.running()
         if self.failed is not None and self.others:
-            how = "left" if self._left_early else "failed"
-            self.report.write(f"tfdist: {self.failed.name} {how}; ending the others\n")
+            name, did = self.failed.name, self._what_it_did
+            self.report.write(f"tfdist: {name} {did}; ending the others\n")
         self.processes.signal_all(signal.SIGTERM)
+
+    @property
+    def _grace(self) -> float:
+        """Seconds from SIGTERM to SIGKILL."""
+        if self.status == PREEMPTED:
+            return self.grace
+        return min(self.grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
 
     def _kill(self) -> None:
         self.phase = _Phase.KILLING
@@ -325,6 +386,13 @@ class _Run:
             return False
         return self.failed.returncode == 0 and self.failed is not self.victim[0]
 
+    @property
+    def _what_it_did(self) -> str:
+        """The verb for the root cause."""
+        if self._left_early:
+            return "left"
+        return "was preempted" if self.status == PREEMPTED else "failed"
+
     def _say_why(self) -> None:
         if self.failed is not None:
             if self.victim is not None:
@@ -332,10 +400,11 @@ class _Run:
                 at = time.localtime(time.time() - now + self.failed.ended_after)
                 left = self.failed if self._left_early else None
                 self.report.write(peer_failure_report(*self.victim, left, at))
-            verb = "left" if self._left_early else "failed first"
+            verb = self._what_it_did
+            verb = f"{verb} first" if verb == "failed" else verb
             last_lines = self.pump.last_lines(self.failed.name)
             self.report.write(failure_report(self.failed, verb, last_lines, self.others))
-        elif self.status == _TIMED_OUT and self.timeout is not None:
+        elif self.ended_by == "timeout" and self.timeout is not None:
             names = [task.name for task in self.others if not self._serves(task)]
             last = {name: self.pump.last_lines(name) for name in names}
             self.report.write(timeout_report(self.timeout, last))

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from tfdist_ext.training.protocols import Logs, Structure
     from tfdist_ext.training.variables import UpdatesVariables
 
@@ -48,7 +47,9 @@ __all__ = [
     "metrics_in_order",
     "metrics_in_use",
     "raw_value",
+    "remembered_by",
     "restored_epoch",
+    "seed_state",
     "set_restored_epoch",
     "stateless_scope",
     "step_variables",
@@ -479,6 +480,35 @@ def set_restored_epoch(model: keras.Model, epoch: int) -> None:
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:
     """Whether it profiles single batches. Private: the argument itself is not kept."""
     return bool(NAMES.of(callback, "_should_trace", "TensorBoard's profile"))
+
+
+def remembered_by(callback: keras.callbacks.Callback) -> Sequence[str]:
+    """The attributes in which a callback of Keras's keeps what it knows from epochs before.
+
+    Private: ModelCheckpoint, SwapEMAWeights and TensorBoard have no public names for theirs.
+    """
+    return next((names for kind, names in _REMEMBERED.items() if isinstance(callback, kind)), ())
+
+
+_REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
+    keras.callbacks.EarlyStopping: (
+        "best", "best_epoch", "best_weights", "stopped_epoch", "wait"
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.History: ("epoch", "history"),
+}  # fmt: skip
+
+
+def seed_state() -> np.ndarray | None:
+    """The state of `global_seed_generator`; None where nothing has been drawn from it yet.
+
+    Private: asking the generator itself would make it, which takes a seed from Python's.
+    """
+    found = NAMES("backend.common.global_state.get_global_attribute")("global_seed_generator")
+    return None if found is None else found.state.numpy()
 
 
 def global_seed_generator() -> keras.random.SeedGenerator:

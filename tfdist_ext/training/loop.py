@@ -111,7 +111,7 @@ class Loop:
                 self._begin(done)
                 started = time.perf_counter()
                 with peers.meeting(f"{where}steps after {done}"):
-                    result = program.run(data, n, seconds)
+                    result = program.run(data, n, seconds, told=peers.told_to_end)
                 seconds = time.perf_counter() - started
                 raise_if_interrupted()
                 pace.record(result.chief_seconds)
@@ -122,9 +122,11 @@ class Loop:
                 peers.reached(f"{where}step {done}")
                 logs = result.logs
                 data.advance(result.steps)
-                if self._listener is not None:
-                    self._listener.steps_done(result.steps, logs, epoch_ends=done == data.steps)
                 self._end(done - 1, logs)
+                if self._listener is not None:  # after callbacks, whose state it may write
+                    self._listener.steps_done(
+                        result.steps, logs, epoch_ends=done == data.steps, told=result.told
+                    )
                 stop = self._stopped or one_only
                 if self._by_batch:
                     with peers.meeting(f"{where}stop after {done}?"):
@@ -245,15 +247,31 @@ class Epochs:
             self._dataset = self._feed(batches)
         return self._dataset
 
-    def begin_after(self, epochs: int) -> bool:
-        """Pass over epochs, without reading; False, and nothing done, where that cannot be."""
+    @property
+    def can_begin_anywhere(self) -> bool:
+        """Whether `begin_after` reads nothing of what it passes over."""
+        batches = self._batches
+        from_step = isinstance(batches, GlobalBatches) and batches.from_step is not None
+        return from_step and batches.steps is not None
+
+    def begin_after(self, epochs: int, *, completed: int = 0) -> bool:
+        """Pass over epochs, without reading; False, and nothing done, where that cannot be.
+
+        Args:
+            completed: steps of the epoch after them, which are passed over, too.
+        """
         batches, in_pass = self._batches, self._batches.steps
-        if not isinstance(batches, GlobalBatches) or not batches.from_step or in_pass is None:
+        if not self.can_begin_anywhere:
             return False
-        passed = 0
+        assert isinstance(batches, GlobalBatches)
+        assert batches.from_step is not None
+        assert in_pass is not None
+        passed = completed
         for _ in range(epochs):
             steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
             passed += steps
+        self._position = (self._position + completed) % in_pass
+        self._completed = completed
         self._dataset = self._feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 

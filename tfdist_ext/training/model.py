@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
@@ -240,12 +242,14 @@ class DistributedModel(SavingMixin):
         self._model.stop_training = False
         initial_epoch = saved.resume(train, initial_epoch)
         with (
-            saved.reporting_failure(),
+            saved.training(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
         ):
             hooks.on_train_begin()
             broadcast_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch
+            if saved.restore_callbacks():
+                first = epochs
             return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
 
     def _train(
@@ -257,7 +261,7 @@ class DistributedModel(SavingMixin):
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
     ) -> keras.callbacks.History:
-        model = self._model
+        model, peers = self._model, self._reduction.peers
         loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
         timer = NullStepTimer() if board is None else self._engine.step_timer()
@@ -276,16 +280,22 @@ class DistributedModel(SavingMixin):
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             hooks.on_epoch_end(epoch, logs)
             with self._reduction.peers.meeting(f"epoch {epoch + 1}, its end"):
-                self._progress = saved.epoch_is_done(epoch, logs, complete=complete)
-                stop = self._reduction.any_worker(model.stop_training)
+                flags = np.array([model.stop_training, peers.told_to_end], np.int32)
+                stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
+                self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
             if stop:
                 break
+            if told and epoch + 1 < epochs.stop:
+                raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
         hooks.on_train_end(logs)
         with self._reduction.peers.meeting("its end"):
-            self._reduction.any_worker(False)  # wait: the chief's callbacks may still write
+            # Wait: the chief's callbacks may still write.
+            told = self._reduction.any_worker(peers.told_to_end)
         saved.training_is_done(logs)
+        if told:
+            raise SystemExit(PREEMPTED)
         return model.history
 
     @overridable

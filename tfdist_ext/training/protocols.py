@@ -80,11 +80,13 @@ class Execution:
         logs: over the epoch so far, the same on every worker.
         steps: global batches that were used.
         chief_seconds: how long the execution before this one took on the chief.
+        told: one of the tasks was told to end, before this execution began.
     """
 
     logs: Logs
     steps: int
     chief_seconds: float
+    told: bool = False
 
 
 class StepProgram(Protocol):
@@ -104,13 +106,14 @@ class StepProgram(Protocol):
     def reset(self, *, resume: bool = False) -> None:
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
 
-    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
+    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does.
 
         Args:
             n: global batches to use.
             seconds: how long this task's last execution took; the chief's figure comes back on
                 every task, so that all choose the same next `n`.
+            told: this task was told to end; every task learns of it.
         """
 
 
@@ -134,8 +137,12 @@ class StepListener(Protocol):
     def max_steps(self) -> int | None:
         """How many steps may be done before it is to be told; None: any number."""
 
-    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
-        """Called after that many more global batches; `logs` are over the epoch so far."""
+    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool, told: bool) -> None:
+        """Called after that many more global batches; `logs` are over the epoch so far.
+
+        Raises:
+            SystemExit: `told`, a task was told to end, and this is a place to go on from.
+        """
 
 
 class BatchSource(Protocol):
@@ -190,6 +197,15 @@ class TaskStatus:
 
     def reached(self, place: str) -> None:
         """This task has come so far."""
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this task has got the signal to end, in the scope of `ends_at_a_step`."""
+        return False
+
+    def ends_at_a_step(self) -> AbstractContextManager[None]:
+        """Scope of a training that ends at a step that all tasks agree on, when one is told to."""
+        return contextlib.nullcontext()
 
 
 class Reduction(Protocol):

@@ -41,7 +41,7 @@ from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import TaskStatus
 
-__all__ = ["Peers", "Place", "clock", "different_calls", "odd_one", "peers_of", "summary"]
+__all__ = ["Alone", "Peers", "Place", "clock", "different_calls", "odd_one", "peers_of", "summary"]
 
 
 PATIENCE = 2.0  # seconds of waiting before anybody looks where the others are
@@ -69,7 +69,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     """The tasks that a strategy's workers wait for; a null object where this process is alone."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return _ALONE
+        return Alone()
     jobs = resolver.cluster_spec().as_dict()
     tasks = tuple(
         (f"{job}:{index}", address)
@@ -78,11 +78,28 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
-        return _ALONE
+        return Alone()
     return _of_process(me, tasks)
 
 
-_ALONE = TaskStatus()
+class Alone(TaskStatus):
+    """The one task of a training."""
+
+    def __init__(self) -> None:
+        self._termination: Termination | None = None  # of a training that saves
+
+    @property
+    def told_to_end(self) -> bool:
+        return self._termination is not None and self._termination.received is not None
+
+    @contextlib.contextmanager
+    def ends_at_a_step(self) -> Iterator[None]:
+        with contextlib.closing(Termination()) as termination, termination.noted():
+            self._termination = termination
+            try:
+                yield
+            finally:
+                self._termination = None
 
 
 class Peers(TaskStatus):
@@ -147,7 +164,7 @@ class Peers(TaskStatus):
             yield
             self._completed = self._here.number
         except tf.errors.OpError as error:
-            self._termination.check()
+            self._termination.check(failed=True)
             if failure := self._cause_of(error):
                 raise failure from None
             raise
@@ -165,6 +182,13 @@ class Peers(TaskStatus):
     def reached(self, place: str) -> None:
         """Note what this worker has done, as "step 120", for what it says when it leaves."""
         self._reached = place
+
+    @property
+    def told_to_end(self) -> bool:
+        return self._termination.only_noted and self._termination.received is not None
+
+    def ends_at_a_step(self) -> contextlib.AbstractContextManager[None]:
+        return self._termination.noted()
 
     def different_calls(self, name: str) -> TrainingError:
         """The error where workers have made different calls; all of them are in this meeting."""
@@ -369,6 +393,8 @@ class Peers(TaskStatus):
         if received is None:
             return
         waited = time.monotonic() - received
+        if self._termination.only_noted:  # the others may need as long to come to the step
+            waited -= max(0.0, self._termination.grace - 3 * PATIENCE)
         if waited >= PATIENCE and self._here.inside and not self._aborted:
             self._decide(*self._parting())
             self._abort(f"{self._me} got SIGTERM")

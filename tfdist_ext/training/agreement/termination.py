@@ -1,6 +1,7 @@
-"""SIGTERM to a worker that trains: it ends between two executions, also while it waits for a peer.
+"""SIGTERM to a task that trains: it ends between two executions, also while it waits for a peer.
 
-Python runs a handler of a signal between two bytecodes of the main thread, so not while that
+A `fit` that writes checkpoints ends at a step that all tasks agree on, so there the signal is only
+noted. Python runs a handler of a signal between two bytecodes of the main thread, so not while that
 waits in TensorFlow for another worker. The file descriptor to which Python writes the number of
 each signal can be read by another thread meanwhile.
 """
@@ -8,6 +9,7 @@ each signal can be read by another thread meanwhile.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import socket
@@ -15,10 +17,15 @@ import threading
 import time
 from collections.abc import Iterator
 
+from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
+
 __all__ = ["STATUS", "Termination"]
 
 
-STATUS = 128 + signal.SIGTERM
+STATUS = PREEMPTED
+
+
+_USUAL_GRACE = 30.0  # seconds from the signal to the kill, by Slurm and Kubernetes
 
 
 class Termination:
@@ -26,6 +33,8 @@ class Termination:
 
     Attributes:
         received: the monotonic time at which it came, if it did.
+        grace: seconds from then until the process may be killed.
+        only_noted: it ends nothing at all: the training does, at a step.
         deferred: it ends nothing until `check` is called. TensorFlow's calls need that: an
             exception that is raised while they raise one of theirs hides both.
     """
@@ -33,41 +42,68 @@ class Termination:
     def __init__(self) -> None:
         self.received: float | None = None
         self.deferred = False
+        self.only_noted = False
+        self.grace = float(os.environ.get(GRACE) or _USUAL_GRACE)
+        self._signals = {signal.SIGTERM}
+        if name := os.environ.get(PREEMPTION_SIGNAL):
+            self._signals.add(signal.Signals[name])
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+
+    def close(self) -> None:
+        """Give up the sockets; nothing is handled any more."""
+        self._reader.close()
+        self._writer.close()
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Scope in which SIGTERM raises SystemExit(143) in the main thread."""
         main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        ours = [each for each in self._signals if signal.getsignal(each) is signal.SIG_DFL]
+        if not main or not ours:
             yield
             return
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if before != -1:  # an event loop reads it
             signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGTERM, self._end)
+        for each in ours:
+            signal.signal(each, self._end)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for each in ours:
+                signal.signal(each, signal.SIG_DFL)
             if before == -1:
                 signal.set_wakeup_fd(-1)
 
-    def check(self) -> None:
-        """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is."""
-        if self.received is not None:
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Scope in which the signal is only noted; whoever opens it looks at `received`."""
+        self.only_noted = True
+        try:
+            with self.handled():
+                yield
+        finally:
+            self.only_noted = False
+
+    def check(self, *, failed: bool = False) -> None:
+        """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is.
+
+        Args:
+            failed: what the training does cannot succeed any more, also where it is only noted.
+        """
+        if self.received is not None and (failed or not self.only_noted):
             raise SystemExit(STATUS)
 
     def wait(self, seconds: float) -> None:
         """Sleep in another thread than the main one, at most until a signal comes."""
         came = select.select([self._reader], [], [], seconds)[0]
-        if came and signal.SIGTERM in self._reader.recv(64):
+        if came and self._signals.intersection(self._reader.recv(64)):
             self._note()
 
     def _end(self, *_: object) -> None:
         self._note()
-        if not self.deferred:
+        if not self.deferred and not self.only_noted:
             raise SystemExit(STATUS)
 
     def _note(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import keras
 import numpy as np
@@ -13,10 +14,10 @@ from tfdist_ext.training.checkpoints.file import BLOCK_BYTES, assign_rows, block
 from tfdist_ext.training.checkpoints.state import state_of
 from tfdist_ext.training.protocols import Reduction
 
-__all__ = ["broadcast_state", "broadcast_text", "run_on_chief"]
+__all__ = ["broadcast_arrays", "broadcast_state", "broadcast_text", "run_on_chief"]
 
 
-_TEXT = 2000  # bytes of an error message that travel to the other workers
+_TEXT = 2000  # characters of an error message that travel to the other workers
 
 
 # A variable, the first row, the rows' values here.
@@ -38,7 +39,7 @@ def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) 
             failure = error
     if not reduction.any_worker(failure is not None):
         return
-    words = broadcast_text(reduction, f"{type(failure).__name__}: {failure}")
+    words = broadcast_text(reduction, f"{type(failure).__name__}: {failure}"[:_TEXT])
     if failure is not None:
         raise failure
     time.sleep(1)  # the chief's own error is the one to be seen first
@@ -46,12 +47,43 @@ def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) 
 
 
 def broadcast_text(reduction: Reduction, text: str) -> str:
-    """The chief's text, of its first 2000 bytes, on every worker; every worker must call."""
-    letters = np.zeros(_TEXT, np.int32)
-    said = text.encode()[:_TEXT]
-    letters[: len(said)] = list(said)
-    letters = reduction.from_chief(letters)
-    return bytes(letters[letters > 0].astype(np.uint8)).decode(errors="replace")
+    """The chief's text, on every worker; every worker must call."""
+    return broadcast_bytes(reduction, text.encode()).decode(errors="replace")
+
+
+def broadcast_arrays(
+    reduction: Reduction, arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The chief's arrays by name, on every worker; every worker must call."""
+    if not reduction.multi_worker:
+        return dict(arrays)
+    head = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    received = {}
+    for name, (dtype, shape) in json.loads(broadcast_text(reduction, json.dumps(head))).items():
+        mine = arrays[name].tobytes() if name in arrays else b""
+        data = broadcast_bytes(reduction, mine)
+        received[name] = np.frombuffer(data, dtype).reshape(shape)
+    return received
+
+
+def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
+    """The chief's bytes, on every worker; every worker must call."""
+    if not reduction.multi_worker:
+        return data
+    size = int(reduction.from_chief(len(data)))
+    received = bytearray()
+    for start in range(0, size, BLOCK_BYTES):
+        count = min(size - start, BLOCK_BYTES)
+        mine = data[start : start + count] if reduction.is_chief else b""
+        received += _from_chief(reduction, mine.ljust(count, b"\0"))
+    return bytes(received)
+
+
+def _from_chief(reduction: Reduction, data: bytes) -> bytes:
+    """The chief's bytes, of as many on every worker."""
+    words = np.zeros(-(-len(data) // 4), np.int32)  # a dtype that every collective can sum
+    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    return reduction.from_chief(words).tobytes()[: len(data)]
 
 
 def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
@@ -64,12 +96,10 @@ def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
     variables = [variable for group in state_of(model).values() for variable in group.values()]
     for message in _messages(variables):
         values = [value for _, _, value in message]
-        bits = np.concatenate([np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values])
-        words = np.zeros(-(-bits.size // 4), np.int32)  # a dtype that every collective can sum
-        words.view(np.uint8)[: bits.size] = bits
-        bits = reduction.from_chief(words).view(np.uint8)
+        sent = b"".join(value.tobytes() for value in values)
+        bits = np.frombuffer(_from_chief(reduction, sent), np.uint8)
         ends = np.cumsum([value.nbytes for value in values])
-        parts = np.split(bits[: ends[-1]], ends[:-1])
+        parts = np.split(bits, ends[:-1])
         for (variable, start, value), part in zip(message, parts, strict=True):
             assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
 

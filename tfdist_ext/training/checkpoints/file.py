@@ -23,7 +23,7 @@ import contextlib
 import io
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,9 @@ def write_checkpoint(
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
     place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
+    arrays: Mapping[str, Mapping[str, np.ndarray]] | None = None,
 ) -> None:
-    """Write variables, a block of rows at a time.
+    """Write variables, a block of rows at a time, and arrays.
 
     Args:
         path: the file; its folder is created if missing.
@@ -101,6 +102,7 @@ def write_checkpoint(
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
         place: gives the file to write to, and puts it where it belongs when it is complete.
+        arrays: group -> name -> array, of what is no variable.
 
     Raises:
         TrainingError: `path` is a folder.
@@ -117,7 +119,18 @@ def write_checkpoint(
             if kind := kinds.get(name, ""):
                 group.attrs["kind"] = _as_bytes(kind)
             for number, (key, variable) in enumerate(variables.items()):
-                _write_variable(group, str(number), key, variable)
+                rows = (read_rows(variable, start, stop) for start, stop in blocks(variable))
+                dtype = kp.raw_value(variable).dtype
+                _write(group, str(number), key, variable.path, tuple(variable.shape), dtype, rows)
+        for name, named in (arrays or {}).items():
+            group = file.create_group(name)
+            for number, (key, array) in enumerate(named.items()):
+                dtype = tf.as_dtype(array.dtype)
+                rows = (
+                    np.atleast_1d(array)[start:stop]
+                    for start, stop in blocks_of(array.shape, dtype.size)
+                )
+                _write(group, str(number), key, key, array.shape, dtype, rows)
 
 
 class _Sink(io.FileIO):
@@ -223,6 +236,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         held = np.dtype(tf.as_dtype(saved.dtype).as_numpy_dtype)
         return stored.view(held) if _stored_as_bits(held) else stored
 
+    def arrays(self, group: str) -> dict[str, np.ndarray]:
+        """name -> array, of a group of arrays; empty where there is none."""
+        return {
+            name: self.rows(saved, 0, (saved.shape or (1,))[0]).reshape(saved.shape)
+            for name, saved in self.variables(group).items()
+        }
+
     def verify(self) -> None:
         """Read every value once, a block of rows at a time, and compare the checksums.
 
@@ -292,16 +312,24 @@ def _open(path: Path | _Sink, mode: str) -> h5py.File:
     return h5py.File(path, mode, locking=False, libver=("v108", "latest"))
 
 
-def _write_variable(group: h5py.Group, place: str, key: str, variable: keras.Variable) -> None:
-    shape = tuple(variable.shape)
-    dtype = np.dtype(kp.raw_value(variable).dtype.as_numpy_dtype)
-    stored = f"u{dtype.itemsize}" if _stored_as_bits(dtype) else dtype
-    dataset, crc = group.create_dataset(place, shape, stored), 0
-    for start, stop in blocks(variable):
-        rows = read_rows(variable, start, stop).view(stored)
-        dataset[slice(start, stop) if shape else ...] = rows if shape else rows[0]
+def _write(
+    group: h5py.Group,
+    place: str,
+    key: str,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: tf.DType,
+    blocks_of_rows: Iterable[np.ndarray],
+) -> None:
+    held = np.dtype(dtype.as_numpy_dtype)
+    stored = f"u{held.itemsize}" if _stored_as_bits(held) else held
+    dataset, crc, start = group.create_dataset(place, shape, stored), 0, 0
+    for block in blocks_of_rows:
+        rows = block.view(stored)
+        dataset[slice(start, start + len(rows)) if shape else ...] = rows if shape else rows[0]
         crc = _crc_of(rows, crc)
-    for name, text in {"name": key, "path": variable.path, "dtype": variable.dtype}.items():
+        start += len(rows)
+    for name, text in {"name": key, "path": path, "dtype": dtype.name}.items():
         dataset.attrs[name] = _as_bytes(text)
     dataset.attrs["crc32"] = crc
 

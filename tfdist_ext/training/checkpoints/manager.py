@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
+from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import run_on_chief
@@ -29,6 +30,12 @@ from tfdist_ext.training.checkpoints.folder import (
     Progress,
 )
 from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
+from tfdist_ext.training.checkpoints.state import (
+    CallbackState,
+    callback_state,
+    continue_log_files,
+    restore_callbacks,
+)
 from tfdist_ext.training.protocols import Callbacks, Logs, Reduction
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
@@ -73,12 +80,14 @@ class CheckpointManager:
         self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
         self._was_done = False
         self._data = data
+        self._inside = data is not None and data.resumes_inside_epochs  # of an epoch
         self._every = every
         self._epochs = epochs
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
+        self._known = CallbackState()  # what callbacks knew in the checkpoint that was restored
+        self._stopped = False  # one of them has told the training to stop
         self._saved = -1  # epochs that are done in the checkpoint that this fit has written last
-        self._check_every()
         if self._files is None:
             return
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -110,6 +119,9 @@ class CheckpointManager:
             initial_epoch: the epoch where there is nothing to resume from.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
+        if self._data is None:
+            self._inside = data.can_begin_anywhere
+        self._check_every()
         if self._files is None:
             return initial_epoch
         index = self._files.index
@@ -118,13 +130,15 @@ class CheckpointManager:
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
         path = self._files.path / (name or "")
-        self._progress = restore_checkpoint(self._model, self._reduction, path)
+        self._progress, self._known = restore_checkpoint(self._model, self._reduction, path)
+        continue_log_files(self._known, self._callbacks)
         self._latest = (name or "", self._progress)
-        if self._progress.batches and self._data is None:
+        if self._progress.batches and not self._inside:
             raise TrainingError(
-                "the data must be the ShardedDataset that the training began with, got data without"
-                f" a position: the checkpoint in {self._files.path} is of the middle of an epoch,"
-                f" after {self._progress.batches} global batches."
+                "the data must be of the kind that the training began with, arrays or a"
+                f" ShardedDataset, got data without a position: the checkpoint in"
+                f" {self._files.path} is of the middle of an epoch, after"
+                f" {self._progress.batches} global batches."
             )
         self._was_done = self._reduction.any_worker(last is not None)
         if self._reduction.is_chief:
@@ -142,37 +156,55 @@ class CheckpointManager:
         if self._data is not None:
             self._in_epoch = self._progress.batches if self._progress.data else 0
             data.begin_at_position(completed=self._in_epoch)
-        elif not data.begin_after(done):
+        elif data.begin_after(done, completed=self._progress.batches):
+            self._in_epoch = self._progress.batches
+        else:
             _read_past(data, done)
         return self._progress.epoch
+
+    def restore_callbacks(self) -> bool:
+        """After `on_train_begin`: give callbacks what they knew; whether one had said to stop."""
+        if not self._known:
+            return False
+        return restore_callbacks(self._known, self._with_history)
 
     def max_steps(self) -> int | None:
         """How many global batches there may be before the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._since
 
-    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool) -> None:
-        """Write a checkpoint whenever `every` global batches more are done."""
+    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool, told: bool) -> None:
+        """Write a checkpoint whenever `every` global batches more are done, and at a signal.
+
+        Raises:
+            SystemExit: `told`, a task has got a signal to end, and the epoch is not done.
+        """
         self._since += steps
         self._in_epoch += steps
-        if self._every is None or self._since < self._every or self._data is None:
-            return
-        self._since = 0
+        due = self._every is not None and self._since >= self._every
+        if due:
+            self._since = 0
         # At the end of an epoch there is one anyway, when callbacks have seen it.
-        if not epoch_ends and self._data.steps_done > 0 and _is_finite(logs):
+        if epoch_ends or (self._data is not None and not self._data.steps_done):
+            return
+        if (due or told) and self._inside and _is_finite(logs):
             self._progress = replace(self._progress, batches=self._in_epoch)
             self._save_in_index()
+        if told:
+            raise SystemExit(PREEMPTED)
 
-    def epoch_is_done(self, epoch: int, logs: Logs, *, complete: bool) -> Progress:
+    def epoch_is_done(self, epoch: int, logs: Logs, *, complete: bool, stopped: bool) -> Progress:
         """Save what is there after an epoch, unless its loss says that the weights are lost.
 
         Args:
             complete: all of its global batches are done.
+            stopped: a callback has told the training to stop.
         """
+        self._stopped = stopped
         if complete or self._data is None:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
             self._in_epoch = 0
         else:  # told to stop in the middle
-            done = self._in_epoch if self._data.resumes_inside_epochs else 0
+            done = self._in_epoch if self._inside else 0
             self._progress = replace(self._progress, epoch=epoch, batches=done)
         if self._files is None:
             return self._progress
@@ -214,10 +246,16 @@ class CheckpointManager:
         )
 
     @contextlib.contextmanager
-    def reporting_failure(self) -> Iterator[None]:
-        """Scope of the training; where it fails, say on the chief how to resume it."""
+    def training(self) -> Iterator[None]:
+        """Scope of the training, which saves before a signal ends it.
+
+        Where it fails or is ended, the chief says how to resume it.
+        """
+        saves = self._files is not None
+        ends = self._reduction.peers.ends_at_a_step if saves else contextlib.nullcontext
         try:
-            yield
+            with ends():
+                yield
         except FolderTakenError:  # which says what to do, and that is not to run it again
             raise
         except BaseException as error:
@@ -225,7 +263,9 @@ class CheckpointManager:
                 error.args = (f"{error} {hint}",)
             if self._files is not None and self._reduction.is_chief:
                 # After a line that a progress bar has not ended.
-                say(f"\ntraining stopped by {type(error).__name__}. {self.resume_hint()}")
+                told = isinstance(error, SystemExit) and error.code == PREEMPTED
+                why = "a signal" if told else type(error).__name__
+                say(f"\ntraining stopped by {why}. {self.resume_hint()}")
             raise
         finally:
             if self._files is not None:
@@ -272,11 +312,11 @@ class CheckpointManager:
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
-        if self._files is None or self._data is None or not self._data.resumes_inside_epochs:
+        if self._files is None or not self._inside:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: of tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
-                " from_tfrecords, or of from_dataset_fn where the function takes the epoch."
+                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
+                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
             )
 
     def _save(self, files: CheckpointFolder, name: str, **attributes: int) -> Progress:
@@ -288,7 +328,12 @@ class CheckpointManager:
             replace(self._progress, data=data),
             place=files.new_file,
             attributes={**files.attributes, **attributes},
+            callbacks=lambda: callback_state(self._with_history, stopped=self._stopped),
         )
+
+    @property
+    def _with_history(self) -> list[keras.callbacks.Callback]:
+        return [*self._callbacks, self._model.history]
 
     def _by_chief(self, action: Callable[[], None]) -> None:
         assert self._files is not None

@@ -31,7 +31,12 @@ from tfdist_ext.training.building.cloning import (
     truncate_message,
 )
 from tfdist_ext.training.checkpoints.atomic_write import atomic_write, local_path
-from tfdist_ext.training.checkpoints.chief import broadcast_state, broadcast_text, run_on_chief
+from tfdist_ext.training.checkpoints.chief import (
+    broadcast_arrays,
+    broadcast_state,
+    broadcast_text,
+    run_on_chief,
+)
 from tfdist_ext.training.checkpoints.file import (
     CheckpointFile,
     assign_rows,
@@ -41,7 +46,7 @@ from tfdist_ext.training.checkpoints.file import (
     write_checkpoint,
 )
 from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
-from tfdist_ext.training.checkpoints.state import MODEL, kinds_of, matching, state_of
+from tfdist_ext.training.checkpoints.state import MODEL, CallbackState, kinds_of, matching, state_of
 from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
 
 __all__ = [
@@ -53,6 +58,10 @@ __all__ = [
     "save_checkpoint",
     "training_is_done",
 ]
+
+
+# Groups of arrays: what callbacks know, and the generator that draws without a seed.
+_CALLBACKS, _RANDOM = "callbacks", "random"
 
 
 # Makes a model once more; None where there is only the model itself.
@@ -128,7 +137,7 @@ class SavingMixin:
         """
         path = local_path(path)
         self._build_optimizer()
-        self._progress = restore_checkpoint(self._model, self._reduction, path)
+        self._progress, _ = restore_checkpoint(self._model, self._reduction, path)
         return self._progress
 
     def _build_optimizer(self) -> None:
@@ -206,12 +215,14 @@ def save_checkpoint(
     *,
     place: Callable[[Path], AbstractContextManager[Path]] = atomic_write,
     attributes: Mapping[str, int | str] | None = None,
+    callbacks: Callable[[], CallbackState] = dict,
 ) -> Progress:
     """Write the model's state to one file; every task must call, and returns when it is there.
 
     Args:
         place: on the chief: gives the file to write to, and puts it where it belongs.
         attributes: on the chief: what else is written into the file.
+        callbacks: on the chief: gives what callbacks know.
 
     Returns:
         The progress that was saved, its step that of the optimizer.
@@ -225,16 +236,23 @@ def save_checkpoint(
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
     written = {**asdict(progress), **(attributes or {})}
-    run_on_chief(
-        reduction,
-        lambda: write_checkpoint(path, state_of(model), kinds_of(model), written, place),
-        f"write the checkpoint {path}",
-    )
+
+    def write() -> None:
+        seeds = kp.seed_state()
+        arrays = {_CALLBACKS: callbacks(), _RANDOM: {} if seeds is None else {"state": seeds}}
+        write_checkpoint(path, state_of(model), kinds_of(model), written, place, arrays)
+
+    run_on_chief(reduction, write, f"write the checkpoint {path}")
     return progress
 
 
-def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> Progress:
+def restore_checkpoint(
+    model: keras.Model, reduction: Reduction, path: Path
+) -> tuple[Progress, CallbackState]:
     """Give the model the state that a checkpoint holds; every task must call.
+
+    Returns:
+        The progress of the training, and what its callbacks knew.
 
     Raises:
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
@@ -242,14 +260,15 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
             Or the model has no variables yet.
     """
     _check_has_variables(model, "restore_checkpoint")
-    progress = Progress()
+    progress, callbacks, random = Progress(), CallbackState(), CallbackState()
 
     def read() -> None:
-        nonlocal progress
+        nonlocal progress, callbacks, random
         with CheckpointFile(path) as file:
             pairs = matching(file, model, path)
             progress = Progress.of(file)
             file.verify()  # nothing is changed before all is known to be good
+            callbacks, random = file.arrays(_CALLBACKS), file.arrays(_RANDOM)
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.rows(saved, start, stop))
@@ -257,7 +276,10 @@ def restore_checkpoint(model: keras.Model, reduction: Reduction, path: Path) -> 
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
     numbers = reduction.from_chief(np.array([*progress.numbers.values()], np.int64)).tolist()
-    return replace(Progress(*numbers), data=broadcast_text(reduction, progress.data))
+    progress = replace(Progress(*numbers), data=broadcast_text(reduction, progress.data))
+    for state in broadcast_arrays(reduction, random).values():
+        kp.global_seed_generator().state.assign(state)
+    return progress, broadcast_arrays(reduction, callbacks)
 
 
 def _check_has_variables(model: keras.Model, call: str) -> None:

@@ -1,24 +1,42 @@
-"""What belongs to the state of a model and its optimizers, and names for it that hold in every job.
+"""What belongs to the state of a training, and names for it that hold in every job.
 
-Keras numbers names by what the process has made before: a layer is `dense` in one job and
-`dense_3` in the next. Here the numbers count within the model.
+Of the model and its optimizers that is all their variables. Keras numbers names by what the process
+has made before: a layer is `dense` in one job and `dense_3` in the next. Here the numbers count
+within the model.
+
+Of Keras's callbacks it is what begins anew in each `fit`: how long EarlyStopping has waited, the
+best loss so far, the history. A callback of the user's says what it knows by `get_state()`, and
+gets it back by `set_state(state)` after its `on_train_begin`: numbers, texts, NumPy arrays, and
+lists and dicts of them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.file import CheckpointFile, Saved
 from tfdist_ext.training.variables import optimizers_of
 
-__all__ = ["MODEL", "kinds_of", "matching", "state_of"]
+__all__ = [
+    "MODEL",
+    "CallbackState",
+    "callback_state",
+    "continue_log_files",
+    "kinds_of",
+    "matching",
+    "restore_callbacks",
+    "state_of",
+]
 
 
 MODEL, METRICS = "model", "metrics"
@@ -207,3 +225,122 @@ def _pairs(
 def _list(paths: list[str]) -> str:
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more
+
+
+CallbackState = dict[str, np.ndarray]  # "state": JSON as bytes; the arrays in it by their numbers
+
+_JSON = "state"
+_ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
+
+
+Callbacks = Iterable[keras.callbacks.Callback]
+
+
+def callback_state(callbacks: Callbacks, *, stopped: bool) -> CallbackState:
+    """What these callbacks know.
+
+    Args:
+        stopped: one of them has told the training to stop.
+
+    Raises:
+        TrainingError: what a `get_state` gives is nothing that can be stored.
+    """
+    arrays: CallbackState = {}
+    states = {}
+    for name, callback in _named_callbacks(callbacks):
+        if (state := _state_of(callback)) is not None:
+            states[name] = _without_arrays(state, arrays, f"get_state() of {name}")
+    text = json.dumps({"stopped": stopped, "callbacks": states})
+    return {_JSON: np.frombuffer(text.encode(), np.uint8), **arrays}
+
+
+def restore_callbacks(state: CallbackState, callbacks: Callbacks) -> bool:
+    """Give callbacks what they knew, after their `on_train_begin`; whether one had told to stop.
+
+    A callback that was not there when the state was saved begins anew.
+    """
+    saved = _read(state)
+    for name, callback in _named_callbacks(callbacks):
+        if name in saved["callbacks"]:
+            _give(callback, _with_arrays(saved["callbacks"][name], state))
+    return bool(saved["stopped"])
+
+
+def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
+    """Before `on_train_begin`: let each CSVLogger write on after the last row of the checkpoint."""
+    saved = _read(state)["callbacks"]
+    for name, callback in _named_callbacks(callbacks):
+        if isinstance(callback, keras.callbacks.CSVLogger) and name in saved:
+            callback.append = True
+            path = Path(callback.filename)
+            if path.is_file() and path.stat().st_size > saved[name]["bytes"]:
+                with path.open("r+b") as file:
+                    file.truncate(saved[name]["bytes"])
+
+
+def _named_callbacks(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """(class, or class#1 for the second one of it; callback)."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield (f"{name}#{seen[name]}" if seen[name] else name), callback
+        seen[name] += 1
+
+
+def _state_of(callback: keras.callbacks.Callback) -> Any:
+    if hasattr(callback, "get_state"):
+        return callback.get_state()
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        if callback.csv_file is not None and not callback.csv_file.closed:
+            callback.csv_file.flush()
+        path = Path(callback.filename)
+        return {"bytes": path.stat().st_size} if path.is_file() else None
+    names = kp.remembered_by(callback)
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)} or None
+
+
+def _give(callback: keras.callbacks.Callback, state: Any) -> None:
+    if hasattr(callback, "set_state"):
+        callback.set_state(state)
+    elif isinstance(state, Mapping):
+        for name in kp.remembered_by(callback):
+            if name in state:
+                setattr(callback, name, state[name])
+
+
+def _without_arrays(value: Any, arrays: CallbackState, where: str) -> Any:
+    """The value as JSON has it, its arrays put into `arrays`."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_arrays(each, arrays, where) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_arrays(each, arrays, where) for each in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.kind in "USM":
+        raise TrainingError(
+            f"{where} must be numbers, texts, arrays of numbers, and lists and dicts of them, got"
+            f" a {type(value).__name__}: leave it out, or give what it can be made of again."
+        )
+    if not array.shape and array.dtype.kind in "biuf":
+        return array.item()
+    key = str(len(arrays))
+    arrays[key] = array
+    return {_ARRAY: key}
+
+
+def _with_arrays(value: Any, arrays: CallbackState) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_ARRAY}:
+            return arrays[value[_ARRAY]]
+        return {key: _with_arrays(each, arrays) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_arrays(each, arrays) for each in value]
+    return value
+
+
+def _read(state: CallbackState) -> dict[str, Any]:
+    if _JSON not in state:  # of an older version
+        return {"stopped": False, "callbacks": {}}
+    read: dict[str, Any] = json.loads(state[_JSON].tobytes())
+    return read

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training.agreement.peers import Alone
 from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
 from tfdist_ext.training.parameter_server.calls import Calls
 from tfdist_ext.training.parameter_server.program import (
@@ -46,7 +47,9 @@ class CoordinatorReduction:
     replicas = local_replicas = 1  # of global batches, which are read here as they are
     first_replica = worker = 0
     workers = 1
-    peers = TaskStatus()
+
+    def __init__(self) -> None:
+        self.peers: TaskStatus = Alone()
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return self.peers.call(name)

@@ -112,7 +112,7 @@ class ParameterServerProgram(ProgramBase):
             raw.assign(value)
         return start
 
-    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
+    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
 
         Raises:
@@ -135,7 +135,7 @@ class ParameterServerProgram(ProgramBase):
         ]
         for variable, value in zip(self._metrics, values, strict=True):
             kp.raw_value(variable).assign(value)
-        return Execution(self._logs(values, outputs), done + passed_over, seconds)
+        return Execution(self._logs(values, outputs), done + passed_over, seconds, told=told)
 
     def _run_on_chunks(
         self, iterator: BatchIterator, n: int, first: int, rate: np.floating

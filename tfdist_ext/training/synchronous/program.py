@@ -73,7 +73,8 @@ from tfdist_ext.training.variables import copies_of_model
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
 
-# Logs, the replicas' metric states, steps done, and the chief's seconds: what an execution returns.
+# What an execution returns: logs, the replicas' metric states, steps done, and the sum of what the
+# tasks report: the chief its seconds, each whether it was told to end.
 Finished: TypeAlias = tuple[dict[str, tf.Tensor], States, tf.Tensor, tf.Tensor]
 
 
@@ -162,31 +163,35 @@ class SynchronousProgram(ProgramBase):
         states = self.reduction.split_states(self._metrics)
         self._states = [self._stacked.stack(of_replica) for of_replica in states]
 
-    def run(self, data: Epoch, n: int, seconds: float) -> Execution:
+    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
         """Run `n` steps of an epoch, or fewer where its data may end and does."""
         if self._knows_batch_size and data.batch_size != self._batch_size:
             self._forget_traces()
         self._batch_size = data.batch_size
+        report = [seconds if self.reduction.is_chief else 0.0, float(told)]
         if self._model.run_eagerly:
             with _drawing(self._seeds, eager=True):
-                result = self._run_eagerly(data, n, seconds)
+                result = self._run_eagerly(data, n, report)
         else:
             step = self._next_counted if data.known_length else self._next_if_any
             step = self._next_agreed if data.needs_row_count else step
-            result = self._execute(step, data.iterator, n, seconds)
-        logs, self._states, steps, chief_seconds = result
+            result = self._execute(step, data.iterator, n, report)
+        logs, self._states, steps, of_all = result
+        chief_seconds, told_tasks = of_all.numpy().tolist()
         logs = {  # by name, as Keras sorts them
             name: float(value) if value.shape.rank == 0 else value.numpy()
             for name, value in sorted(logs.items())
         }
-        return Execution(logs, int(steps), float(chief_seconds))
+        return Execution(logs, int(steps), chief_seconds, told=told_tasks > 0)
 
-    def _execute(self, step: NextStep, iterator: BatchIterator, n: int, seconds: float) -> Finished:
+    def _execute(
+        self, step: NextStep, iterator: BatchIterator, n: int, report: list[float]
+    ) -> Finished:
         if step.__name__ not in self._executions:
             self._executions[step.__name__] = self._in_graph(step)
         run = self._executions[step.__name__]
         first, self._compiles = self._compiles, False
-        args = iterator, tf.constant(n), tf.constant(seconds), self._states
+        args = iterator, tf.constant(n), tf.constant(report), self._states
 
         def again() -> None:
             self._in_graph(step)(iterator, tf.constant(1), *args[2:])
@@ -234,7 +239,7 @@ class SynchronousProgram(ProgramBase):
         """An execution: a loop of `next_step(batches, what the step before gave)`."""
 
         def run(
-            iterator: BatchIterator, n: tf.Tensor, seconds: tf.Tensor, states: States
+            iterator: BatchIterator, n: tf.Tensor, report: tf.Tensor, states: States
         ) -> Finished:
             batches = self.timer.timed_iterator(iterator)
 
@@ -248,7 +253,7 @@ class SynchronousProgram(ProgramBase):
             last = states, self._empty_outputs(iterator, states)
             start = (tf.constant(0), tf.constant(True), last)
             done, _, last = tf.while_loop(lambda i, more, _: (i < n) & more, body, start)
-            return self._finish(last, done, seconds)
+            return self._finish(last, done, report)
 
         return tf.function(run, autograph=False, reduce_retracing=True)
 
@@ -267,7 +272,7 @@ class SynchronousProgram(ProgramBase):
         step = functools.partial(self._one_step, batch, before[0], rows)
         return real > 0, tf.cond(rows > 0, step, lambda: before)
 
-    def _run_eagerly(self, data: Epoch, n: int, seconds: float) -> Finished:
+    def _run_eagerly(self, data: Epoch, n: int, report: list[float]) -> Finished:
         done, states = 0, self._states
         outputs: Outputs = {}
         batches = self.timer.timed_iterator(data.iterator)
@@ -284,7 +289,7 @@ class SynchronousProgram(ProgramBase):
             if rows is None or rows > 0:
                 with recorded_operations():
                     states, outputs = self._one_step(batch, states, rows)
-        return self._finish((states, outputs), tf.constant(done), tf.constant(seconds))
+        return self._finish((states, outputs), tf.constant(done), tf.constant(report))
 
     def _one_step(self, batch: Parts, states: States, rows: tf.Tensor | None = None) -> Carried:
         """One global batch, in cross-replica context."""
@@ -409,14 +414,12 @@ class SynchronousProgram(ProgramBase):
             for name, spec in spec_of.items()
         }
 
-    def _finish(self, last: Carried, steps: tf.Tensor, seconds: tf.Tensor) -> Finished:
+    def _finish(self, last: Carried, steps: tf.Tensor, report: tf.Tensor) -> Finished:
         states = [self._stacked.unstack(of_replica) for of_replica in last[0]]
-        values, outputs, chief_seconds = self.reduction.over_all(
-            self._metrics, states, last[1], seconds
-        )
+        values, outputs, report = self.reduction.over_all(self._metrics, states, last[1], report)
         self.timer.execution_is_done(steps)
         assign_each(self._strategy, self._metrics, values)
-        return self._logs(values, outputs), last[0], steps, chief_seconds
+        return self._logs(values, outputs), last[0], steps, report
 
 
 def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:

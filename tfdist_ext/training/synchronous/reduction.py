@@ -155,18 +155,18 @@ class SynchronousReduction:
         variables: Sequence[keras.Variable],
         states: States,
         outputs: dict[str, tf.Tensor],
-        seconds: tf.Tensor,
+        report: tf.Tensor,
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor], tf.Tensor]:
-        """(metric states, outputs, chief's seconds), each one value for the whole cluster.
+        """(metric states, outputs, report), each one value for the whole cluster.
 
         Args:
             variables: Keras variables that say by `aggregation` how their states combine.
             states: for each local replica, the value of each variable.
             outputs: contributions of the local replicas, summed.
-            seconds: this task's figure.
+            report: numbers of this task, summed over the tasks.
         """
         if self.replicas == 1:
-            return states[0], outputs, seconds
+            return states[0], outputs, report
 
         # What is one value a worker already goes in with its first replica only.
         names = [name for name, value in outputs.items() if value.dtype != tf.string]
@@ -174,7 +174,7 @@ class SynchronousReduction:
             value if value.dtype.is_floating or self.is_chief else tf.zeros_like(value)
             for value in (_addable(outputs[name]) for name in names)
         ]
-        shared.append(seconds if self.is_chief else tf.zeros_like(seconds))
+        shared.append(report)
         nothing = [tf.zeros_like(value) for value in shared]
         mine: list[list[tf.Tensor]] = []
         for replica, state in enumerate(states):
@@ -188,12 +188,12 @@ class SynchronousReduction:
         values = [
             tf.cast(value, state.dtype) for value, state in zip(reduced, states[0], strict=False)
         ]
-        *of_outputs, chief_seconds = reduced[len(values) :]
+        *of_outputs, report = reduced[len(values) :]
         summed = {
             name: tf.cast(value, outputs[name].dtype)
             for name, value in zip(names, of_outputs, strict=True)
         }
-        return values, {**outputs, **summed}, chief_seconds
+        return values, {**outputs, **summed}, report
 
     def sum_over_workers(self, value: Any) -> np.ndarray:
         """The sum over workers of each worker's number or array; every worker must call."""

@@ -1,0 +1,172 @@
+"""`tfdist run --max-restarts`: clusters that start again, whole or without a worker."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(40)
+
+# What each task runs: $n is how many starts were before, $me its index, $all the workers.
+HEAD = """
+n=$TFDIST_RESTARTS
+me=$(echo "$TF_CONFIG" | sed 's/.*"index": \\([0-9]*\\).*/\\1/')
+job=$(echo "$TF_CONFIG" | sed 's/.*"type": "\\([a-z]*\\)".*/\\1/')
+all=$(echo "$TF_CONFIG" | sed 's/.*"worker": \\[\\([^]]*\\)\\].*/\\1/' | tr ',' '\\n' | wc -l)
+"""
+
+
+_OF_RESTARTS = re.compile(
+    r"tfdist: (restart \d|preempted;|going on with|all \d+ restarts|exit code \d+ is|the same exc"
+    r"|worker:\d failed \()"
+)
+
+
+def run(tfdist: Any, script: str, *options: str) -> tuple[int, str, str]:
+    launcher = tfdist("run", *options, "--", "sh", "-c", HEAD + script)
+    out, err = launcher.communicate(timeout=30)
+    return launcher.returncode, out, err
+
+
+def said(err: str) -> list[str]:
+    """What the launcher says of restarts."""
+    return [line for line in err.splitlines() if _OF_RESTARTS.match(line)]
+
+
+def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Path) -> None:
+    script = """
+    echo $n $TF_CONFIG; sleep 0.5
+    [ $n = 2 ] && exit 0
+    [ $me = 1 ] && kill -9 $$
+    sleep 20"""
+    options = ("--workers", "2", "--max-restarts", "2", "--log-dir", str(tmp_path))
+    begun = time.monotonic()
+    status, out, err = run(tfdist, script, *options)
+    assert status == 0
+    assert time.monotonic() - begun < 10  # nobody was waited for
+    assert said(err) == ["tfdist: restart 1 of 2", "tfdist: restart 2 of 2"]
+    ports = [set(re.findall(rf"^\[worker:0\] {n} .*?:(\d{{5}})\"", out, re.M)) for n in range(3)]
+    assert all(ports)
+    assert not ports[0] & ports[1]
+    assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [start["status"] for start in result["starts"]] == [137, 137, 0]
+    assert (result["outcome"], result["failed_task"]) == ("done", None)
+    assert result["starts"][0]["failed_task"] == "worker:1"
+
+
+def test_restarts_are_used_up(tfdist, tmp_path: Path) -> None:
+    options = ("--max-restarts", "1", "--log-dir", str(tmp_path))
+    status, _, err = run(tfdist, "echo boom; exit 138", *options)
+    assert status == 138
+    assert said(err)[-1] == "tfdist: all 1 restarts (--max-restarts) are used up"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["failed_task"], result["last_lines"]) == ("worker:0", ["boom"])
+    assert (result["outcome"], len(result["starts"])) == ("restart", 2)
+
+
+def test_a_permanent_failure_is_shown_once(tfdist) -> None:
+    status, _, err = run(tfdist, "exit 3", "--max-restarts", "5")
+    assert status == 3
+    assert said(err) == ["tfdist: exit code 3 is a permanent failure: not started again"]
+    status, _, err = run(tfdist, "exit 3", "--max-restarts", "1", "--restart-on", "3")
+    assert err.count("failed first") == 2
+
+
+def test_an_exception_in_the_same_place_is_permanent(tfdist) -> None:
+    script = """python3 -c '
+def step():
+    raise ValueError(int("'$n'") * "x")
+step()'"""
+    status, out, err = run(tfdist, script, "--max-restarts", "5")
+    assert status == 1
+    assert out.count("Traceback") == 2
+    assert said(err) == [
+        "tfdist: restart 1 of 5",
+        "tfdist: the same exception as before, in the same place: not started again",
+    ]
+
+
+def test_it_goes_on_without_a_worker_that_always_fails_and_tries_it_again(tfdist) -> None:
+    """Worker 1 of 3 fails in the first two starts, and is well after that."""
+    script = """
+    echo start $n of $all
+    [ $n -lt 2 ] && [ $me = 1 ] && kill -9 $$
+    [ $n = 3 ] && exit 0
+    trap 'exit 143' TERM
+    while :; do sleep 0.05; done"""
+    options = ("--workers", "3", "--min-workers", "2", "--max-restarts", "3", "--grow-after", "1")
+    status, out, err = run(tfdist, script, *options)
+    assert status == 0
+    workers = [set(re.findall(rf"start {n} of (\d)", out)) for n in range(4)]
+    assert workers == [{"3"}, {"3"}, {"2"}, {"3"}]
+    assert said(err) == [
+        "tfdist: restart 1 of 3",
+        "tfdist: restart 2 of 3; worker 1 has failed 2 times in a row and is left out: 2 workers",
+        "tfdist: going on with all 3 workers",
+    ]
+
+
+def test_a_signal_to_the_launcher_is_no_reason_to_start_again(tfdist) -> None:
+    script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    launcher = tfdist("run", "--max-restarts", "3", "--preemption-signal", "USR1", "--", "sh", "-c",
+                      script)  # fmt: skip
+    assert "ready" in launcher.stdout.readline()
+    launcher.send_signal(signal.SIGUSR1)
+    out, err = launcher.communicate(timeout=10)
+    assert launcher.returncode == 143
+    assert "saved" in out
+    assert "SIGUSR1: ending 1 tasks, for at most 30 s" in err
+    assert said(err) == []
+
+
+def test_a_task_that_was_preempted_makes_the_others_end_and_start_again(tfdist) -> None:
+    script = """
+    [ $n = 1 ] && exit 0
+    trap 'sleep 1.5; echo saved; exit 143' TERM
+    [ $me = 0 ] && { sleep 0.5; kill -TERM $$; sleep 5; }
+    while :; do sleep 0.05; done"""
+    status, out, err = run(tfdist, script, "--workers", "2", "--max-restarts", "1")
+    assert status == 0
+    assert out.count("saved") == 2
+    assert said(err)[0].startswith("tfdist: restart 1 of 1")  # within ten seconds it counts
+
+
+def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
+    """The chief does not notice; a worker that fails again is left out."""
+    script = """
+    echo $job $me started
+    case $job in
+    chief) sleep 2.5;;
+    ps) trap 'exit 0' TERM; while :; do sleep 0.05; done;;
+    worker) [ $me = 1 ] && { sleep 0.3; kill -9 $$; }; while :; do sleep 0.05; done;;
+    esac"""
+    options = ("--workers", "2", "--ps", "1", "--min-workers", "1", "--max-restarts", "5",
+               "--linger", "0")  # fmt: skip
+    status, out, err = run(tfdist, script, *options)
+    assert status == 0
+    assert out.count("chief 0 started") == out.count("worker 0 started") == 1
+    assert out.count("worker 1 started") == 2
+    assert said(err) == [
+        "tfdist: worker:1 failed (exit status 137); the others do its work; restart 1 of 5",
+        "tfdist: worker:1 failed (exit status 137); the others do its work; restart 2 of 5; worker"
+        " 1 has failed 2 times in a row and is left out: 1 workers",
+    ]
+
+
+def test_numbers_are_checked_before_anything_starts(tfdist) -> None:
+    for options, words in (
+        (("--min-workers", "1", "--workers", "2"), "must come with --max-restarts"),
+        (("--max-restarts", "1", "--min-workers", "3", "--workers", "2"), "must be from 1 to"),
+        (("--restart-on", "oom"), "--restart-on must be exit codes from 1 to 255"),
+        (("--preemption-signal", "HELLO"), "a signal must be one as SIGUSR1, got 'HELLO'"),
+    ):
+        status, out, err = run(tfdist, "echo started", *options)
+        assert (status, out) == (2, "")
+        assert words in err

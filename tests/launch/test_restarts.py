@@ -1,0 +1,161 @@
+"""Which end of a run is followed by another start, and by which workers; starts no process."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART, RestartOn, outcome_of
+from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
+from tfdist_ext.launch.tracebacks import TracebackReader
+
+KILLED = 128 + 9
+THREE = (0, 1, 2)
+
+
+def policy(max_restarts: int = 3, **settings: object) -> RestartPolicy:
+    return RestartPolicy(max_restarts, 3, settings.pop("min_workers", 3), **settings)
+
+
+def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE, **more: object):
+    return Attempt(status, workers, seconds=60.0, failed=failed, **more)
+
+
+@pytest.mark.parametrize(
+    ("past", "workers", "why"),
+    [
+        ([end(DONE)], None, ""),
+        ([end(KILLED, 1)], THREE, "restart 1 of 3"),
+        ([end(RESTART, 1)], THREE, "restart 1 of 3"),
+        ([end(KILLED, 1), end(KILLED, 2)], THREE, "restart 2 of 3"),
+        ([end(3, 1)], None, "exit code 3 is a permanent failure: not started again"),
+        ([end(FAILED, 1)], None, "exit code 1 is a permanent failure: not started again"),
+        ([end(FAILED, 1, raised="A at x:1")], THREE, "restart 1 of 3"),
+        (
+            [end(FAILED, 1, raised="A at x:1"), end(KILLED, 2), end(FAILED, 0, raised="A at x:1")],
+            None,
+            "the same exception as before, in the same place: not started again",
+        ),
+        (
+            [end(FAILED, 1, raised="A at x:1"), end(FAILED, 1, raised="A at x:2")],
+            THREE,
+            "restart 2 of 3",
+        ),
+        ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
+        ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this start does not count"),
+        ([end(130, stopped=True)], None, ""),
+        ([end(124, stopped=True)], None, ""),
+    ],
+)
+def test_what_follows(past: list[Attempt], workers: tuple[int, ...] | None, why: str) -> None:
+    following = next_attempt(policy(), past)
+    assert (following.workers, following.why) == (workers, why)
+
+
+def test_a_run_that_is_preempted_at_once_does_not_start_again_without_end() -> None:
+    at_once = Attempt(PREEMPTED, THREE, seconds=1.0)
+    assert next_attempt(policy(2), [at_once] * 2).workers == THREE
+    assert next_attempt(policy(2), [at_once] * 3).workers is None
+
+
+def test_a_worker_that_fails_again_and_again_is_left_out_and_comes_back() -> None:
+    rules = policy(5, min_workers=2, grow_after=100.0)
+    past = [end(KILLED, 1), end(KILLED, 1)]
+    following = next_attempt(rules, past)
+    assert following.workers == (0, 2)
+    assert following.why == (
+        "restart 2 of 5; worker 1 has failed 2 times in a row and is left out: 2 workers"
+    )
+    assert rules.seconds_with((0, 2), past) == 100.0
+    past.append(end(PREEMPTED, None, (0, 2), to_grow=True))
+    assert next_attempt(rules, past).workers == THREE
+    # It has not got better: once is enough, and the next try is later.
+    past.append(end(KILLED, 1))
+    assert next_attempt(rules, past).workers == (0, 2)
+    assert rules.seconds_with((0, 2), past) == 200.0
+    # No fewer than asked for.
+    past.append(end(KILLED, 2, (0, 2)))
+    past.append(end(KILLED, 2, (0, 2)))
+    assert next_attempt(rules, past).workers == (0, 2)
+
+
+def test_different_workers_that_fail_stay() -> None:
+    past = [end(KILLED, 1), end(KILLED, 2), end(KILLED, 1)]
+    assert next_attempt(policy(min_workers=1), past).workers == THREE
+
+
+@given(st.lists(st.sampled_from([KILLED, RESTART, PREEMPTED, FAILED, DONE]), max_size=12))
+def test_a_run_ends(statuses: list[int]) -> None:
+    """There are never more starts that count than were asked for."""
+    past: list[Attempt] = []
+    for status in statuses:
+        past.append(Attempt(status, THREE, seconds=1.0, failed=0))
+        if next_attempt(policy(2), past).workers is None:
+            break
+    assert len(past) <= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "codes", "exceptions"),
+    [
+        ("exception,128-255", range(128, 256), True),
+        ("3, 75", (3, 75), False),
+        ("exception", (), True),
+        ("", (), False),
+    ],
+)
+def test_ends_that_are_worth_it(text: str, codes: tuple[int, ...], exceptions: bool) -> None:
+    assert RestartOn.parse(text) == RestartOn(frozenset(codes), exceptions)
+
+
+@pytest.mark.parametrize("text", ["0", "5-3", "256", "1-999", "oom", "-1"])
+def test_what_is_no_end_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="--restart-on must be exit codes from 1 to 255"):
+        RestartOn.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((-1, 3, 3), "--max-restarts must be a number of at least 0, got -1"),
+        ((3, 3, 4), "--min-workers must be from 1 to the number of workers, 3, got 4"),
+        ((3, 3, 0), "--min-workers must be from 1 to the number of workers, 3, got 0"),
+        ((0, 3, 2), "--min-workers 2 must come with --max-restarts"),
+    ],
+)
+def test_numbers_that_make_no_sense(numbers: tuple[int, int, int], said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        RestartPolicy(*numbers)
+
+
+def test_the_contract_of_exit_codes() -> None:
+    names = {0: "done", 1: "failed", 127: "failed", 137: "restart", 138: "restart"}
+    assert {code: outcome_of(code) for code in names} == names
+    assert outcome_of(143) == "preempted"
+
+
+def place_of(function: str, error: BaseException, line: int = 7) -> str:
+    reader = TracebackReader()
+    for text in (
+        "Epoch 1/3",
+        "Traceback (most recent call last):",
+        '  File "train.py", line 20, in <module>',
+        "    main()",
+        f'  File "train.py", line {line}, in {function}',
+        "    raise error",
+        "    ^^^^^^^^^^^",
+        f"{type(error).__name__}: {error}",
+        "and so on",
+    ):
+        reader.feed(text)
+    return reader.raised
+
+
+def test_the_place_of_an_exception() -> None:
+    place = place_of("step", ValueError("one"))
+    assert place == "ValueError at train.py:7 in step < train.py:20 in <module>"
+    assert place == place_of("step", ValueError("another text"))
+    assert place != place_of("step", ValueError("one"), line=8)
+    assert place != place_of("step", KeyError("one"))

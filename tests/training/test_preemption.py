@@ -1,0 +1,99 @@
+"""SIGTERM to any one task of a training: all end at one step, saved once, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from real_tasks import PROGRAMS, Tasks, tasks
+
+pytestmark = pytest.mark.timeout(300)
+EPOCHS, STEPS = 3, 6
+PROGRAM = "interrupted_training.py"
+
+
+def train(folder: Path, kind: str, workers: int, *, hurt: str | None = None) -> dict[str, int]:
+    """The status of each task; `hurt` gets SIGTERM somewhere in the second epoch."""
+    names = [f"worker:{number}" for number in range(workers)]
+    arguments = (str(folder), kind, str(EPOCHS), str(STEPS), "0.05")
+    with tasks(PROGRAM, *arguments, folder=folder, workers=workers, ps=0) as cluster:
+        cluster.start(*names)
+        if hurt is not None:
+            cluster.wait_for(hurt, f"STEP {STEPS + 2}\n", 100)
+            cluster.signal(hurt, signal.SIGTERM)
+        statuses = {name: cluster.status(name, 100) for name in names}
+        for name in names:
+            assert "Traceback" not in cluster.log(name), cluster.log(name)[-3000:]
+        if hurt is not None:
+            check_ended_together(cluster, names)
+        return statuses
+
+
+def check_ended_together(cluster: Tasks, names: list[str]) -> None:
+    last = {re.findall(r"STEP (\d+)\n", cluster.log(name))[-1] for name in names}
+    assert len(last) == 1, last
+    (step,) = last
+    said = cluster.log("worker:0")
+    assert "training stopped by a signal. The last checkpoint is" in said
+    assert f"(step {step})" in said
+
+
+def result(folder: Path, name: str = "worker-0") -> dict[str, np.ndarray]:
+    with np.load(folder / f"{name}.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "again"),
+    [("arrays", 2, 2), pytest.param("tfd.data", 3, 2, marks=pytest.mark.long)],
+)
+def test_all_workers_end_at_one_step_and_go_on_from_it(
+    tmp_path: Path, kind: str, workers: int, again: int
+) -> None:
+    """The second job has another number of workers: the numbers are those of one training."""
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    for folder in (whole, hurt):
+        folder.mkdir()
+    assert set(train(whole, kind, workers).values()) == {0}
+    assert set(train(hurt, kind, workers, hurt="worker:1").values()) == {143}
+    (checkpoint,) = (hurt / "checkpoints").glob("epoch-*-batch-*.h5")  # saved once
+    assert checkpoint.name.startswith("epoch-00001-batch-")
+    assert set(train(hurt, kind, again).values()) == {0}
+    expected, found = result(whole), result(hurt)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+    assert found["iterations"] == EPOCHS * STEPS
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Also by a signal of one's own choice."""
+    env = {**os.environ, "TFDIST_PREEMPTION_SIGNAL": "SIGUSR1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env.pop("TF_CONFIG", None)
+    statuses = []
+    for number, hurt in enumerate((None, signal.SIGUSR1, None)):
+        folder = tmp_path / ("hurt" if number else "whole")
+        folder.mkdir(exist_ok=True)
+        words = [PROGRAMS / PROGRAM, folder, "arrays", EPOCHS, STEPS, 0.05]
+        with (folder / f"log-{number}").open("w+") as log:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, words)], stdout=log, stderr=log, env=env
+            )
+            if hurt is not None:
+                deadline = time.monotonic() + 60
+                while f"STEP {STEPS + 2}\n" not in Path(log.name).read_text():
+                    assert time.monotonic() < deadline
+                    time.sleep(random.uniform(0.01, 0.05))
+                process.send_signal(hurt)
+            statuses.append(process.wait(60))
+    assert statuses == [0, 143, 0]
+    expected, found = result(tmp_path / "whole", "alone"), result(tmp_path / "hurt", "alone")
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)

@@ -1,0 +1,183 @@
+"""Running a plan once, and again as long as another start is worth it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tfdist_ext.launch.exit_codes import outcome_of
+from tfdist_ext.launch.plan import LaunchPlan
+from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
+from tfdist_ext.launch.run import RunResult, run_plan
+
+__all__ = ["RESTARTS", "RESULT", "Limits", "run_with_restarts"]
+
+RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
+RESULT = "result.json"  # beside the logs: how the run has ended
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a run is ended; see `run_plan`. `timeout` is that of all starts together."""
+
+    grace: float = 30.0
+    linger: float = 5.0
+    timeout: float | None = None
+    preemption_signal: signal.Signals = signal.SIGTERM
+
+
+def run_with_restarts(
+    planned: Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]],
+    policy: RestartPolicy,
+    *,
+    log_dir: Path,
+    env: Mapping[str, str],
+    limits: Limits,
+) -> int:
+    """The exit status of the last start.
+
+    Args:
+        planned: gives the plan of one start, its ports reserved meanwhile: of these workers, by
+            their numbers among all, with log files in this folder.
+        log_dir: gets the logs of the first start, those of the others in folders
+            `restart-1`, ..., and `result.json` where one has failed: the root cause, and how each
+            start has ended.
+
+    Raises:
+        LaunchError: a start could not be made.
+    """
+    began = time.monotonic()
+    history = _History(policy)
+    while True:
+        number = len(history.starts)
+        left = limits.timeout
+        if left is not None and number:
+            left = max(0.0, round(left - (time.monotonic() - began), 1))
+        history.begin()
+        with planned(history.workers, log_dir / f"restart-{number}" if number else log_dir) as plan:
+            result = run_plan(
+                plan,
+                env={**env, RESTARTS: str(number)},
+                grace=limits.grace,
+                linger=limits.linger,
+                timeout=left,
+                limit=policy.seconds_with(history.workers, history.past),
+                preemption_signal=limits.preemption_signal,
+                replaces=history.replaces,
+            )
+        goes_on = history.ended(result)
+        if goes_on or number or result.exit_status:
+            write_result(log_dir / RESULT, result, history.starts)
+        if not goes_on:
+            return result.exit_status
+
+
+class _History:
+    """What has failed so far, in all starts, and what followed.
+
+    Attributes:
+        workers: of this start, or the next one, each by its number among all.
+        past: the ends that count for what follows: those of starts, and of tasks that were
+            replaced in one.
+        starts: what is written of each start.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.workers = tuple(range(policy.workers))
+        self.past: list[Attempt] = []
+        self.starts: list[dict[str, Any]] = []
+        self._policy = policy
+        self._since = 0.0
+        self._gone: set[int] = set()  # left out while the others went on
+
+    def begin(self) -> None:
+        """A start begins."""
+        self._since = time.monotonic()
+        self._gone.clear()
+
+    def replaces(
+        self, task: str, status: int, raised: str
+    ) -> Literal["start", "leave out", "fail"]:
+        """What becomes of a worker that has failed, and whose work the others do."""
+        self._add(status, task, raised)
+        following = next_attempt(self._policy, self.past)
+        if following.workers is None:
+            self.past.pop()  # it ends the start, whose end is told in a moment
+            return "fail"
+        _say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
+        number = self._number_of(task)
+        if number is None or number in following.workers:
+            return "start"
+        self._gone.add(number)
+        return "leave out"
+
+    def ended(self, result: RunResult) -> bool:
+        """Take note of the end of a start; whether there is another one."""
+        self._add(
+            result.exit_status,
+            result.failed_task,
+            result.raised,
+            stopped=result.ended_by in ("signal", "timeout"),
+            to_grow=result.ended_by == "limit",
+        )
+        self.starts.append(_described(result, self.past[-1]))
+        following = next_attempt(self._policy, self.past)
+        if following.why:
+            _say(following.why)
+        if following.workers is None:
+            return False
+        self.workers = following.workers
+        return True
+
+    def _add(self, status: int, task: str | None, raised: str, **how: bool) -> None:
+        self.past.append(
+            Attempt(
+                status=status,
+                workers=tuple(each for each in self.workers if each not in self._gone),
+                seconds=time.monotonic() - self._since,
+                failed=self._number_of(task),
+                # An exit code of the script's own is no exception, whatever it has shown before.
+                raised=raised if status == 1 else "",
+                **how,
+            )
+        )
+
+    def _number_of(self, task: str | None) -> int | None:
+        """The number of a worker among all; None: it is no worker."""
+        job, _, index = (task or "").partition(":")
+        return self.workers[int(index)] if job == "worker" else None
+
+
+def _say(text: str) -> None:
+    print(f"tfdist: {text}", file=sys.stderr, flush=True)
+
+
+def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
+    return {
+        "status": result.exit_status,
+        "outcome": outcome_of(result.exit_status),
+        "ended_by": result.ended_by,
+        "failed_task": result.failed_task,
+        "exception": attempt.raised,
+        "workers": list(attempt.workers),
+        "seconds": round(attempt.seconds, 1),
+    }
+
+
+def write_result(path: Path, result: RunResult, starts: list[dict[str, Any]]) -> None:
+    """What came of a run, for programs: the last start's end, its last lines, and all starts."""
+    cause = result.failed_task
+    last_lines = list(result.last_lines[cause]) if cause is not None else []
+    content = {**starts[-1], "last_lines": last_lines, "starts": starts}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:  # no reason to end otherwise
+        _say(f"{path} could not be written: {error}")
