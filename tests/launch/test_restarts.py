@@ -43,6 +43,7 @@ def end(status: int, failed: int | None = None, workers: tuple[int, ...] = THREE
             THREE,
             "restart 2 of 3",
         ),
+        ([end(FAILED, 1, lost=True)] * 2, THREE, "restart 2 of 3"),
         ([end(KILLED, 1)] * 4, None, "all 3 restarts (--max-restarts) are used up"),
         ([end(PREEMPTED, 1)] * 9, THREE, "preempted; this start does not count"),
         ([end(130, stopped=True)], None, ""),

@@ -124,6 +124,7 @@ class _History:
             result.exit_status,
             result.failed_task,
             result.raised,
+            lost=result.lost,
             stopped=result.ended_by in ("signal", "timeout"),
             to_grow=result.ended_by == "limit",
         )
@@ -144,7 +145,7 @@ class _History:
                 seconds=time.monotonic() - self._since,
                 failed=self._number_of(task),
                 # An exit code of the script's own is no exception, whatever it has shown before.
-                raised=raised if status == 1 else "",
+                raised=raised if status == 1 and not how.get("lost") else "",
                 **how,
             )
         )

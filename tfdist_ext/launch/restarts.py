@@ -70,6 +70,7 @@ class Attempt:
         seconds: that it took.
         failed: the worker that was the root cause, by its number among all; None: no worker.
         raised: where a Python exception came from that was the root cause; "" where it was none.
+        lost: a task does not answer, and the others have failed because of that.
         stopped: a signal to the launcher or its time limit has ended it.
         to_grow: the launcher has ended it, to go on with all workers.
     """
@@ -79,6 +80,7 @@ class Attempt:
     seconds: float = 0.0
     failed: int | None = None
     raised: str = ""
+    lost: bool = False
     stopped: bool = False
     to_grow: bool = False
 
@@ -111,7 +113,7 @@ def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
             return Next(why="--restart-on has no exceptions: not started again")
         if any(attempt.raised == last.raised for attempt in past[:-1]):
             return Next(why="the same exception as before, in the same place: not started again")
-    elif last.status not in policy.on.codes:
+    elif last.status not in policy.on.codes and not last.lost:
         return Next(why=f"exit code {last.status} is a permanent failure: not started again")
     failures = sum(map(_counts, past))
     if failures > policy.max_restarts:

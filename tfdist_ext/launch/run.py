@@ -57,6 +57,7 @@ class RunResult:
         failed_task: the root cause: the task that failed first, or that this one says has left or
             failed before; None where none did.
         raised: the Python exception of that task, with its frames; "" where it was none.
+        lost: that task, or another one that it needed, has not ended by itself: it does not answer.
         ended_by: "tasks"; or what has ended them: "signal", "timeout", "limit" (see `run_plan`).
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -65,6 +66,7 @@ class RunResult:
     exit_status: int
     failed_task: str | None
     raised: str
+    lost: bool
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -220,6 +222,7 @@ class _Run:
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
             raised="" if self.failed is None else self.pump.raised(self.failed.name),
+            lost=self.victim is not None and self.failed is self.victim[0],
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in processes.tasks},
             last_lines={task.name: self.pump.last_lines(task.name) for task in processes.tasks},

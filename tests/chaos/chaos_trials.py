@@ -1,0 +1,262 @@
+"""One trial of chaos: a job of several tasks, hurt at a random moment, ends as if it was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "programs" / "interrupted_training.py"
+EPOCHS, STEPS, PAUSE = 4, 8, 0.05
+LIMIT = 400.0  # seconds for a trial
+JOBS = {
+    "workers, arrays": (["--workers", "3", "--min-workers", "2"], "arrays"),
+    "workers, tfd.data": (["--workers", "3", "--min-workers", "2"], "tfd.data"),
+    "servers": (["--workers", "2", "--ps", "1", "--min-workers", "1"], "tfd.data"),
+}
+_NOTICED = re.compile(r"tfdist: \w+:\d+ (failed|was preempted|left)")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is done to a job.
+
+    Attributes:
+        job: a key of JOBS.
+        victims: the tasks that get the signal.
+        signal: KILL, TERM or STOP.
+        moment: when, as a part of the time that the job takes undisturbed.
+        for_good: the victim gets it in the start after that, too, as on a broken machine.
+    """
+
+    job: str
+    victims: tuple[str, ...]
+    signal: str
+    moment: float
+    for_good: bool = False
+
+    @classmethod
+    def drawn(cls, seed: int, number: int) -> Trial:
+        """The same for the same numbers."""
+        random_ = random.Random(f"{seed} {number}")
+        job = random_.choice(list(JOBS))
+        tasks = ["worker:0", "worker:1", "worker:2"]
+        if job == "servers":
+            tasks = ["chief:0", "worker:0", "worker:1", "ps:0"]
+        how_many = random_.choice([1, 1, 1, 2])
+        name = random_.choice(["KILL", "KILL", "KILL", "TERM", "STOP"])
+        victims = tuple(random_.sample(tasks, how_many))
+        moment = random_.uniform(0.02, 1.0)
+        lasting = job != "servers" and name == "KILL" and how_many == 1
+        return cls(job, victims, name, moment, lasting and random_.random() < 0.3)
+
+    def __str__(self) -> str:
+        lasting = " for good" if self.for_good else ""
+        return (
+            f"{self.job}: {self.signal} to {', '.join(self.victims)}{lasting} at {self.moment:.2f}"
+        )
+
+
+@dataclass
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        fault: what is wrong; "" where all is as undisturbed.
+        noticed: seconds from the signal to the launcher's first word; None where there was none.
+        next_step: seconds from the signal to the first step after another start.
+        starts: how many there were.
+        difference: of the weights from those of the undisturbed job.
+    """
+
+    fault: str = ""
+    noticed: float | None = None
+    next_step: float | None = None
+    starts: int = 1
+    difference: float = 0.0
+
+
+@dataclass
+class _Job:
+    """A job that runs; its lines with their times."""
+
+    folder: Path
+    job: str
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        options, data = JOBS[self.job]
+        words = [*options, "--max-restarts", "8", "--log-dir", str(self.folder / "logs")]
+        words += ["--linger", "3", "--grace", "15"]
+        program = [sys.executable, str(PROGRAM), str(self.folder), data]
+        program += map(str, (EPOCHS, STEPS, PAUSE))
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        env.pop("TF_CONFIG", None)
+        self.mark = f"chaos-{self.folder.name}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tfdist_ext.cli", "run", *words, "--", *program],
+            env={**env, "TFDIST_CHAOS": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.began = time.monotonic()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def tasks(self) -> dict[str, int]:
+        """Task -> its process, of those that live."""
+        found = {}
+        for pid in _pids_with(f"TFDIST_CHAOS={self.mark}"):
+            env = _environment(pid)
+            if "TF_CONFIG" in env and _parent(pid) == self.process.pid:
+                task = json.loads(env["TF_CONFIG"])["task"]
+                found[f"{task['type']}:{task['index']}"] = pid
+        return found
+
+    def first(self, pattern: re.Pattern[str], after: float) -> float | None:
+        """When a line came first."""
+        return next((at for at, line in self.lines if at > after and pattern.search(line)), None)
+
+
+def undisturbed(job: str) -> tuple[float, dict[str, np.ndarray]]:
+    """(seconds, what the job ends with)."""
+    with tempfile.TemporaryDirectory(prefix="undisturbed-") as folder:
+        run = _Job(Path(folder), job)
+        status = run.process.wait(LIMIT)
+        if status:
+            raise SystemExit(f"the undisturbed job failed with {status}: {_tail(run)}")
+        return time.monotonic() - run.began, _result(Path(folder))
+
+
+def tried(trial: Trial, seconds: float, expected: dict[str, np.ndarray]) -> Outcome:
+    """Hurt a job, and compare what it ends with."""
+    with tempfile.TemporaryDirectory(prefix="trial-") as folder:
+        run = _Job(Path(folder), trial.job)
+        outcome = Outcome()
+        try:
+            hurt = _hurt(run, trial, seconds)
+            try:
+                status = run.process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                outcome.fault = f"did not end in {LIMIT:.0f} s: {_tail(run)}"
+                return outcome
+            _note_times(outcome, run, hurt)
+            outcome.fault = _fault(run, status, trial, expected, outcome)
+        finally:
+            for pid in _pids_with(f"TFDIST_CHAOS={run.mark}"):
+                os.kill(pid, signal.SIGKILL)
+            run.process.wait()
+    return outcome
+
+
+def _hurt(run: _Job, trial: Trial, seconds: float) -> float:
+    """Send the signals; returns when."""
+    time.sleep(trial.moment * seconds)
+    number = getattr(signal, f"SIG{trial.signal}")
+    at = _send(run, trial.victims, number)
+    if trial.for_good:
+        (victim,) = trial.victims
+        restarted = re.compile("tfdist: restart 1 of")
+        while run.process.poll() is None and run.first(restarted, at) is None:
+            time.sleep(0.1)
+        while run.process.poll() is None and victim not in run.tasks():
+            time.sleep(0.1)
+        time.sleep(1.0)
+        _send(run, trial.victims, number)
+    return at
+
+
+def _send(run: _Job, victims: tuple[str, ...], number: int) -> float:
+    tasks = run.tasks()
+    at = time.monotonic()
+    for victim in victims:
+        if victim in tasks:
+            os.kill(tasks[victim], number)
+    return at
+
+
+def _note_times(outcome: Outcome, run: _Job, hurt: float) -> None:
+    outcome.starts = 1 + sum("tfdist: restart " in line for _, line in run.lines)
+    outcome.starts += sum("tfdist: preempted;" in line for _, line in run.lines)
+    noticed = run.first(_NOTICED, hurt)
+    outcome.noticed = None if noticed is None else noticed - hurt
+    if noticed is not None:
+        step = run.first(re.compile(r"\] +STEP "), noticed + 0.5)
+        outcome.next_step = None if step is None else step - hurt
+
+
+def _fault(
+    run: _Job, status: int, trial: Trial, expected: dict[str, np.ndarray], outcome: Outcome
+) -> str:
+    if status:
+        return f"exit status {status}: {_tail(run)}"
+    if left := _pids_with(f"TFDIST_CHAOS={run.mark}"):
+        return f"processes are left: {left}"
+    if unfinished := list(run.folder.rglob("*.unfinished")):
+        return f"files are left: {unfinished}"
+    found = _result(run.folder)
+    if found["iterations"] != expected["iterations"]:
+        return f"{found['iterations']} steps, not {expected['iterations']}"
+    if trial.job == "servers":  # asynchronous: no two runs have the same weights
+        return ""
+    outcome.difference = max(
+        float(np.max(np.abs(found[name] - value))) for name, value in expected.items()
+    )
+    return "" if outcome.difference <= 1e-6 else f"weights differ by {outcome.difference:.1e}"
+
+
+def _result(folder: Path) -> dict[str, np.ndarray]:
+    for name in ("chief-0", "worker-0"):
+        if (folder / f"{name}.npz").exists():
+            with np.load(folder / f"{name}.npz") as file:
+                return dict(file)
+    raise SystemExit(f"no result in {folder}: {os.listdir(folder)}")
+
+
+def _tail(run: _Job) -> str:
+    return "\n".join(line for _, line in run.lines[-40:])
+
+
+def _pids_with(entry: str) -> list[int]:
+    return [pid for pid in _pids() if entry in _entries(pid)]
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _entries(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in _entries(pid) if "=" in entry)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
