@@ -33,14 +33,15 @@ def add_env_options(parser: argparse.ArgumentParser) -> None:
 def run_env_command(_: argparse.Namespace, __: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    for title, lines in _sections():
+    env = dict(os.environ)  # TensorFlow adds to it
+    for title, lines in _sections(env):
         print(title)
         for line in lines:
             print(f"  {line}")
     return 0
 
 
-def _sections() -> Iterator[tuple[str, list[str]]]:
+def _sections(env: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     yield (
         "versions",
         [
@@ -61,8 +62,8 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
             for device in tf.config.list_physical_devices()
         ],
     )
-    yield "variables", relevant_variables(os.environ) or ["none"]
-    yield 'create_strategy("auto")', automatic_choice(os.environ)
+    yield "variables", relevant_variables(env) or ["none"]
+    yield 'create_strategy("auto")', automatic_choice(env)
 
 
 def relevant_variables(env: Mapping[str, str]) -> list[str]:

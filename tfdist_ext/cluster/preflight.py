@@ -36,7 +36,16 @@ from typing import Any
 
 from tfdist_ext.cluster.addresses import identity
 
-__all__ = ["Card", "Late", "PreflightError", "card_of", "differences", "preflight", "tasks_of"]
+__all__ = [
+    "Card",
+    "Late",
+    "PreflightError",
+    "card_of",
+    "differences",
+    "listening",
+    "preflight",
+    "tasks_of",
+]
 
 RESOLVING, WAITING, READY = "resolving", "waiting", "ready"
 Late = Mapping[str, str]  # task -> RESOLVING or WAITING
@@ -208,7 +217,7 @@ async def _preflight(card: Card, wait: float, show: Callable[[Late, int], None])
 
     port = identity(tasks[card.task])[1]
     try:
-        server = await _listening(port, answer)
+        server = await asyncio.start_server(answer, sock=listening(port), limit=_LONGEST_LINE)
     except OSError as error:
         raise PreflightError(
             f"port {port} of {card.task} must be free, got {error.strerror or error}: end what uses"
@@ -419,14 +428,15 @@ def _named(late: Late, tasks: Mapping[str, str]) -> str:
     return ", ".join(names) + more
 
 
-async def _listening(
-    port: int, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
-) -> asyncio.Server:
-    # On every interface, as TensorFlow's server does.
+def listening(port: int) -> socket.socket:
+    """A socket that listens there on every interface, as TensorFlow's server does.
+
+    Raises:
+        OSError: the port is in use.
+    """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    sock = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-    return await asyncio.start_server(answer, sock=sock, limit=_LONGEST_LINE)
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
 async def _asked(host: str, port: int, message: dict[str, Any]) -> dict[str, Any] | None:

@@ -58,6 +58,7 @@ def multi_worker_mirrored(
             cluster_resolver=resolver_of(cluster), communication_options=options
         ),
         wait,
+        first=True,
     )
     _restore_sigterm()
     return strategy
@@ -141,14 +142,16 @@ def _complete(strategy: str, cluster: Cluster) -> Described:
 
 
 def _made(
-    described: Described, make: Callable[[], Any], wait: float | None
+    described: Described, make: Callable[[], Any], wait: float | None, *, first: bool = False
 ) -> tf.distribute.Strategy:
     """Call TensorFlow when all tasks are there, and put its known failures in words.
 
     Args:
         wait: seconds to wait for the other tasks; None: 300, and no limit for what TensorFlow does.
+        first: it must be made before TensorFlow starts.
     """
-    meet(described, wait)
+    with start_failures_in_words(described):
+        meet(described, wait, first=first)
     me = str(described.task or "this process")
     # An evaluator takes no part in the connections of the training.
     peers = {

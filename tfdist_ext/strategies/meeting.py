@@ -6,7 +6,15 @@ import time
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.preflight import Late, PreflightError, card_of, preflight, tasks_of
+from tfdist_ext.cluster.addresses import identity
+from tfdist_ext.cluster.preflight import (
+    Late,
+    PreflightError,
+    card_of,
+    listening,
+    preflight,
+    tasks_of,
+)
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import waiting
 from tfdist_ext.strategies.resolvers import Described
@@ -16,22 +24,31 @@ __all__ = ["WAIT", "meet"]
 WAIT = 300.0  # seconds for the other tasks to come
 
 
-def meet(described: Described, wait: float | None) -> None:
+def meet(described: Described, wait: float | None, *, first: bool = False) -> None:
     """Return when all tasks of the cluster are there, and agree on it.
 
-    Those that are late are named on stderr. A task that is not in the cluster does not wait.
+    Those that are late are named on stderr. A task that is not in the cluster does not wait, nor
+    does one whose port is in use: TensorFlow listens there already, or will say that it cannot.
 
     Args:
         wait: seconds; None: 300.
+        first: the strategy must be made before TensorFlow starts.
 
     Raises:
         StrategyError: names who is missing, or what differs; the same on every task.
+        RuntimeError: as TensorFlow's own, where it has started.
     """
     wait = WAIT if wait is None else wait
     me, source = str(described.task), described.source
     tasks = tasks_of(described.jobs)
     if me not in tasks:
         return
+    try:
+        listening(identity(tasks[me])[1]).close()
+    except OSError:
+        return
+    if first and _has_started():
+        raise RuntimeError("Collective ops must be configured at program startup")
     devices = {"GPU": len(tf.config.list_physical_devices("GPU"))}
     try:
         preflight(
@@ -47,6 +64,17 @@ def meet(described: Described, wait: float | None) -> None:
             f"all tasks of {source} must be started alike, each at its own address, got: {error}."
             " Correct that task, and start the job again."
         ) from error
+
+
+def _has_started() -> bool:
+    """Whether TensorFlow has: no public function says it, but its settings cannot change then."""
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        return True
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    return False
 
 
 class _Report:
