@@ -1,4 +1,4 @@
-"""Runs a program as all tasks of a parameter server cluster on this machine."""
+"""Runs a program as all tasks of a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ from pathlib import Path
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
-__all__ = ["output_of_chief"]
+__all__ = ["output_of_chief", "outputs_of_tasks"]
 
 
 def output_of_chief(command: list[str], *, workers: int, ps: int) -> tuple[int, str]:
     """(exit status of the run, what its chief printed)."""
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    status, outputs = outputs_of_tasks(command, workers=workers, ps=ps)
+    return status, outputs["chief-0"]
+
+
+def outputs_of_tasks(
+    command: list[str], *, workers: int, ps: int = 0, **variables: str
+) -> tuple[int, dict[str, str]]:
+    """(exit status of the run, what each task printed, by names as "worker-0").
+
+    Args:
+        variables: of the environment, beside those of this process.
+    """
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
+    env.pop("TF_CONFIG", None)
     with (
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
         reserve_ports(addresses_needed(workers=workers, ps=ps)) as ports,
     ):
         plan = plan_local(command, workers=workers, ps=ps, ports=ports, log_dir=folder, env=env)
-        result = run_plan(plan, env=env, stream=nowhere, grace=1, linger=0, timeout=600)
-        return result.exit_status, (Path(folder) / "chief-0.log").read_text()
+        result = run_plan(plan, env=env, stream=nowhere, grace=1, linger=0, timeout=1800)
+        logs = {path.stem: path.read_text() for path in Path(folder).glob("*.log")}
+        return result.exit_status, logs

@@ -15,13 +15,11 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from clusters import outputs_of_tasks
 from report import closing_line, put_into, table
-
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -83,30 +81,20 @@ def prepare_legacy() -> None:
 def measure(workers: int, epochs: int, python: str, arguments: list[str]) -> float:
     """Steps a second that one contestant prints; of a cluster, its slowest task's."""
     command = [python, str(PROGRAMS / arguments[0]), *arguments[1:]]
-    output = "".join(outputs_of(command, workers=workers, BENCHMARK_EPOCHS=str(epochs)))
-    return min(float(speed) for speed in re.findall(r"steps/s ([\d.]+)", output))
-
-
-def outputs_of(command: list[str], *, workers: int, **variables: str) -> list[str]:
-    """What a program prints: of each worker of a cluster, or of one process without."""
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
-    env.pop("TF_CONFIG", None)
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "BENCHMARK_EPOCHS": str(epochs)}
     if workers == 0:
-        done = subprocess.run(
+        env = {**os.environ, **variables}
+        env.pop("TF_CONFIG", None)
+        output = subprocess.run(
             command, env=env, check=True, timeout=600, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return [done.stdout]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open(os.devnull, "w") as nowhere,
-        reserve_ports(addresses_needed(workers=workers)) as ports,
-    ):
-        plan = plan_local(command, workers=workers, ports=ports, log_dir=folder, env=env)
-        result = run_plan(plan, env=env, stream=nowhere, timeout=1800)
-        if result.exit_status != 0:
-            raise SystemExit(f"{' '.join(command)} failed: status {result.exit_status}")
-        return [path.read_text() for path in sorted(Path(folder).glob("*.log"))]
+        ).stdout  # fmt: skip
+    else:
+        status, outputs = outputs_of_tasks(command, workers=workers, **variables)
+        if status != 0:
+            raise SystemExit(f"{' '.join(arguments)} failed: status {status}")
+        output = "".join(outputs.values())
+    return min(float(speed) for speed in re.findall(r"steps/s ([\d.]+)", output))
 
 
 def tables(speeds: dict[tuple[str, str], list[float]], rounds: int) -> str:

@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from fit_speed import outputs_of
+from clusters import outputs_of_tasks
 from report import closing_line, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "two_workers.py"
@@ -57,8 +57,10 @@ def main() -> int:
 def measure(model: str, rows: int, steps: int, rounds: int) -> list[dict[str, float]]:
     """Steps/s of each contestant, for each round, as the first worker sees them."""
     command = [sys.executable, str(PROGRAM), model, *map(str, (rows, steps, rounds))]
-    first, _ = outputs_of(command, workers=2)
-    (line,) = (line for line in first.splitlines() if line.startswith("[{"))
+    status, outputs = outputs_of_tasks(command, workers=2)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed: status {status}")
+    (line,) = (line for line in outputs["worker-0"].splitlines() if line.startswith("[{"))
     found: list[dict[str, float]] = json.loads(line)
     return found
 

@@ -213,18 +213,18 @@ def _printed_by(command: str, here: Path, folder: Path) -> list[str]:
     words = shlex.split(command)
     if words[:2] == ["tfdist", "run"]:
         return _printed_by_cluster(words, here, folder)
-    if words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    elif words[0] == "tfdist":
-        words = [sys.executable, "-m", "tfdist_ext.cli", *words[1:]]
-    elif not words[0].startswith("scripts/"):
+    if words[0] not in ("python", "tfdist") and not words[0].startswith("scripts/"):
         subprocess.run(["bash", "-c", command], cwd=here, check=True, timeout=60)
         return []
-    else:
-        words.insert(0, sys.executable)
-    run = run_program(words, folder, cwd=here, timeout=100)
+    run = run_program(_with_python(words), folder, cwd=here, timeout=100)
     assert run.returncode == 0, f"{command}\n{run.stderr[-3000:]}"
     return run.stdout.splitlines()
+
+
+def _with_python(words: list[str]) -> list[str]:
+    """A command as arguments of this Python."""
+    own = {"python": [], "tfdist": ["-m", "tfdist_ext.cli"]}
+    return [sys.executable, *own.get(words[0], [words[0]]), *words[1:]]
 
 
 def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]:
@@ -234,7 +234,7 @@ def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]
         name: getattr(options, name)
         for name in ("workers", "chief", "ps", "evaluator", "data_workers")
     }
-    program = [sys.executable, *words[at + 2 :]]
+    program = _with_python(words[at + 1 :])
     with reserve_ports(addresses_needed(**tasks)) as ports:
         plan = plan_local(program, **tasks, ports=ports, env=os.environ)
         statuses, logs = run_together(plan, folder, os.environ, timeout=100, linger=30, cwd=here)

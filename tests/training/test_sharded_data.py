@@ -197,7 +197,7 @@ def test_killed_at_any_step_and_gone_on_with_other_replicas(
         np.testing.assert_allclose(values, expected[1][name][-len(values) :], rtol=1e-5)
     assert int(second.keras_model.optimizer.iterations.numpy()) == 4 * EPOCHS
     assert data.position == (EPOCHS, 0)
-    assert second.fit(data, **arguments).history == {}  # it is done
+    assert second.fit(data, **arguments).history == history  # it is done
 
 
 def test_data_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -
     broken = {**arguments, "epochs": 2, "checkpoint_every": 1, "callbacks": [KillAfter(2)]}
     with pytest.raises(KilledError):
         distributed(mirrored(2)).fit(sharded(), **broken)
-    with pytest.raises(tfd.TrainingError, match="middle of an epoch, after 2 global batches"):
+    with pytest.raises(tfd.TrainingError, match="middle of an epoch, after 1 global batches"):
         distributed(mirrored(2)).fit(*DATA, epochs=2, **arguments)
     # At the end of an epoch, other data may come: its epochs are counted on.
     arguments["checkpoint_dir"] = tmp_path / "end"

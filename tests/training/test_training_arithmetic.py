@@ -119,9 +119,9 @@ class TestPace:
         asked: list[int] = []
         run = SynchronousProgram.run
 
-        def noted(self: Any, data: Any, n: int, seconds: float) -> Any:
+        def noted(self: Any, data: Any, n: int, seconds: float, **others: Any) -> Any:
             asked.append(n)
-            return run(self, data, n, seconds)
+            return run(self, data, n, seconds, **others)
 
         monkeypatch.setattr(SynchronousProgram, "run", noted)
         x, y = np.ones((85 * 7, 3), "float32"), np.ones((85 * 7, 1), "float32")

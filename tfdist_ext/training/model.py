@@ -225,6 +225,7 @@ class DistributedModel(SavingMixin):
             seed=saved.seed,
         )
         train = self._epochs(batches, steps_per_epoch, "fit")
+        saved.check_position(train)
         self._build(batches, "train")
         validate = None
         if validation_data is not None:

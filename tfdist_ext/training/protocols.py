@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfdist_ext.training.agreement.termination import Termination
+
 __all__ = [
     "BatchIterator",
     "BatchSource",
@@ -187,6 +189,8 @@ class BatchSource(Protocol):
 class TaskStatus:
     """Whether other tasks are alive and in the same place; in a single task it does nothing."""
 
+    _termination: Termination | None = None  # of a training that saves
+
     def call(self, name: str) -> AbstractContextManager[None]:
         """Scope of a public call."""
         return contextlib.nullcontext()
@@ -201,7 +205,8 @@ class TaskStatus:
     @property
     def told_to_end(self) -> bool:
         """Whether this task has got the signal to end, in the scope of `ends_at_a_step`."""
-        return False
+        termination = self._termination
+        return termination is not None and termination.only_noted and bool(termination.received)
 
     def ends_at_a_step(self) -> AbstractContextManager[None]:
         """Scope of a training that ends at a step that all tasks agree on, when one is told to."""

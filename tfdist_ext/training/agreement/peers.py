@@ -85,13 +85,6 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
 class Alone(TaskStatus):
     """The one task of a training."""
 
-    def __init__(self) -> None:
-        self._termination: Termination | None = None  # of a training that saves
-
-    @property
-    def told_to_end(self) -> bool:
-        return self._termination is not None and self._termination.received is not None
-
     @contextlib.contextmanager
     def ends_at_a_step(self) -> Iterator[None]:
         with contextlib.closing(Termination()) as termination, termination.noted():
@@ -109,6 +102,8 @@ class Peers(TaskStatus):
         me: this task, as "worker:0".
         tasks: (task, address) of all workers, the one that keeps the store first.
     """
+
+    _termination: Termination
 
     def __init__(self, me: str, tasks: tuple[tuple[str, str], ...]):
         self._me = me
@@ -182,10 +177,6 @@ class Peers(TaskStatus):
     def reached(self, place: str) -> None:
         """Note what this worker has done, as "step 120", for what it says when it leaves."""
         self._reached = place
-
-    @property
-    def told_to_end(self) -> bool:
-        return self._termination.only_noted and self._termination.received is not None
 
     def ends_at_a_step(self) -> contextlib.AbstractContextManager[None]:
         return self._termination.noted()

@@ -80,7 +80,7 @@ class CheckpointManager:
         self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
         self._was_done = False
         self._data = data
-        self._inside = data is not None and data.resumes_inside_epochs  # of an epoch
+        self._inside = False  # whether the training may begin in the middle of an epoch
         self._every = every
         self._epochs = epochs
         self._in_epoch = 0  # global batches of the current epoch that are done
@@ -88,6 +88,8 @@ class CheckpointManager:
         self._known = CallbackState()  # what callbacks knew in the checkpoint that was restored
         self._stopped = False  # one of them has told the training to stop
         self._saved = -1  # epochs that are done in the checkpoint that this fit has written last
+        if data is not None:
+            self._check_every(data.resumes_inside_epochs)
         if self._files is None:
             return
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -112,6 +114,25 @@ class CheckpointManager:
         self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
         return self._progress.seed
 
+    def check_position(self, data: Epochs) -> None:
+        """Before the model is built: whether it can be saved in the middle of an epoch."""
+        if self._data is None:
+            self._check_every(data.can_begin_anywhere)
+
+    def _check_every(self, inside: bool) -> None:
+        self._inside = inside
+        every = self._every
+        if every is None:
+            return
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
+        if self._files is None or not inside:
+            raise TrainingError(
+                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
+                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
+                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
+            )
+
     def resume(self, data: Epochs, initial_epoch: int) -> int:
         """The epoch to begin with, model and data brought to where they were before it.
 
@@ -119,9 +140,6 @@ class CheckpointManager:
             initial_epoch: the epoch where there is nothing to resume from.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
-        if self._data is None:
-            self._inside = data.can_begin_anywhere
-        self._check_every()
         if self._files is None:
             return initial_epoch
         index = self._files.index
@@ -133,10 +151,11 @@ class CheckpointManager:
         self._progress, self._known = restore_checkpoint(self._model, self._reduction, path)
         continue_log_files(self._known, self._callbacks)
         self._latest = (name or "", self._progress)
-        if self._progress.batches and not self._inside:
+        as_before = bool(self._progress.data) == (self._data is not None)
+        if self._progress.batches and not (self._inside and as_before):
             raise TrainingError(
                 "the data must be of the kind that the training began with, arrays or a"
-                f" ShardedDataset, got data without a position: the checkpoint in"
+                f" ShardedDataset, got other data: the checkpoint in"
                 f" {self._files.path} is of the middle of an epoch, after"
                 f" {self._progress.batches} global batches."
             )
@@ -305,19 +324,6 @@ class CheckpointManager:
             return f"training in {files.path} is complete after {done} epochs; nothing to do"
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
         return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"
-
-    def _check_every(self) -> None:
-        every = self._every
-        if every is None:
-            return
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
-        if self._files is None or not self._inside:
-            raise TrainingError(
-                "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
-                " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
-                " from_tfrecords, or from_dataset_fn where the function takes the epoch."
-            )
 
     def _save(self, files: CheckpointFolder, name: str, **attributes: int) -> Progress:
         data = "" if self._data is None else json.dumps(self._data.state())

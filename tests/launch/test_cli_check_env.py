@@ -1,0 +1,111 @@
+"""`tfdist check` and `tfdist env`, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tfdist_ext.env_command import relevant_variables
+from tfdist_ext.launch import reserve_ports
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def check(tfdist: Any, index: int, addresses: list[str], *options: str) -> Any:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    return tfdist("check", *options, TF_CONFIG=json.dumps(config))
+
+
+def test_tasks_that_are_there(tfdist) -> None:
+    with reserve_ports(2) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        tasks = [check(tfdist, index, addresses) for index in (1, 0)]
+        for task, index in zip(tasks, (1, 0), strict=True):
+            out, err = task.communicate(timeout=30)
+            assert (task.returncode, err) == (0, "")
+            first, last = out.splitlines()
+            assert first == f"worker:{index} of 2 tasks, from TF_CONFIG"
+            assert last.startswith("all 2 tasks are ready, with the same cluster and python 3.")
+
+
+def test_who_is_missing_or_differs(tfdist) -> None:
+    with reserve_ports(3) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        alone = check(tfdist, 0, addresses[:2], "--wait", "0.5")
+        _, err = alone.communicate(timeout=30)
+        assert alone.returncode == 1
+        said = f"no answer from worker:1 ({addresses[1]}) within 0.5 s"
+        assert err == f"tfdist check: worker:0: {said}\n"
+        one = check(tfdist, 0, addresses[:2])
+        other = check(tfdist, 1, [*addresses[:2], addresses[2]])
+        for task in (one, other):
+            _, err = task.communicate(timeout=30)
+            assert task.returncode == 1
+            assert "worker:1 was started with another cluster (differs in cluster.worker: 3" in err
+
+
+def test_the_table_on_a_terminal(mark) -> None:
+    """It is written again in its place."""
+    with reserve_ports(2) as ports:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+        ours, theirs = pty.openpty()
+        task = subprocess.Popen(
+            [sys.executable, "-m", "tfdist_ext.cli", "check", "--wait", "1.5"],
+            env={**mark.env, "TF_CONFIG": json.dumps(config)},
+            stdout=theirs,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        assert task.wait(30) == 1
+        shown = os.read(ours, 65_536).decode()
+        os.close(ours)
+    assert f"  worker:0  ready      {addresses[0]}" in shown
+    assert f"  worker:1  waiting    {addresses[1]}" in shown
+    assert "\x1b[2A" in shown
+
+
+def test_a_process_alone_has_nothing_to_check(tfdist) -> None:
+    task = tfdist("check")
+    out, _ = task.communicate(timeout=30)
+    assert task.returncode == 0
+    assert out.startswith("no cluster in the environment: this process is alone\n  TF_CONFIG: ")
+
+
+def test_env_is_for_bug_reports(tfdist) -> None:
+    task = tfdist("env", TF_CONFIG="", TFDIST_WANDB_TOKEN="hunter2")
+    out, _ = task.communicate(timeout=50)
+    assert task.returncode == 0
+    for title in ("versions", "machine", "devices", "variables", 'create_strategy("auto")'):
+        assert f"{title}\n" in out
+    assert "  tensorflow 2." in out
+    assert "  CPU:0\n" in out
+    assert "TFDIST_WANDB_TOKEN=(hidden)" in out
+    assert "hunter2" not in out
+    assert "  default: one CPU on this machine, no cluster\n" in out
+
+
+def test_variables_come_without_secrets() -> None:
+    env = {
+        "TF_CONFIG": '{"cluster": {}}',
+        "NCCL_DEBUG": "INFO",
+        "TFDIST_COMMAND": "tfdist run -- python train.py --api-key s3cret --epochs 3",
+        "KERAS_PASSWORD": "s3cret",
+        "GRPC_PROXY": "http://me:s3cret@proxy:80",
+        "HOME": "/root",
+    }
+    lines = relevant_variables(env)
+    assert "s3cret" not in "\n".join(lines)
+    assert lines == [
+        "GRPC_PROXY=http://(hidden)@proxy:80",
+        "KERAS_PASSWORD=(hidden)",
+        "NCCL_DEBUG=INFO",
+        "TFDIST_COMMAND=tfdist run -- python train.py --api-key (hidden) --epochs 3",
+        'TF_CONFIG={"cluster": {}}',
+    ]
