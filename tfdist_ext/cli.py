@@ -25,7 +25,7 @@ from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
 from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.exit_codes import RestartOn
+from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, RestartOn
 from tfdist_ext.launch.restarting import Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
@@ -180,6 +180,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIGNAL",
         help="one that asks the training to save and end, beside SIGTERM (SIGUSR1 on Slurm)",
     )
+    seconds(
+        "--stall-timeout",
+        help="end a task whose training makes no progress for this time (default 60; longer while"
+        " it compiles, in callbacks, and where steps take long; 0: never)",
+    )
     to_end = "with --ps: time for the others to end after the chief (default 5)"
     seconds("--linger", default=5.0, help=to_end)
     seconds("--timeout", help="end the run after this time (124)")
@@ -218,6 +223,9 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     # The environment is read here, and handed down.
     env = dict(os.environ)
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
+    if options.stall_timeout is not None:
+        env[STALL_TIMEOUT] = f"{options.stall_timeout:g}"
+    env.setdefault(STALL_TIMEOUT, "60")
     names = ("chief", "ps", "evaluator", "data_workers")
     tasks = {name: getattr(options, name) for name in names}
     shares = _shares(options, env) if options.process_per_device else []

@@ -93,7 +93,7 @@ def test_a_flipped_byte_of_any_variable_is_noticed_before_anything_changes(
 ) -> None:
     monkeypatch.setattr(file, "BLOCK_BYTES", 16)  # of the biggest, in a block in the middle
     places = middles(saved)
-    assert len(places) == len(variables_of(model)) > 12
+    assert len(places) >= len(variables_of(model)) > 12  # and the seed generator's, if there is one
     fill(model, 7)
     before = copies_of(model)
     for path, place in places.items():

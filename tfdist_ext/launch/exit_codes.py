@@ -18,6 +18,7 @@ __all__ = [
     "PREEMPTED",
     "PREEMPTION_SIGNAL",
     "RESTART",
+    "STALL_TIMEOUT",
     "RestartOn",
     "outcome_of",
 ]
@@ -30,6 +31,7 @@ PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
 # In the environment of tasks.
 PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # one that says what SIGTERM says, as "SIGUSR1"
 GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
+STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
 
 _EXCEPTION = "exception"
 _CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")

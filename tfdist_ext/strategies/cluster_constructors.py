@@ -100,7 +100,7 @@ def parameter_server(
     strategy = _made(
         described, lambda: PlacedParameterServers(resolver_of(cluster), placer, watcher), wait
     )
-    tell_servers(described)
+    strategy.tell_stalled = tell_servers(described)
     return strategy
 
 

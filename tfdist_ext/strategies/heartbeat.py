@@ -128,7 +128,7 @@ class Watcher:
     """A process that ends this one, and says why on stderr, when one of the tasks is frozen.
 
     It ends with this object, or with this process. It sends SIGTERM, and SIGKILL when that has not
-    helped.
+    helped. It also ends this process where that does not do what it is expected to.
 
     Args:
         me: this task, for the message.
@@ -154,6 +154,16 @@ class Watcher:
         """Name the latest checkpoint in this folder in the message; "" for none."""
         self._tell(folder)
 
+    def expect(self, seconds: float, else_: str) -> None:
+        """End this process, showing its stacks, unless this is called again in time; 0: never.
+
+        Args:
+            else_: what has happened then.
+        """
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # shows them at a SIGABRT, whoever holds Python's lock
+        self._tell({"seconds": seconds, "else": else_})
+
     def _tell(self, value: Any) -> None:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
@@ -170,16 +180,30 @@ def _main() -> None:
     me, parent, tasks, limit = json.loads(sys.stdin.readline())
     folder = ""
 
-    def frozen(failure: str) -> None:
-        print(f"{me}: {failure} The job ends. {_advice(folder)}", file=sys.stderr, flush=True)
-        for number in (signal.SIGTERM, signal.SIGKILL):
+    def end(why: str, ask: signal.Signals) -> None:
+        print(f"{why} The job ends. {_advice(folder)}", file=sys.stderr, flush=True)
+        for number in (ask, signal.SIGKILL):
             if os.getppid() == parent:
                 os.kill(parent, number)
             time.sleep(_TO_END)
 
-    Heartbeat(tasks, limit, frozen)
+    left, failure = 0.0, ""
+
+    def look() -> None:
+        nonlocal left
+        while not 0 < left <= 1.0:  # counted, as this process may have been stopped itself
+            left = max(0.0, left - 1.0)
+            time.sleep(1.0)
+        end(f"tfdist: {failure}: it does not even answer itself.", signal.SIGABRT)
+
+    Heartbeat(tasks, limit, lambda failure: end(f"{me}: {failure}", signal.SIGTERM))
+    threading.Thread(target=look, daemon=True).start()
     for line in sys.stdin:  # to its end, which is that of the other process
-        folder = json.loads(line)
+        match json.loads(line):
+            case {"seconds": seconds, "else": text}:
+                left, failure = seconds, text
+            case text:
+                folder = text
 
 
 def _advice(folder: str) -> str:

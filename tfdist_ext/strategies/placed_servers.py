@@ -26,7 +26,10 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
     Attributes:
         placer: decides for each variable.
         watcher: ends the job when a server is frozen.
+        tell_stalled: makes the servers show what they are at, where the training stands still.
     """
+
+    tell_stalled: Callable[[], object] = str
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 TensorFlow's servers never end by themselves. These watch for two signs:
 
-- The coordinator's message: "here" when it has connected, "done" or "failed" when its process ends.
+- The coordinator's message: "here" when it has connected, "done" or "failed" when its process ends,
+  "stalled" when it ends because its workers do not come to an end.
   It runs an operation on each server, which makes a file of that name in that server's memory
   ("ram://", TensorFlow's own). It takes the way of the training, so it works where that works.
 - The coordinator's address. No answer there any more, and no last message, is a crash. A connection
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import functools
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn
 
@@ -33,13 +37,15 @@ from tfdist_ext.strategies.start_failures import start_failures_in_words
 __all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers", "watch_servers"]
 
 # A file for each word: in memory, what is written to a file is added to what it holds.
-_HERE, _DONE, _FAILED = (f"ram://tfdist_ext/coordinator_{w}" for w in ("here", "done", "failed"))
+_HERE, _DONE, _FAILED, _STALLED = (
+    f"ram://tfdist_ext/coordinator_{word}" for word in ("here", "done", "failed", "stalled")
+)
 
 _LOOK_EVERY = 0.5  # seconds
 _LEAVE = 5.0  # seconds for the coordinator to be gone after its last word
 # Seconds for a server to take the last word; it may be dead, or frozen. One that does not hear of a
 # success in time, as it is busy with the end of a pipeline, ends as after a crash.
-_TELL = {_DONE: 15.0, _FAILED: 3.0}
+_TELL = {_DONE: 15.0, _FAILED: 3.0, _STALLED: 3.0}
 # Seconds without an answer after which a task is frozen: a server, and the coordinator, which has
 # to name a frozen server before the other servers give it up.
 SERVER_SILENT, COORDINATOR_SILENT = 45.0, 60.0
@@ -105,12 +111,16 @@ def _servers(described: Described) -> dict[str, str]:
     }
 
 
-def tell_servers(described: Described) -> None:
-    """Make this process, the coordinator, tell its servers that it is here, and how it ends."""
+def tell_servers(described: Described) -> Callable[[], None]:
+    """Make this process, the coordinator, tell its servers that it is here, and how it ends.
+
+    Returns:
+        A function that tells them before it ends: the training stands still.
+    """
     # All is made now. At its end Python starts no threads any more, and a tensor that is made
     # while one of the servers is frozen may never be done. A thread for each server, because
     # one that is frozen keeps its thread.
-    files = {word: tf.constant(word) for word in (_HERE, _DONE, _FAILED)}
+    files = {word: tf.constant(word) for word in _TELL | {_HERE: 0}}
     nothing = tf.constant("")
     last_word: Future[str] = Future()
 
@@ -132,14 +142,17 @@ def tell_servers(described: Described) -> None:
     for thread in threads:
         thread.start()
 
-    def at_exit() -> None:
-        # Python keeps the exception that ended the program, if one did.
-        ended_by_exception = getattr(sys, "last_value", None) is not None
-        word = _FAILED if ended_by_exception or _failed.is_set() else _DONE
+    def say_last(word: str) -> None:
         last_word.set_result(word)
         deadline = time.monotonic() + _TELL[word]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def at_exit() -> None:
+        # Python keeps the exception that ended the program, if one did.
+        ended_by_exception = getattr(sys, "last_value", None) is not None
+        word = _FAILED if ended_by_exception or _failed.is_set() else _DONE
+        say_last(word)
         if silent := [thread.name for thread in threads if thread.is_alive()]:
             say(
                 f"{described.task or 'coordinator'}: {', '.join(silent)} did not answer within"
@@ -149,6 +162,7 @@ def tell_servers(described: Described) -> None:
             exit_within(_END)  # TensorFlow may wait for them without a limit
 
     atexit.register(at_exit)
+    return functools.partial(say_last, _STALLED)
 
 
 _failed = threading.Event()
@@ -162,14 +176,14 @@ def _last_word(described: Described, wait: float | None) -> str:
             f"{me}: serving at {described.address}. {described.source} names no chief: this server"
             " detects that a coordinator ends by itself, but not that it is killed."
         )
-        while (word := _heard()) not in (_DONE, _FAILED):
+        while (word := _heard()) in (_HERE, ""):
             time.sleep(_LOOK_EVERY)
-        return word
+        return _told(word)
     coordinator = Presence(me, *driver, described.source)
     heartbeat = Heartbeat(dict([driver]), COORDINATOR_SILENT, lambda failure: None)
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
     deadline = float("inf") if wait is None else time.monotonic() + wait
-    while (word := _heard()) not in (_DONE, _FAILED) and not coordinator.gone:
+    while (word := _heard()) in (_HERE, "") and not coordinator.gone:
         if heartbeat.failure:
             say(f"{me}: {heartbeat.failure} It coordinates this job, which ends.")
             exit_within(_END)
@@ -183,9 +197,10 @@ def _last_word(described: Described, wait: float | None) -> str:
                 f" {coordinator}. Start it, correct its address on every task, or allow more"
                 " seconds."
             )
-    if word not in (_DONE, _FAILED):
+    if word in (_HERE, ""):
         say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
         return word
+    _told(word)
     # It has a few things left to do; none of them should find its servers gone.
     deadline = time.monotonic() + _LEAVE
     while coordinator.look() and time.monotonic() < deadline:
@@ -196,4 +211,13 @@ def _last_word(described: Described, wait: float | None) -> str:
 
 def _heard() -> str:
     """The coordinator's latest word."""
-    return next((word for word in (_FAILED, _DONE, _HERE) if tf.io.gfile.exists(word)), "")
+    return next(
+        (word for word in (_STALLED, _FAILED, _DONE, _HERE) if tf.io.gfile.exists(word)), ""
+    )
+
+
+def _told(word: str) -> str:
+    """The coordinator's last word; where the training stands still, this task may know why."""
+    if word == _STALLED:
+        faulthandler.dump_traceback(file=2, all_threads=True)
+    return word

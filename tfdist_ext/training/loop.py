@@ -108,7 +108,9 @@ class Loop:
                 if self._listener is not None and (most := self._listener.max_steps()) is not None:
                     left = most if left is None else min(left, most)
                 n = pace.next(1 if one_only else left)
+                peers.enters("callbacks")
                 self._begin(done)
+                peers.enters("steps")
                 started = time.perf_counter()
                 with peers.meeting(f"{where}steps after {done}"):
                     result = program.run(data, n, seconds, told=peers.told_to_end)
@@ -122,7 +124,9 @@ class Loop:
                 peers.reached(f"{where}step {done}")
                 logs = result.logs
                 data.advance(result.steps)
+                peers.enters("callbacks")
                 self._end(done - 1, logs)
+                peers.enters("checkpoint")
                 if self._listener is not None:  # after callbacks, whose state it may write
                     self._listener.steps_done(
                         result.steps, logs, epoch_ends=done == data.steps, told=result.told
@@ -440,6 +444,7 @@ def predict(
         each = engine.predictor(model).outputs(data)
         while data.steps is None or done < data.steps:
             hooks.on_predict_batch_begin(done)
+            engine.reduction.peers.enters("steps")
             try:
                 with engine.reduction.peers.meeting(f"batch {done}"):
                     outputs = next(each)

@@ -199,6 +199,7 @@ class DistributedModel(SavingMixin):
             )
         sizes = {"batch_size": validation_batch_size or batch_size, "steps": validation_steps}
         if (cluster := evaluates(self._strategy)) is not None:
+            self._reduction.peers.enters("")  # it waits for checkpoints, as long as it takes
             evaluate_checkpoints(
                 self,
                 cluster,
@@ -272,6 +273,7 @@ class DistributedModel(SavingMixin):
             board.follow(program)
         logs: Logs = {}
         for epoch in epochs:
+            peers.enters("callbacks")
             hooks.on_epoch_begin(epoch)
             with train.next() as data:
                 logs, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
@@ -279,7 +281,9 @@ class DistributedModel(SavingMixin):
             if validate is not None and validates(epoch, validation_freq):
                 val_logs = validate(hooks)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
+            peers.enters("callbacks")
             hooks.on_epoch_end(epoch, logs)
+            peers.enters("checkpoint")
             with self._reduction.peers.meeting(f"epoch {epoch + 1}, its end"):
                 flags = np.array([model.stop_training, peers.told_to_end], np.int32)
                 stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
@@ -290,7 +294,9 @@ class DistributedModel(SavingMixin):
                 raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
+        peers.enters("callbacks")
         hooks.on_train_end(logs)
+        peers.enters("checkpoint")
         with self._reduction.peers.meeting("its end"):
             # Wait: the chief's callbacks may still write.
             told = self._reduction.any_worker(peers.told_to_end)

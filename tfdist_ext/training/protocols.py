@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tfdist_ext.training.agreement.termination import Termination
-
 __all__ = [
     "BatchIterator",
     "BatchSource",
@@ -43,6 +41,8 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from tfdist_ext.training.agreement.stalls import Phases
+    from tfdist_ext.training.agreement.termination import Termination
     from tfdist_ext.training.loop import StepsPerExecutionTuner
     from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 
@@ -190,10 +190,11 @@ class TaskStatus:
     """Whether other tasks are alive and in the same place; in a single task it does nothing."""
 
     _termination: Termination | None = None  # of a training that saves
+    _phases: Phases | None = None  # for who watches that they end
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Scope of a public call."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if self._phases is None else self._phases.of_call()
 
     def meeting(self, detail: str = "") -> AbstractContextManager[None]:
         """Scope in which this task waits for the others."""
@@ -201,6 +202,14 @@ class TaskStatus:
 
     def reached(self, place: str) -> None:
         """This task has come so far."""
+
+    def enters(self, phase: str) -> None:
+        """This task begins with "compiling", "steps", "callbacks", "checkpoint", or more of it."""
+        if self._phases is not None:
+            self._phases.enter(phase)
+
+    def reads_batches(self, count: Callable[[], int]) -> None:
+        """`count` tells how many batches the execution that begins has read, while it runs."""
 
     @property
     def told_to_end(self) -> bool:

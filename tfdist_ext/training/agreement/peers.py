@@ -11,6 +11,7 @@ Workers tell each other in the key-value store of TensorFlow's coordination serv
 first task (the leader) keeps:
 
     place/TASK   in which meeting a task is; written by its thread, not in the way of the training
+    progress/TASK  what a task knows of an execution that takes long: batches read, Python in it
     end          why the workers cannot meet any more; the first one to know writes it
     noted/TASK   this task has read `end`
     left/TASK    this task's script has ended: "left", or "failed"
@@ -28,7 +29,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,6 +39,15 @@ from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _tf_private as tp
+from tfdist_ext.training.agreement.stalls import (
+    Phases,
+    Progress,
+    end_to_be_restarted,
+    python_in_step,
+    show_stacks,
+    watched_process,
+    who_stalls,
+)
 from tfdist_ext.training.agreement.termination import STATUS, Termination
 from tfdist_ext.training.protocols import TaskStatus
 
@@ -56,6 +66,12 @@ _TICK = 0.25
 _PUBLISHES = 1.0  # seconds after which a task tells where it is now
 
 
+_TELLS_PROGRESS = 10.0  # seconds in one execution, at most, after which a task tells of it
+
+
+_DEAF = 15.0  # seconds beyond its limit after which a task is taken for one that sees nothing
+
+
 _LOOKS = 3  # in a row that must find the same: one may be lost, and values change meanwhile
 
 
@@ -69,7 +85,7 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     """The tasks that a strategy's workers wait for; a null object where this process is alone."""
     resolver = strategy.cluster_resolver
     if resolver is None or isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return Alone()
+        return Alone(watched_process())
     jobs = resolver.cluster_spec().as_dict()
     tasks = tuple(
         (f"{job}:{index}", address)
@@ -78,12 +94,19 @@ def peers_of(strategy: tf.distribute.Strategy) -> TaskStatus:
     )
     me = f"{resolver.task_type}:{resolver.task_id}"
     if len(tasks) < 2 or me not in dict(tasks) or not tp.has_coordination_service():
-        return Alone()
+        return Alone(watched_process())
     return _of_process(me, tasks)
 
 
 class Alone(TaskStatus):
-    """The one task of a training."""
+    """The one task of a training.
+
+    Args:
+        phases: noted for who watches that they end; None: nobody does.
+    """
+
+    def __init__(self, phases: Phases | None = None):
+        self._phases = phases
 
     @contextlib.contextmanager
     def ends_at_a_step(self) -> Iterator[None]:
@@ -122,6 +145,11 @@ class Peers(TaskStatus):
         self._alarms: dict[Hashable, tuple[int, int]] = {}
         self._published: Place | None = None
         self._termination = Termination()
+        self._phases = Phases.of_environment()
+        self._batches_read: Callable[[], int] = int
+        self._told_progress = Progress()
+        self._shown = False  # the stacks of this process
+        self._unchanged: dict[str, tuple[Place, float]] = {}  # others: their place, seconds in it
         self._pid = os.getpid()
         for body in (self._listen, self._watch):
             threading.Thread(target=body, daemon=True, name="tfdist-peers").start()
@@ -134,7 +162,7 @@ class Peers(TaskStatus):
         outer = self._here
         self._here = self._between(outer)
         try:
-            with self._termination.handled():
+            with self._termination.handled(), super().call(name):
                 yield
         finally:
             self._calls.pop()
@@ -177,6 +205,9 @@ class Peers(TaskStatus):
     def reached(self, place: str) -> None:
         """Note what this worker has done, as "step 120", for what it says when it leaves."""
         self._reached = place
+
+    def reads_batches(self, count: Callable[[], int]) -> None:
+        self._batches_read = count
 
     def ends_at_a_step(self) -> contextlib.AbstractContextManager[None]:
         return self._termination.noted()
@@ -277,10 +308,15 @@ class Peers(TaskStatus):
         while True:
             self._termination.wait(_TICK)
             self._end_if_terminated()
+            if self._end is None and self._phases is not None and self._phases.tick(_TICK):
+                self._look_who_stalls(self._phases)
+            if self._end is not None:
+                self._end_if_stalled(self._end)
             here = self._here
             if time.monotonic() - last_publish >= _PUBLISHES:
                 self._publish()
                 last_publish = time.monotonic()
+                self._tell_progress()
             if not here.inside:
                 continue
             if here.number != number:
@@ -290,6 +326,7 @@ class Peers(TaskStatus):
             # Ticks, and not the clock: a process that was stopped has not waited.
             waited = ticks * _TICK
             if end := self._end_before(here):
+                self._end_if_stalled(end)
                 self._abort(end["text"])
             elif waited >= next_look:
                 next_look = waited + 1.0
@@ -305,11 +342,68 @@ class Peers(TaskStatus):
 
     def _publish(self) -> None:
         here = self._here
+        if self._phases is not None:
+            here = replace(here, phase=self._phases.name, limit=self._phases.limit)
         if here == self._published or not self._store_answers():
             return
         with contextlib.suppress(tf.errors.OpError):
             tp.replace_value(f"{_ROOM}place/{self._me}", json.dumps(asdict(here)))
             self._published = here
+
+    # A training that stands still.
+
+    def _tell_progress(self) -> None:
+        """In an execution that takes long: what the others cannot know of this task."""
+        phases = self._phases
+        if phases is None or phases.waited < min(_TELLS_PROGRESS, phases.limit / 2):
+            return
+        progress = Progress(self._here.number, int(self._batches_read()), python_in_step())
+        if progress != self._told_progress and self._store_answers():
+            with contextlib.suppress(tf.errors.OpError):
+                tp.replace_value(f"{_ROOM}progress/{self._me}", json.dumps(asdict(progress)))
+                self._told_progress = progress
+
+    def _look_who_stalls(self, phases: Phases) -> None:
+        """This task is in its phase for too long; or in a meeting, which others keep."""
+        here = self._here
+        if not here.inside:
+            self._decide("stalled", self._me, f"{self._me} has stalled: {phases}", here.number)
+            return
+        late = {}
+        for task in self._addresses:
+            place = _place_of(task)
+            if not (place.inside and place.number == here.number):
+                late[task] = place
+        if late:  # each of them looks after itself, unless it cannot
+            self._look_for_deaf(late, here)
+            return
+        known = {task: _progress_of(task) for task in self._addresses}
+        known[self._me] = self._told_progress
+        if any(progress.number != here.number for progress in known.values()):
+            return  # has not told yet
+        task, text = who_stalls(known)
+        for_how_long = f"no step is done for {phases.waited:.0f} s (see --stall-timeout)"
+        self._decide("stalled", task, f"{text}: {for_how_long}", here.number - 1)
+
+    def _look_for_deaf(self, late: dict[str, Place], here: Place) -> None:
+        """One whose threads do not run, as one holds Python's lock, tells nothing of itself."""
+        for task, place in late.items():
+            before, seconds = self._unchanged.get(task, (place, 0.0))
+            seconds = seconds + _TICK if before == place else 0.0
+            self._unchanged[task] = place, seconds
+            if place.limit and seconds >= place.limit + _DEAF:
+                text = f"{task} has stalled: {seconds:.0f} s{place.since_when()}"
+                self._decide("stalled", task, text, here.number - 1)
+                return
+
+    def _end_if_stalled(self, end: dict[str, Any]) -> None:
+        if end["kind"] != "stalled" or self._shown:
+            return
+        self._shown = True
+        show_stacks()
+        if end["task"] in ("", self._me):
+            time.sleep(PATIENCE)  # the others hear of it meanwhile, also where this is the leader
+            end_to_be_restarted(end["text"])
 
     def _look(self, here: Place, silent: int = _SILENT_LOOKS) -> None:
         """Find out whether this meeting can take place; sets `_end` where it cannot.
@@ -481,6 +575,8 @@ class Place:
         detail: what the meeting is for.
         inside: it is in the meeting, and not between two.
         since: seconds since 1970; 0 where that is not known.
+        phase: of the training, between two meetings.
+        limit: seconds that the phase may take; 0 where nobody watches.
     """
 
     number: int = 0
@@ -488,17 +584,24 @@ class Place:
     detail: str = ""
     inside: bool = False
     since: float = 0.0
+    phase: str = ""
+    limit: float = 0.0
 
     def __str__(self) -> str:
         call = " inside ".join(reversed(self.call.split(" > "))) if self.call else ""
         place = f"{call} ({self.detail})" if call and self.detail else call
         if self.inside or not place:
             return place or "its own code"
-        return f"its own code, inside {place}"
+        own = {"callbacks": "its callbacks", "checkpoint": "a checkpoint"}
+        return f"{own.get(self.phase, 'its own code')}, inside {place}"
 
     def since_when(self) -> str:
         """For what is said of the task; "" where it has not told."""
         return f", since {clock(self.since)} in {self}" if self.since else ""
+
+
+def _progress_of(task: str) -> Progress:
+    return Progress(**(_stored(f"progress/{task}") or {}))
 
 
 def summary(error: BaseException) -> str:

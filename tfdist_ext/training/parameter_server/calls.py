@@ -10,7 +10,10 @@ import contextlib
 import itertools
 import logging
 import re
+import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import BatchIterator, Specs, Structure
+from tfdist_ext.training.protocols import BatchIterator, Specs, Structure, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "ConcreteFunction",
     "batch_chunks",
     "batch_of",
+    "busy_workers",
     "on_worker",
     "remote_errors_in_short",
     "root_message",
@@ -68,9 +72,13 @@ class Calls:
     """The workers of a cluster, as the coordinator calls them.
 
     A call whose worker dies is retried on another one.
+
+    Args:
+        peers: notes the phases of this task.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, strategy: tf.distribute.Strategy, peers: TaskStatus):
+        self.peers = peers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.workers = _worker_tasks()
 
@@ -111,6 +119,21 @@ class Calls:
                     stacklevel=2,
                 )
                 silent_since = time.monotonic()
+
+
+def busy_workers() -> str:
+    """The workers that have not answered their calls, as "worker:0, worker:1"; "" for none.
+
+    TensorFlow's coordinator has a thread for each, which waits in `_process_closure`.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    busy = []
+    for identifier, frame in sys._current_frames().items():
+        _, is_worker, number = names.get(identifier, "").rpartition("WorkerClosureProcessingLoop-")
+        waits = any(at.name == "_process_closure" for at in traceback.extract_stack(frame))
+        if is_worker and waits:
+            busy.append(int(number))
+    return ", ".join(f"worker:{number}" for number in sorted(busy))
 
 
 def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:

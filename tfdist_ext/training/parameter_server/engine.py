@@ -17,8 +17,9 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.peers import Alone
+from tfdist_ext.training.agreement.stalls import Phases, watch
 from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
-from tfdist_ext.training.parameter_server.calls import Calls
+from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
 from tfdist_ext.training.parameter_server.program import (
     ParameterServerPredictor,
     ParameterServerProgram,
@@ -48,8 +49,14 @@ class CoordinatorReduction:
     first_replica = worker = 0
     workers = 1
 
-    def __init__(self) -> None:
-        self.peers: TaskStatus = Alone()
+    def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
+        phases = Phases.of_environment()
+        if phases is not None:
+            made_by_us = {}
+            if (watcher := getattr(strategy, "watcher", None)) is not None:
+                made_by_us = {"tell_others": strategy.tell_stalled, "promise": watcher.expect}
+            watch("chief:0", phases, busy_workers, **made_by_us)
+        self.peers: TaskStatus = Alone(phases)
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return self.peers.call(name)
@@ -76,8 +83,8 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
     seconds_per_execution = 1.0  # at its end workers wait for the slowest one
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
-        super().__init__(strategy, CoordinatorReduction())
-        self._calls = Calls(strategy)
+        super().__init__(strategy, CoordinatorReduction(strategy))
+        self._calls = Calls(strategy, self.reduction.peers)
         self._spare = SpareRecords()
         self._why_here: weakref.WeakKeyDictionary[FunctionDataset, str] = (
             weakref.WeakKeyDictionary()

@@ -170,6 +170,7 @@ class ParameterServerProgram(ProgramBase):
     def _one_step(
         self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: Sequence[tf.Tensor]
     ) -> StepValues:
+        self._calls.peers.enters("compiling")
         values = list(zip(self._metrics, states, strict=True))
         if self._training and self._counter is not None:
             values.append((self._counter, tf.cast(step, self._counter.dtype)))
@@ -282,6 +283,7 @@ class ParameterServerPredictor:
         return [one(batch) for batch in batches]
 
     def _one_batch(self, batch: Structure) -> Structure:
+        self._calls.peers.enters("compiling")
         scope = WorkerScope([], self._watched)
         with scope, functions_in_place(step_targets()), substitutes(scope.substitutes):
             outputs = self._step(batch)

@@ -68,7 +68,7 @@ from tfdist_ext.training.synchronous.reduction import (
     States,
     SynchronousReduction,
 )
-from tfdist_ext.training.variables import copies_of_model
+from tfdist_ext.training.variables import copies_of_model, default_strategy_scope
 
 __all__ = ["Predictor", "SynchronousProgram", "reporting_progress"]
 
@@ -129,6 +129,10 @@ class SynchronousProgram(ProgramBase):
         self._seeds = seeds
         self._copies = functools.partial(_copies, reduction, model, self._own, seeds)
         self._batch_size: int | None = None  # of the data that is read
+        self._read: tf.Variable | None = None  # batches, for the others where this worker is late
+        if reduction.multi_worker:
+            with default_strategy_scope(), tf.device("CPU:0"):
+                self._read = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._forget_traces()
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._stacked = StackedStates(self._metrics)
@@ -168,6 +172,8 @@ class SynchronousProgram(ProgramBase):
         if self._knows_batch_size and data.batch_size != self._batch_size:
             self._forget_traces()
         self._batch_size = data.batch_size
+        if self._read is not None:
+            self.reduction.peers.reads_batches(self._read.numpy)
         report = [seconds if self.reduction.is_chief else 0.0, float(told)]
         if self._model.run_eagerly:
             with _drawing(self._seeds, eager=True):
@@ -241,7 +247,8 @@ class SynchronousProgram(ProgramBase):
         def run(
             iterator: BatchIterator, n: tf.Tensor, report: tf.Tensor, states: States
         ) -> Finished:
-            batches = self.timer.timed_iterator(iterator)
+            self.reduction.peers.enters("compiling")
+            batches = self._counted(self.timer.timed_iterator(iterator))
 
             def body(
                 i: tf.Tensor, _: tf.Tensor, before: Carried
@@ -256,6 +263,9 @@ class SynchronousProgram(ProgramBase):
             return self._finish(last, done, report)
 
         return tf.function(run, autograph=False, reduce_retracing=True)
+
+    def _counted(self, batches: BatchIterator) -> BatchIterator:
+        return batches if self._read is None else _Counted(batches, self._read)
 
     def _next_counted(self, batches: BatchIterator, before: Carried) -> Turn:
         return tf.constant(True), self._one_step(next(batches), before[0])
@@ -275,7 +285,7 @@ class SynchronousProgram(ProgramBase):
     def _run_eagerly(self, data: Epoch, n: int, report: list[float]) -> Finished:
         done, states = 0, self._states
         outputs: Outputs = {}
-        batches = self.timer.timed_iterator(data.iterator)
+        batches = self._counted(self.timer.timed_iterator(data.iterator))
         count = functools.partial(self.timer.synchronize, self.reduction.rows_of_all)
         while done < n:
             try:
@@ -424,6 +434,28 @@ class SynchronousProgram(ProgramBase):
 
 def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(list(values)) if values[0].dtype.is_floating else values[0]
+
+
+class _Counted:
+    """An iterator that counts the batches which are there, in the graph."""
+
+    def __init__(self, iterator: BatchIterator, count: tf.Variable):
+        self._iterator = iterator
+        self._count = count
+
+    def __next__(self) -> Structure:
+        batch = next(self._iterator)
+        self._one_more(tf.nest.flatten(batch, expand_composites=True))
+        return batch
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        batch = self._iterator.get_next_as_optional()
+        self._one_more([batch.has_value()])
+        return batch
+
+    def _one_more(self, there: Sequence[tf.Tensor | None]) -> None:
+        with tf.control_dependencies([part for part in there if part is not None]):
+            self._count.assign_add(1, read_value=False)
 
 
 class Predictor:

@@ -1,0 +1,70 @@
+"""In the third epoch of a training a task stands still. Arguments: where, which task, a folder."""
+
+import os
+import sys
+import time
+
+import tfdist_ext as tfd
+
+where, victim, folder = sys.argv[1:4]
+strategy = tfd.create_strategy()
+
+import keras  # noqa: E402
+import mlp  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+config = tfd.ClusterConfig.from_env()
+is_victim = config is None or str(config.task) == victim
+x, y = mlp.data()
+STEPS = mlp.ROWS // mlp.BATCH
+on_servers = config is not None and "ps" in config.jobs
+READ = 3 if on_servers else 2 * STEPS  # batches, before nothing comes
+
+
+class InThirdEpoch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            print("NOW", flush=True)
+            if where == "callback" and is_victim:
+                time.sleep(1000)
+        if where == "pauses":
+            time.sleep(4)  # longer than steps may take
+
+
+def nothing_comes(number, late):
+    """Of a pipe into which nobody writes, once that many batches have been read."""
+    fifo = os.path.join(folder, "fifo")
+    if not os.path.exists(fifo):
+        os.mkfifo(fifo)
+    path = tf.where(number >= READ, fifo if late else os.devnull, os.devnull)
+    return tf.strings.length(tf.io.read_file(path))
+
+
+def python_sleeps(number):
+    if is_victim and int(number) >= READ:
+        time.sleep(1000)
+    return number
+
+
+def batch_of(number, late):
+    zero = tf.constant(0)
+    if where == "data":
+        zero = nothing_comes(number, late)
+    if where == "python":
+        tf.py_function(python_sleeps, [number], tf.int64)
+    rows = tf.range(mlp.BATCH) + tf.cast(number % STEPS, tf.int32) * mlp.BATCH + zero
+    return tf.gather(x, rows), tf.gather(y, rows)
+
+
+def batches(late):
+    return tf.data.Dataset.range(4 * STEPS).map(lambda number: batch_of(number, late))
+
+
+def batches_of_worker(context):
+    return batches(context.input_pipeline_id == int(victim[-1]))
+
+
+data = batches_of_worker if on_servers else batches(is_victim)
+model = tfd.distribute(mlp.build, strategy)
+model.fit(data, epochs=4, steps_per_epoch=STEPS, verbose=0, callbacks=[InThirdEpoch()])
+print("DONE", flush=True)

@@ -1,0 +1,176 @@
+"""A training that stands still ends by itself, and names the task and what it is at."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from real_tasks import PROGRAMS, tasks
+from warm_programs import run_program
+
+from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
+from tfdist_ext.training.agreement.stalls import Phases, Progress, who_stalls
+
+
+class TestPhases:
+    def test_a_phase_may_take_five_times_the_longest_before(self) -> None:
+        phases = Phases(60.0)
+        phases.enter("steps", now=0.0)
+        phases.enter("callbacks", now=20.0)
+        assert phases.limit == 300.0
+        phases.enter("steps", now=21.0)
+        assert phases.limit == 100.0
+        assert not any(phases.tick(1.0) for _ in range(99))
+        assert phases.tick(1.0)
+        assert str(phases).startswith("100 s in steps (the longest before took 20.0 s; more than")
+
+    def test_more_of_a_phase_is_progress(self) -> None:
+        phases = Phases(1.0)
+        for _ in range(50):
+            phases.enter("checkpoint")
+            assert not any(phases.tick(1.0) for _ in range(4))
+        assert phases.tick(1.0)
+
+    def test_code_between_trainings_takes_any_time(self) -> None:
+        phases = Phases(1.0)
+        with phases.of_call():
+            assert phases.name == "starting"
+            phases.enter("callbacks")
+            with phases.of_call():
+                phases.enter("steps")
+            assert phases.name == "callbacks"
+        assert not any(phases.tick(1000.0) for _ in range(1000))
+
+    @given(
+        st.lists(st.tuples(st.floats(0.001, 60), st.booleans()), min_size=1, max_size=1000),
+        st.floats(1, 600),
+    )
+    def test_no_alarm_where_compiling_takes_ten_times_a_step(
+        self, steps: list[tuple[float, bool]], timeout: float
+    ) -> None:
+        """However long the steps are, below the timeout; and whatever is compiled between them."""
+        phases, now = Phases(timeout), 0.0
+        for seconds, compiles in steps:
+            took = min(seconds, 0.9 * timeout)
+            for name, taken in (("compiling", 10 * took), ("steps", took)):
+                if name == "steps" or compiles:
+                    phases.enter(name, now)
+                    now += taken
+                    assert not phases.tick(taken)
+
+    @pytest.mark.parametrize(
+        ("text", "watched"),
+        [("5", True), ("0", False), ("-1", False), ("inf", False), ("nan", False), ("?", True)],
+    )
+    def test_of_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch, text: str, watched: bool
+    ) -> None:
+        monkeypatch.setenv(STALL_TIMEOUT, text)
+        assert (Phases.of_environment() is not None) == watched
+
+
+@pytest.mark.parametrize(
+    ("known", "task", "says"),
+    [
+        ([(7, ""), (6, "")], "worker:1", "worker:1 has stalled reading its data"),
+        (
+            [(7, ""), (6, "a.py:3 in f"), (6, "")],
+            "worker:1",
+            "worker:1 has stalled reading its data, at a.py:3 in f",
+        ),
+        (
+            [(7, ""), (7, "a.py:3 in f"), (7, "a.py:3 in f")],
+            "worker:1",
+            "worker:1 with worker:2 has stalled, at a.py:3 in f",
+        ),
+        ([(7, ""), (7, "")], "", "all workers have stalled"),
+        (
+            [(7, "a.py:3 in f"), (7, "b.py:1 in g")],
+            "",
+            "all workers have stalled, worker:0 at a.py:3 in f; worker:1 at b.py:1 in g",
+        ),
+    ],
+)
+def test_who_keeps_the_others(known: list[tuple[int, str]], task: str, says: str) -> None:
+    progress = {f"worker:{n}": Progress(3, *each) for n, each in enumerate(known)}
+    assert who_stalls(progress) == (task, says)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("callback", r"worker:1 has stalled: \d+ s in callbacks \(the longest before took"),
+        ("data", r"worker:1 has stalled reading its data: no step is done for \d+ s"),
+        pytest.param(
+            "python",
+            r"worker:1 has stalled reading its data, at \S*standing_still.py:\d+ in python_sleeps",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_worker_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, says: str
+) -> None:
+    monkeypatch.setenv(STALL_TIMEOUT, "3")
+    with tasks(
+        "standing_still.py", where, "worker:1", str(tmp_path),
+        folder=tmp_path, workers=2, ps=0,
+    ) as cluster:  # fmt: skip
+        cluster.start("worker:0", "worker:1")
+        assert cluster.status("worker:1", 90.0) == RESTART
+        assert cluster.status("worker:0", 30.0) == 1
+        assert re.search(f"PeerError: {says}", cluster.log("worker:0"))
+        assert re.search(f"tfdist: {says}", cluster.log("worker:1"))
+        for name in ("worker:0", "worker:1"):
+            assert "(most recent call first):" in cluster.log(name)
+
+
+def test_a_worker_of_a_parameter_server_job_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STALL_TIMEOUT, "3")
+    with tasks(
+        "standing_still.py", "data", "worker:1", str(tmp_path),
+        folder=tmp_path, workers=2, ps=1,
+    ) as cluster:  # fmt: skip
+        cluster.start("chief:0", "worker:0", "worker:1", "ps:0")
+        assert cluster.status("chief:0", 90.0) == RESTART
+        for name in ("worker:0", "worker:1", "ps:0"):
+            assert cluster.status(name, 30.0) == 1
+            assert "(most recent call first):" in cluster.log(name)
+        said = r"tfdist: chief:0 has stalled: \d+ s in steps .*; it waits for worker:1\."
+        assert re.search(said, cluster.log("chief:0"))
+
+
+def test_pauses_in_callbacks_are_no_stall(tmp_path: Path) -> None:
+    """In a process alone: pauses longer than what steps may take; then its data stops."""
+    for where, status in (("pauses", 0), ("data", RESTART)):
+        folder = tmp_path / where
+        folder.mkdir()
+        env = {**os.environ, STALL_TIMEOUT: "3"}
+        command = [sys.executable, str(PROGRAMS / "standing_still.py"), where, "", str(folder)]
+        run = run_program(command, folder, env=env, timeout=100)
+        assert run.returncode == status, run.stderr[-3000:]
+    assert "tfdist: this process has stalled: " in run.stderr
+
+
+def test_a_process_whose_threads_do_not_run_is_ended_by_another_one(tmp_path: Path) -> None:
+    """TensorFlow may hold Python's lock while it waits."""
+    program = (
+        "import time\nfrom tfdist_ext.strategies.heartbeat import Watcher\n"
+        "watcher = Watcher('chief:0', {}, 45.0)\n"
+        "watcher.expect(1.0, '')\nwatcher.expect(0.0, '')\ntime.sleep(3)\n"
+        "print('HERE', flush=True)\n"
+        "watcher.expect(2.0, 'chief:0 has stalled in steps')\ntime.sleep(50)"
+    )
+    command = [sys.executable, "-c", program]
+    run = run_program(command, tmp_path, env=dict(os.environ), timeout=30)
+    assert (run.returncode, run.stdout) == (-signal.SIGABRT, "HERE\n")
+    assert "tfdist: chief:0 has stalled in steps: it does not even answer itself." in run.stderr
+    assert "(most recent call first):" in run.stderr
