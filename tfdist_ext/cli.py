@@ -144,10 +144,15 @@ def _seconds(text: str) -> float:
 
 
 def _signal(text: str) -> signal.Signals:
-    try:
-        return signal.Signals[text if text.startswith("SIG") else f"SIG{text}"]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"a signal must be one as SIGUSR1, got {text!r}") from None
+    name = text if text.startswith("SIG") else f"SIG{text}"
+    if name not in _ASK_TO_END:
+        raise argparse.ArgumentTypeError(
+            f"a signal must be one of {', '.join(_ASK_TO_END)}, got {text!r}"
+        )
+    return signal.Signals[name]
+
+
+_ASK_TO_END = ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"]
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -253,7 +258,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     limits = Limits(options.grace, options.linger, options.timeout, options.preemption_signal)
     # Logs are always written, and deleted where no one will read them.
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
-    status = 0
+    status = 1
     try:
         status = run_with_restarts(planned, policy, log_dir=log_dir, env=env, limits=limits)
     finally:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,103 @@ def test_a_signal_to_the_launcher_is_no_reason_to_start_again(tfdist) -> None:
     assert said(err) == []
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 15
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# What is under way when the signal comes, and which one it is: the status and what is written.
+MOMENTS = {
+    "while the others end": (
+        """trap 'touch "$PLACE/now"; sleep 0.7; exit 1' TERM
+        [ $me = 1 ] && { sleep 0.5; exit 139; }
+        while true; do sleep 0.05; done""",
+        signal.SIGINT,
+        139,
+    ),
+    "while the others save after a preemption": (
+        """trap 'touch "$PLACE/now"; sleep 1.5; touch "$PLACE/saved"; exit 143' TERM
+        [ $me = 1 ] && { sleep 0.5; exit 143; }
+        while true; do sleep 0.05; done""",
+        signal.SIGTERM,
+        143,
+    ),
+    "while only a daemon is left": (
+        """[ $me = 1 ] && { sleep 0.5; exit 139; }
+        (trap '' TERM; sleep 0.7; touch "$PLACE/now"; sleep 1) & exit 0""",
+        signal.SIGTERM,
+        139,
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_while_a_run_ends_is_the_end_of_all(tfdist, tmp_path: Path, moment: str) -> None:
+    script, number, status = MOMENTS[moment]
+    launcher = tfdist(
+        "run", "--workers", "2", "--max-restarts", "3", "--", "sh", "-c", HEAD + script,
+        PLACE=str(tmp_path),
+    )  # fmt: skip
+    wait_for(tmp_path / "now")
+    for _ in range(2):  # as `timeout` sends it, to its child and to its group
+        launcher.send_signal(number)
+        time.sleep(0.05)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == status
+    assert said(err) == []
+    assert (tmp_path / "saved").exists() == ("save" in moment)
+
+
+def test_a_signal_between_two_starts(tfdist, tmp_path: Path) -> None:
+    """The launcher reserves ports, say: it is ended all the same, and its logs stay."""
+    program = """
+import os, signal, sys
+import tfdist_ext.launch.restarting as restarting
+says = restarting._say
+def say(text):
+    says(text)
+    os.kill(os.getpid(), signal.SIGUSR1)
+restarting._say = say
+from tfdist_ext.cli import main
+sys.argv[1:] = ["run", "--max-restarts", "3", "--preemption-signal", "USR1", "--", "false"]
+sys.argv[-1:] = ["sh", "-c", "exit 138"]
+sys.exit(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=30, capture_output=True, text=True
+    )
+    assert done.returncode == 143
+    assert said(done.stderr) == ["tfdist: restart 1 of 3"]
+    logs = done.stderr.split("tfdist: logs: ")[-1].strip()
+    assert (Path(logs) / "worker-0.log").exists()
+    shutil.rmtree(logs)
+
+
+def test_what_does_not_answer_is_left_out_and_not_who_says_so(tfdist) -> None:
+    script = """
+    [ $all = 2 ] && exit 0
+    [ $me = 2 ] && sleep 30
+    sleep 0.4; [ $me = 0 ] && echo "x.PeerError: worker:2 does not answer" && exit 1
+    sleep 30"""
+    options = ("--workers", "3", "--max-restarts", "3", "--min-workers", "2")
+    status, _, err = run(tfdist, script, *options)
+    assert status == 0
+    assert "worker 2 has failed 2 times in a row and is left out: 2 workers" in said(err)[-1]
+
+
+def test_a_training_that_is_done_when_it_should_grow_is_done(tfdist) -> None:
+    script = """
+    trap 'exit 0' TERM
+    [ $all = 1 ] || [ $me = 0 ] || kill -9 $$
+    while true; do sleep 0.05; done"""
+    options = ("--workers", "2", "--max-restarts", "3", "--min-workers", "1", "--grow-after", "1")
+    status, _, err = run(tfdist, script, *options)
+    assert status == 0
+    assert said(err)[-1].endswith("is left out: 1 workers")
+
+
 def test_a_task_that_was_preempted_makes_the_others_end_and_start_again(tfdist) -> None:
     script = """
     [ $n = 1 ] && exit 0
@@ -165,7 +265,8 @@ def test_numbers_are_checked_before_anything_starts(tfdist) -> None:
         (("--min-workers", "1", "--workers", "2"), "must come with --max-restarts"),
         (("--max-restarts", "1", "--min-workers", "3", "--workers", "2"), "must be from 1 to"),
         (("--restart-on", "oom"), "--restart-on must be exit codes from 1 to 255"),
-        (("--preemption-signal", "HELLO"), "a signal must be one as SIGUSR1, got 'HELLO'"),
+        (("--preemption-signal", "HELLO"), "a signal must be one of SIGTERM, SIGUSR1, "),
+        (("--preemption-signal", "KILL"), "SIGXCPU, got 'KILL'"),
     ):
         status, out, err = run(tfdist, "echo started", *options)
         assert (status, out) == (2, "")

@@ -24,13 +24,15 @@ class TaskProcess:
     """A task that was started. `returncode` is None until its first process has ended.
 
     Attributes:
-        ended_after: how long the run had lasted then, in seconds.
+        began: when it was started, in monotonic time.
+        ended_after: how long the run had lasted when it ended, in seconds.
     """
 
     def __init__(self, plan: TaskPlan, popen: subprocess.Popen[bytes]) -> None:
         self.plan = plan
         self.name = plan.name
         self.returncode: int | None = None
+        self.began = time.monotonic()
         self.ended_after = 0.0
         self._popen = popen
 
@@ -81,7 +83,6 @@ class ProcessSet:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.tasks: list[TaskProcess] = []
-        self._replaced: list[TaskProcess] = []
         self._guard = Guard(env)
 
     def start(self, plan: TaskPlan) -> TaskProcess:
@@ -111,7 +112,7 @@ class ProcessSet:
         """
         place = self.tasks.index(task)
         task.signal_group(signal.SIGKILL)  # what it has left behind
-        self._replaced.append(self.tasks.pop(place))
+        self.tasks.pop(place).close()  # what it has written was read
         again = self.start(task.plan)
         self.tasks.insert(place, self.tasks.pop())
         return again
@@ -158,7 +159,7 @@ class ProcessSet:
     def close(self) -> None:
         """Dismiss the watchdog and reap everything; after `end`."""
         self._guard.dismiss()
-        for task in [*self.tasks, *self._replaced]:
+        for task in self.tasks:
             task.close()
 
 

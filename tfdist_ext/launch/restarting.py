@@ -6,21 +6,26 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from tfdist_ext.launch.exit_codes import outcome_of
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.exit_codes import FAILED, outcome_of
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 from tfdist_ext.launch.run import RunResult, run_plan
+from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["RESTARTS", "RESULT", "Limits", "run_with_restarts"]
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 RESULT = "result.json"  # beside the logs: how the run has ended
+
+# (workers, folder of logs) -> the plan of one start, its ports reserved meanwhile.
+Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Limits:
 
 
 def run_with_restarts(
-    planned: Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]],
+    planned: Planned,
     policy: RestartPolicy,
     *,
     log_dir: Path,
@@ -55,28 +60,52 @@ def run_with_restarts(
     """
     began = time.monotonic()
     history = _History(policy)
+    stop = StopSignals(limits.preemption_signal)
+    (log_dir / RESULT).unlink(missing_ok=True)  # of another run
+    with stop.handled():
+        return _until_the_end(planned, history, stop, log_dir, env, limits, began)
+
+
+def _until_the_end(
+    planned: Planned,
+    history: _History,
+    stop: StopSignals,
+    log_dir: Path,
+    env: Mapping[str, str],
+    limits: Limits,
+    began: float,
+) -> int:
     while True:
         number = len(history.starts)
         left = limits.timeout
         if left is not None and number:
             left = max(0.0, round(left - (time.monotonic() - began), 1))
         history.begin()
-        with planned(history.workers, log_dir / f"restart-{number}" if number else log_dir) as plan:
-            result = run_plan(
-                plan,
-                env={**env, RESTARTS: str(number)},
-                grace=limits.grace,
-                linger=limits.linger,
-                timeout=left,
-                limit=policy.seconds_with(history.workers, history.past),
-                preemption_signal=limits.preemption_signal,
-                replaces=history.replaces,
-            )
+        folder = log_dir / f"restart-{number}" if number else log_dir
+        try:
+            with planned(history.workers, folder) as plan:
+                result = run_plan(
+                    plan,
+                    env={**env, RESTARTS: str(number)},
+                    grace=limits.grace,
+                    linger=limits.linger,
+                    timeout=left,
+                    limit=history.seconds_with(history.workers),
+                    stop=stop,
+                    replaces=history.replaces,
+                )
+        except LaunchError as error:
+            if not number:
+                raise
+            _say(f"not started again: {error}")
+            return FAILED
         goes_on = history.ended(result)
         if goes_on or number or result.exit_status:
             write_result(log_dir / RESULT, result, history.starts)
         if not goes_on:
             return result.exit_status
+        if stop.first is not None:  # in this moment
+            return stop.status
 
 
 class _History:
@@ -102,28 +131,33 @@ class _History:
         self._since = time.monotonic()
         self._gone.clear()
 
+    def seconds_with(self, workers: Sequence[int]) -> float | None:
+        """How long these workers may be without the others; None: any time."""
+        return self._policy.seconds_with(workers, self.past)
+
     def replaces(
-        self, task: str, status: int, raised: str
-    ) -> Literal["start", "leave out", "fail"]:
+        self, task: str, status: int, raised: str, seconds: float
+    ) -> tuple[Literal["start", "leave out", "fail"], float | None]:
         """What becomes of a worker that has failed, and whose work the others do."""
-        self._add(status, task, raised)
+        self._add(status, task, raised, seconds)
         following = next_attempt(self._policy, self.past)
         if following.workers is None:
             self.past.pop()  # it ends the start, whose end is told in a moment
-            return "fail"
+            return "fail", None
         _say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
         number = self._number_of(task)
         if number is None or number in following.workers:
-            return "start"
+            return "start", None
         self._gone.add(number)
-        return "leave out"
+        return "leave out", self.seconds_with(following.workers)
 
     def ended(self, result: RunResult) -> bool:
         """Take note of the end of a start; whether there is another one."""
         self._add(
             result.exit_status,
-            result.failed_task,
+            result.blamed if result.lost else result.failed_task,
             result.raised,
+            time.monotonic() - self._since,
             lost=result.lost,
             stopped=result.ended_by in ("signal", "timeout"),
             to_grow=result.ended_by == "limit",
@@ -137,12 +171,12 @@ class _History:
         self.workers = following.workers
         return True
 
-    def _add(self, status: int, task: str | None, raised: str, **how: bool) -> None:
+    def _add(self, status: int, task: str | None, raised: str, seconds: float, **how: bool) -> None:
         self.past.append(
             Attempt(
                 status=status,
                 workers=tuple(each for each in self.workers if each not in self._gone),
-                seconds=time.monotonic() - self._since,
+                seconds=seconds,
                 failed=self._number_of(task),
                 # An exit code of the script's own is no exception, whatever it has shown before.
                 raised=raised if status == 1 and not how.get("lost") else "",
@@ -153,7 +187,8 @@ class _History:
     def _number_of(self, task: str | None) -> int | None:
         """The number of a worker among all; None: it is no worker."""
         job, _, index = (task or "").partition(":")
-        return self.workers[int(index)] if job == "worker" else None
+        known = job == "worker" and index.isdigit() and int(index) < len(self.workers)
+        return self.workers[int(index)] if known else None  # it may be of another machine
 
 
 def _say(text: str) -> None:

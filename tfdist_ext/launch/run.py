@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
@@ -28,6 +28,7 @@ from tfdist_ext.launch.report import (
     shell_status,
     timeout_report,
 )
+from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["RunResult", "run_plan"]
 
@@ -40,9 +41,12 @@ _SETTLE = 5.0  # seconds for the task that another one blames to end by itself
 _GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
 
 
-# (task, its exit status, the Python exception in it) -> what becomes of a task that has failed, and
-# whose work the others do: it is started again, left out, or has failed the run.
-Replaces: TypeAlias = Callable[[str, int, str], Literal["start", "leave out", "fail"]]
+# (task, its exit status, the Python exception in it, seconds that it ran) -> what becomes of a task
+# that has failed, and whose work the others do: it is started again, left out, or has failed the
+# run; and the seconds from then on after which the run is ended to be started anew, None for any.
+Replaces: TypeAlias = Callable[
+    [str, int, str, float], tuple[Literal["start", "leave out", "fail"], float | None]
+]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout", "limit"]
 
 
@@ -58,6 +62,7 @@ class RunResult:
             failed before; None where none did.
         raised: the Python exception of that task, with its frames; "" where it was none.
         lost: that task, or another one that it needed, has not ended by itself: it does not answer.
+        blamed: the task that does not answer, where `failed_task` names one.
         ended_by: "tasks"; or what has ended them: "signal", "timeout", "limit" (see `run_plan`).
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -67,6 +72,7 @@ class RunResult:
     failed_task: str | None
     raised: str
     lost: bool
+    blamed: str | None
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -82,7 +88,7 @@ def run_plan(
     linger: float = 5.0,
     timeout: float | None = None,
     limit: float | None = None,
-    preemption_signal: signal.Signals = signal.SIGTERM,
+    stop: StopSignals | None = None,
     replaces: Replaces | None = None,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
@@ -102,8 +108,7 @@ def run_plan(
             most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds the whole run may take; None: any time.
-        preemption_signal: one that, sent to this process or to a task, asks the training to save
-            and end, as SIGTERM does.
+        stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
 
@@ -117,15 +122,15 @@ def run_plan(
             raise LaunchError(f"{name} must be a number of seconds of at least 0, got {seconds}")
     _check_open_files(len(plan.tasks))
     env = dict(os.environ if env is None else env)
-    env |= {GRACE: f"{grace:g}", PREEMPTION_SIGNAL: preemption_signal.name}
+    own = stop is None
+    stop = StopSignals() if stop is None else stop
+    env |= {GRACE: f"{grace:g}", PREEMPTION_SIGNAL: stop.preemption.name}
     stream = sys.stdout if stream is None else stream
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
     pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    run = _Run(
-        plan, env, pump, reporter, grace, linger, timeout, limit, preemption_signal, replaces
-    )
-    with run.signals():
+    run = _Run(plan, env, pump, reporter, grace, linger, timeout, limit, stop, replaces)
+    with stop.handled() if own else contextlib.nullcontext():
         return run.run()
 
 
@@ -159,7 +164,7 @@ class _Run:
     linger: float
     timeout: float | None
     limit: float | None
-    preemption_signal: signal.Signals
+    stop: StopSignals
     replaces: Replaces | None
     processes: ProcessSet = field(init=False)
     # SimpleQueue, because its put may be called in a signal handler.
@@ -171,36 +176,20 @@ class _Run:
     deadline: float | None = None
     status: int = 0
     ended_by: EndedBy = "tasks"
+    signalled: bool = False
     hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
     failed: TaskProcess | None = None
     victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
     others: Sequence[TaskProcess] = ()  # that were running when the ending began
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Take SIGINT, SIGTERM, SIGHUP and that of a preemption as events, where possible."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        wanted = [signal.SIGINT, signal.SIGTERM, *{self.preemption_signal} - {signal.SIGTERM}]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
-            wanted.append(signal.SIGHUP)
-        before = {
-            number: signal.signal(number, lambda got, _: self.events.put(signal.Signals(got)))
-            for number in wanted
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                # None: a handler that was not set from Python cannot be given back.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
         limits = [each for each in (self.timeout, self.limit) if each is not None]
         self.deadline = self.start + min(limits) if limits else None
         self.processes = processes = ProcessSet(self.env)
+        self.stop.tell = self.events.put
+        if self.stop.first is not None:  # while nothing ran
+            self.events.put(self.stop.first)
         try:
             for plan in self.plan.tasks:
                 task = processes.start(plan)
@@ -216,6 +205,13 @@ class _Run:
             processes.end()
             self.pump.close(give_up=self._output_given_up)
             processes.close()
+            self.stop.tell = int
+        if self.ended_by == "limit" and all(
+            task.returncode == 0 for task in processes.tasks if not self._serves(task)
+        ):
+            self.status, self.ended_by = 0, "tasks"  # done, a moment before its end
+        if self.stop.first is not None:
+            self.ended_by = "signal"
         self._say_why()
         self.report.write(log_report(self.pump.log_errors()))
         return RunResult(
@@ -223,6 +219,7 @@ class _Run:
             failed_task=None if self.failed is None else self.failed.name,
             raised="" if self.failed is None else self.pump.raised(self.failed.name),
             lost=self.victim is not None and self.failed is self.victim[0],
+            blamed=None if self.victim is None else self.victim[1].task,
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in processes.tasks},
             last_lines={task.name: self.pump.last_lines(task.name) for task in processes.tasks},
@@ -265,12 +262,16 @@ class _Run:
         self._begin_ending()
 
     def _signalled(self, number: signal.Signals) -> None:
-        if self.phase in (_Phase.ENDING, _Phase.KILLING):
+        if self.signalled:
             self._kill()
             return
-        preempted = number == self.preemption_signal
-        self.status, self.ended_by = PREEMPTED if preempted else 128 + number, "signal"
-        self.hurried = True
+        self.signalled = self.hurried = True
+        if self.phase in (_Phase.ENDING, _Phase.KILLING):
+            self.report.write(
+                f"tfdist: {number.name}: not started again; once more kills what is left at once\n"
+            )
+            return
+        self.status, self.ended_by = self.stop.status, "signal"
         self.report.write(
             f"tfdist: {number.name}: ending {len(self.processes.running())} tasks, for at most "
             f"{self._grace:g} s; once more kills them at once\n"
@@ -296,7 +297,8 @@ class _Run:
                 self._failure(task)
             elif task.name == self.plan.coordinator:
                 self.phase = _Phase.LINGERING
-                self.deadline = time.monotonic() + self.linger
+                lingers = time.monotonic() + self.linger
+                self.deadline = lingers if self.deadline is None else min(lingers, self.deadline)
         if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
             running = self.processes.running()
             if running and all(map(self._serves, running)):  # no task needs them: they never end
@@ -307,7 +309,12 @@ class _Run:
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
         status = shell_status(task.returncode or 0)
-        does = self.replaces(task.name, status, self.pump.raised(task.name))
+        seconds = time.monotonic() - task.began
+        does, limit = self.replaces(task.name, status, self.pump.raised(task.name), seconds)
+        if does == "leave out" and limit is not None:
+            self.limit = time.monotonic() - self.start + limit
+            ends = min(each for each in (self.timeout, self.limit) if each is not None)
+            self.deadline = self.start + ends
         if does == "start":
             again = self.processes.start_again(task)
             self.pump.add(again.name, again.output, again.plan.log_file)
@@ -370,8 +377,9 @@ class _Run:
         # Asked again and again: the end of what is not this process's own child is no event.
         while self.phase is _Phase.ENDING and self.processes.leftovers() and not self._late():
             with contextlib.suppress(queue.Empty):
-                self.events.get(timeout=0.05)
-                return  # all tasks have ended, so this is a second signal
+                event = self.events.get(timeout=0.05)
+                if isinstance(event, signal.Signals):  # all tasks have ended
+                    self._signalled(event)
 
     def _output_given_up(self) -> bool:
         """Whether a reader that does not read has had its time; asked after the last task."""

@@ -8,7 +8,7 @@ __all__ = ["TracebackReader"]
 
 _HEAD = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
-_ERROR = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(:.*)?")
+_ERROR = re.compile(r"(?P<kind>[A-Za-z_][\w.<>]*)(:.*)?")
 
 
 class TracebackReader:
