@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from training_cases import X, Y, assert_same_weights, mirrored
 
 import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints.chief import broadcast_arrays
 from tfdist_ext.training.checkpoints.state import callback_state, restore_callbacks
 
 EPOCHS = 8
@@ -129,6 +133,216 @@ class Knows(keras.callbacks.Callback):
         self.state = state
 
 
+class SignalAfter(keras.callbacks.Callback):
+    """SIGTERM to this process after some steps of a job."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopsAfter(keras.callbacks.Callback):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations.numpy()) == self.steps:
+            self.model.stop_training = True
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Before steps, and between them; of other numbers than those that are trained on."""
+
+    def __init__(self, model: list[tfd.DistributedModel]) -> None:
+        super().__init__()
+        self.of = model
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
+
+
+class SetsRate(keras.callbacks.Callback):
+    """A warm-up as users write it: begun where the training begins."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.04
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
+
+
+class CountsEpochs(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun += 1
+
+    def get_state(self) -> dict[str, int]:
+        return {"begun": self.begun}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.begun = state["begun"]
+
+
+def rates(model: list[tfd.DistributedModel]) -> list[Any]:
+    return [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+        CountsEpochs(),
+        Evaluates(model),
+    ]
+
+
+def rates_of_own(model: list[tfd.DistributedModel]) -> list[Any]:
+    return [SetsRate()]
+
+
+def stops(model: list[tfd.DistributedModel]) -> list[Any]:
+    return [StopsAfter(7)]
+
+
+# 13 steps after the second SIGTERM: one in each of the first epochs, or at the end of one.
+@pytest.mark.parametrize(
+    ("callbacks", "signals", "done"),
+    [(rates, (6, 5), 20), (rates_of_own, (6, 4), 20), (stops, (7,), 7)],
+    ids=["rates and metrics", "rate of the user's", "stopped in the same step"],
+)
+def test_a_job_that_is_ended_in_an_epoch_goes_on_as_one(
+    tmp_path: Path, callbacks: Any, signals: tuple[int, ...], done: int
+) -> None:
+    def train(folder: str, *more: Any) -> tuple[tfd.DistributedModel, Any, list[Any]]:
+        keras.utils.set_random_seed(7)
+        model = tfd.distribute(build, mirrored(2))
+        used = callbacks([model])
+        history = model.fit(
+            X[:75], Y[:75], batch_size=15, epochs=4, verbose=0, callbacks=[*used, *more],
+            checkpoint_dir=tmp_path / folder,
+        )  # fmt: skip
+        return model, history, used
+
+    expected, history, used = train("whole")
+    for steps in signals:
+        with pytest.raises(SystemExit) as ended:
+            train("hurt", SignalAfter(steps))
+        assert ended.value.code == 143
+    model, resumed, found = train("hurt")
+    assert int(model.optimizer.iterations.numpy()) == done
+    assert_same_weights(expected, model)
+    for name, values in resumed.history.items():
+        np.testing.assert_allclose(values, history.history[name][: len(values)], rtol=1e-5)
+    if callbacks is rates:
+        assert found[1].begun == used[1].begun == 4
+        assert len(resumed.epoch) == 4
+
+
+def test_arrays_go_on_in_an_epoch_with_batches_of_the_same_size_alone(tmp_path: Path) -> None:
+    def train(batch_size: int, *callbacks: Any) -> None:
+        model = tfd.distribute(build, mirrored(2))
+        model.fit(
+            X[:60], Y[:60], batch_size=batch_size, epochs=2, verbose=0, callbacks=[*callbacks],
+            checkpoint_dir=tmp_path / "checkpoints",
+        )  # fmt: skip
+
+    files = keras.callbacks.ModelCheckpoint(tmp_path / "of-{epoch}-{batch}.keras", save_freq=2)
+    with pytest.raises(SystemExit):
+        train(10, files, SignalAfter(3))
+    with pytest.raises(tfd.TrainingError, match="must be 10 in the middle of an epoch, got 12"):
+        train(12)
+    files = keras.callbacks.ModelCheckpoint(tmp_path / "of-{epoch}-{batch}.keras", save_freq=2)
+    train(10, files)
+    names = {path.stem for path in tmp_path.glob("of-*.keras")}
+    assert names == {f"of-{epoch}-{batch}" for epoch in (1, 2) for batch in (2, 4, 6)}
+
+
+def test_a_process_that_was_forked_ends_by_sigterm_and_tells_nobody(tmp_path: Path) -> None:
+    class Forks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            child = os.fork()
+            if child == 0:
+                signal.sigtimedwait([], 20.0)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(child, signal.SIGTERM)
+            statuses.append(os.waitpid(child, 0)[1])
+
+    statuses: list[int] = []
+    model = tfd.distribute(build, mirrored(2))
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[Forks()], checkpoint_dir=tmp_path / "c")
+    assert statuses == [signal.SIGTERM] * 2
+
+
+def test_a_signal_after_the_last_step_is_obeyed(tmp_path: Path) -> None:
+    class AtTheEnd(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            for variable in self.model.trainable_variables:
+                variable.assign(0.5 * variable)
+            if sends:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def train() -> Any:
+        keras.utils.set_random_seed(7)
+        model = tfd.distribute(build, mirrored(2))
+        model.fit(X, Y, epochs=1, verbose=0, callbacks=[AtTheEnd()], checkpoint_dir=tmp_path)
+        return model
+
+    sends = True
+    with pytest.raises(SystemExit):
+        train()
+    assert tfd.training_is_done(tmp_path)
+    sends = False
+    once, twice = train(), train()  # there is nothing left to do, at its end, too
+    (last,) = tmp_path.glob("last-*.h5")
+    saved = tfd.distribute(build, mirrored(2))
+    saved.restore_checkpoint(last)
+    for model in (once, twice):
+        assert_same_weights(saved, model)
+
+
+def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
+    early = keras.callbacks.EarlyStopping
+    loss, other = early("loss"), early("val_loss")
+    loss.best, other.best = 1.0, 54.0
+    state = callback_state([loss, other], stopped=False)
+    found = [early("accuracy"), early("val_loss"), early("loss")]
+    restore_callbacks(state, found)
+    assert [each.best for each in found] == [None, 54.0, 1.0]
+
+
+def test_of_keras_own_what_cannot_be_stored_is_left_out() -> None:
+    history = keras.callbacks.History()
+    history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
+    with pytest.warns(UserWarning, match="'when' of History is not in the checkpoint"):
+        state = callback_state([history], stopped=False)
+    found = keras.callbacks.History()
+    restore_callbacks(state, [found])
+    assert (found.epoch, found.history) == ([0], {"loss": [1.0]})
+
+
+def test_arrays_from_the_chief_are_those_that_it_has() -> None:
+    class OnChief:
+        multi_worker = is_chief = True
+
+        def from_chief(self, value: Any) -> np.ndarray:
+            return np.asarray(value)
+
+    sent = {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(3, ml_dtypes.bfloat16), "c": X[:0]}
+    received = broadcast_arrays(OnChief(), sent)  # type: ignore[arg-type]
+    for name, array in sent.items():
+        assert received[name].dtype == array.dtype
+        np.testing.assert_array_equal(received[name], array)
+        received[name] += 1  # callbacks count on
+
+
 def test_what_a_state_may_be() -> None:
     given = [
         {"n": 3, "x": 0.1 + 0.2, "none": None, "yes": True, "inf": float("inf"), "text": "ä"},
@@ -152,7 +366,7 @@ def test_a_callback_that_was_not_there_begins_anew() -> None:
     assert (found[0].wait, found[1].state, found[2].state) == (0, 1, "new")
 
 
-@pytest.mark.parametrize("state", [{"model": keras.layers.Dense(1)}, np.array(["a", None])])
+@pytest.mark.parametrize("state", [{"model": keras.layers.Dense(1)}, np.array(["a", None]), {1: 2}])
 def test_what_cannot_be_stored_is_refused(state: Any) -> None:
     with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must be numbers, texts"):
         callback_state([Knows(state)], stopped=False)

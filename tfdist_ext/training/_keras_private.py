@@ -495,10 +495,13 @@ _REMEMBERED: dict[type[keras.callbacks.Callback], Sequence[str]] = {
         "best", "best_epoch", "best_weights", "stopped_epoch", "wait"
     ),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
+    keras.callbacks.ModelCheckpoint: (
+        "best", "_batches_seen_since_last_saving", "_last_batch_seen"
+    ),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.CSVLogger: ("keys",),
 }  # fmt: skip
 
 

@@ -102,14 +102,14 @@ class Loop:
             with peers.meeting(f"{where}before its first step"):
                 # Told to stop before the first batch, Keras still runs that one.
                 one_only = self._reduction.any_worker(self._stopped)
-                program.reset(resume=data.resumed)
+                program.reset(resume=data.completed > 0)
             while data.steps is None or done < data.steps:
                 left = None if data.steps is None else data.steps - done
                 if self._listener is not None and (most := self._listener.max_steps()) is not None:
                     left = most if left is None else min(left, most)
                 n = pace.next(1 if one_only else left)
                 peers.enters("callbacks")
-                self._begin(done)
+                self._begin(data.completed + done)
                 peers.enters("steps")
                 started = time.perf_counter()
                 with peers.meeting(f"{where}steps after {done}"):
@@ -118,23 +118,27 @@ class Loop:
                 raise_if_interrupted()
                 pace.record(result.chief_seconds)
                 if result.steps == 0:
-                    logs = result.logs if data.resumed else logs
+                    logs = result.logs if data.completed else logs
                     break
                 done += result.steps
                 peers.reached(f"{where}step {done}")
                 logs = result.logs
                 data.advance(result.steps)
                 peers.enters("callbacks")
-                self._end(done - 1, logs)
-                peers.enters("checkpoint")
-                if self._listener is not None:  # after callbacks, whose state it may write
-                    self._listener.steps_done(
-                        result.steps, logs, epoch_ends=done == data.steps, told=result.told
-                    )
+                self._end(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
                 if self._by_batch:
                     with peers.meeting(f"{where}stop after {done}?"):
                         stop = self._reduction.any_worker(stop)
+                peers.enters("checkpoint")
+                if self._listener is not None:  # after callbacks, whose state it may write
+                    self._listener.steps_done(
+                        result.steps,
+                        logs,
+                        epoch_ends=done == data.steps,
+                        stopped=stop,
+                        told=result.told,
+                    )
                 if stop:
                     setattr(self._model, self._stop_flag, True)
                     break
@@ -201,6 +205,11 @@ class Epochs:
         """Global batches in an epoch; None until a first one has told."""
         return self._requested or self._batches.steps or self._seen
 
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a global batch; None where only reading tells."""
+        return self._batches.batch_size
+
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
         """The next epoch, between the data's own hooks."""
@@ -216,10 +225,10 @@ class Epochs:
         batches.on_epoch_begin()
         try:
             self._begin(steps, known)
-            resumed, counts_rows = completed > 0, batches.needs_row_count
+            counts_rows = batches.needs_row_count
             in_memory = None if batches.arrays is None else batches.batch_size
             yield Epoch(
-                self._iterator, steps, known, counts_rows, resumed, batches.advance, in_memory
+                self._iterator, steps, known, counts_rows, completed, batches.advance, in_memory
             )
         finally:
             batches.on_epoch_end()

@@ -7,10 +7,11 @@ together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +55,7 @@ from tfdist_ext.training.callbacks.in_cluster import (
 )
 from tfdist_ext.training.checkpoints.chief import broadcast_state, run_on_chief
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
+from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
@@ -101,6 +103,7 @@ class DistributedModel(SavingMixin):
         self._synchronize_batch_norm = synchronize_batch_norm
         self._built_for = None
         self._progress = Progress()
+        self._keeps_metrics = False
         self._validation: Epochs | None = None  # of the running fit
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
@@ -243,6 +246,7 @@ class DistributedModel(SavingMixin):
         )
         self._model.stop_training = False
         initial_epoch = saved.resume(train, initial_epoch)
+        self._engine.state_is_restored()
         with (
             saved.training(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
@@ -275,7 +279,8 @@ class DistributedModel(SavingMixin):
         for epoch in epochs:
             peers.enters("callbacks")
             hooks.on_epoch_begin(epoch)
-            with train.next() as data:
+            saved.epoch_has_begun()
+            with train.next() as data, self._metrics_are_of_training():
                 logs, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
             complete = train.is_done(data, steps, stopped=bool(model.stop_training))
             if validate is not None and validates(epoch, validation_freq):
@@ -304,6 +309,15 @@ class DistributedModel(SavingMixin):
         if told:
             raise SystemExit(PREEMPTED)
         return model.history
+
+    @contextlib.contextmanager
+    def _metrics_are_of_training(self) -> Iterator[None]:
+        """Scope of an epoch's steps, whose metrics an `evaluate` of a callback leaves alone."""
+        self._keeps_metrics = True
+        try:
+            yield
+        finally:
+            self._keeps_metrics = False
 
     @overridable
     @on_every_worker
@@ -485,6 +499,8 @@ class DistributedModel(SavingMixin):
 
     def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
         self._model.stop_evaluating = False
+        metrics = self._model.metrics_variables if self._keeps_metrics else ()
+        kept = [(variable, whole_value(variable)) for variable in metrics]
         hooks.on_test_begin()
         epochs.rewind()
         with epochs.next() as data:
@@ -492,6 +508,8 @@ class DistributedModel(SavingMixin):
             logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
+        for variable, value in kept:
+            assign_whole(variable, value)
         return logs
 
     def _callbacks(

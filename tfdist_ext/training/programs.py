@@ -72,6 +72,9 @@ class EngineBase(ABC, Generic[_Reduction]):
         """Whether `fit` knows at each step where it is in this data."""
         return isinstance(data, ShardedDataset)
 
+    def state_is_restored(self) -> None:
+        """The model, and the generator of random numbers, have the state of a checkpoint."""
+
     def saves_to(self, folder: Path | None) -> None:
         """Where the checkpoints of a `fit` are, for a message when another task is frozen."""
 

@@ -139,8 +139,13 @@ class StepListener(Protocol):
     def max_steps(self) -> int | None:
         """How many steps may be done before it is to be told; None: any number."""
 
-    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool, told: bool) -> None:
+    def steps_done(
+        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
+    ) -> None:
         """Called after that many more global batches; `logs` are over the epoch so far.
+
+        Args:
+            stopped: a callback has told the training to stop.
 
         Raises:
             SystemExit: `told`, a task was told to end, and this is a place to go on from.
@@ -286,6 +291,9 @@ class Engine(Protocol):
     def keeps_position(self, data: Any) -> bool:
         """Whether `fit` knows at each step where it is in this data."""
 
+    def state_is_restored(self) -> None:
+        """The model, and the generator of random numbers, have the state of a checkpoint."""
+
     def saves_to(self, folder: Path | None) -> None:
         """Where the checkpoints of a `fit` are, for a message when another task is frozen."""
 
@@ -371,7 +379,7 @@ class Epoch:
         steps: global batches to do; None: until the data ends.
         known_length: whether there are that many for sure.
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
-        resumed: it is the rest of an epoch, whose first batches are in the metrics already.
+        completed: global batches of the same epoch that are in the metrics already.
         advance: to be told how many batches were used, after each execution.
         batch_size: examples of a global batch, of data that is in memory; else None.
     """
@@ -380,6 +388,6 @@ class Epoch:
     steps: int | None
     known_length: bool
     needs_row_count: bool
-    resumed: bool
+    completed: int
     advance: Callable[[int], None]
     batch_size: int | None = None

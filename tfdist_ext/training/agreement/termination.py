@@ -68,9 +68,11 @@ class Termination:
             signal.set_wakeup_fd(before)
         for each in ours:
             signal.signal(each, self._end)
+        _taken.update(ours)
         try:
             yield
         finally:
+            _taken.difference_update(ours)
             for each in ours:
                 signal.signal(each, signal.SIG_DFL)
             if before == -1:
@@ -78,13 +80,18 @@ class Termination:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Scope in which the signal is only noted; whoever opens it looks at `received`."""
+        """Scope in which the signal is only noted; whoever opens it looks at `received`.
+
+        Raises:
+            SystemExit: at its end, where one has come that nobody has obeyed.
+        """
         self.only_noted = True
         try:
             with self.handled():
                 yield
         finally:
             self.only_noted = False
+        self.check()
 
     def check(self, *, failed: bool = False) -> None:
         """Raise the SystemExit that was deferred, or lost, as one raised in a finalizer is.
@@ -108,3 +115,18 @@ class Termination:
 
     def _note(self) -> None:
         self.received = self.received or time.monotonic()
+
+
+_taken: set[signal.Signals] = set()  # by this process
+
+
+def _give_back_in_child() -> None:
+    """A process that was forked, as a loader of data is, ends by SIGTERM, and tells nobody."""
+    if _taken:
+        signal.set_wakeup_fd(-1)
+        for each in _taken:
+            signal.signal(each, signal.SIG_DFL)
+        _taken.clear()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.file import BLOCK_BYTES, assign_rows, blocks, read_rows
@@ -57,12 +58,13 @@ def broadcast_arrays(
     """The chief's arrays by name, on every worker; every worker must call."""
     if not reduction.multi_worker:
         return dict(arrays)
-    head = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    head = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
     received = {}
     for name, (dtype, shape) in json.loads(broadcast_text(reduction, json.dumps(head))).items():
         mine = arrays[name].tobytes() if name in arrays else b""
         data = broadcast_bytes(reduction, mine)
-        received[name] = np.frombuffer(data, dtype).reshape(shape)
+        like = tf.as_dtype(dtype).as_numpy_dtype  # bfloat16, too
+        received[name] = np.frombuffer(bytearray(data), like).reshape(shape)
     return received
 
 

@@ -293,6 +293,7 @@ class Progress:
         first_epoch: the epoch in which the data was at its beginning.
         seed: where the order of examples starts; 0 where none are shuffled.
         batches: global batches of the next epoch that are done already.
+        batch_size: examples in each of them, where the data is arrays; else 0.
         data: the state of a ShardedDataset, as JSON; empty with other data.
     """
 
@@ -301,6 +302,7 @@ class Progress:
     first_epoch: int = 0
     seed: int = 0
     batches: int = 0
+    batch_size: int = 0
     data: str = ""
 
     @classmethod

@@ -21,8 +21,10 @@ from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.strategies.liveness import say
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import run_on_chief
+from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.folder import (
     LAST,
     CheckpointFolder,
@@ -83,9 +85,12 @@ class CheckpointManager:
         self._inside = False  # whether the training may begin in the middle of an epoch
         self._every = every
         self._epochs = epochs
+        self._batch_size = 0  # of arrays
         self._in_epoch = 0  # global batches of the current epoch that are done
         self._since = 0  # global batches since the last checkpoint
         self._known = CallbackState()  # what callbacks knew in the checkpoint that was restored
+        self._rates: list[tuple[keras.Variable, np.ndarray]] = []  # in that checkpoint
+        self._metrics: list[tuple[keras.Variable, np.ndarray]] = []
         self._stopped = False  # one of them has told the training to stop
         self._saved = -1  # epochs that are done in the checkpoint that this fit has written last
         if data is not None:
@@ -110,7 +115,8 @@ class CheckpointManager:
         """
         checkpoints = {} if self._files is None else self._files.index.checkpoints
         latest = next(reversed(checkpoints.values()), Progress())
-        seed = latest.seed or random.randint(1, 2**31 - 1)
+        drawn = random.randint(1, 2**31 - 1)  # also where it is not needed: the next fit draws, too
+        seed = latest.seed or drawn
         self._progress = replace(self._progress, seed=int(self._reduction.from_chief(seed)))
         return self._progress.seed
 
@@ -118,6 +124,7 @@ class CheckpointManager:
         """Before the model is built: whether it can be saved in the middle of an epoch."""
         if self._data is None:
             self._check_every(data.can_begin_anywhere)
+            self._batch_size = data.batch_size or 0
 
     def _check_every(self, inside: bool) -> None:
         self._inside = inside
@@ -139,7 +146,12 @@ class CheckpointManager:
         Args:
             initial_epoch: the epoch where there is nothing to resume from.
         """
-        self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
+        self._progress = replace(
+            self._progress,
+            epoch=initial_epoch,
+            first_epoch=initial_epoch,
+            batch_size=self._batch_size,
+        )
         if self._files is None:
             return initial_epoch
         index = self._files.index
@@ -149,7 +161,10 @@ class CheckpointManager:
             return initial_epoch
         path = self._files.path / (name or "")
         self._progress, self._known = restore_checkpoint(self._model, self._reduction, path)
-        continue_log_files(self._known, self._callbacks)
+        self._rates, self._metrics = (
+            [(variable, whole_value(variable)) for variable in variables]
+            for variables in (_rates_of(self._model), self._model.metrics_variables)
+        )
         self._latest = (name or "", self._progress)
         as_before = bool(self._progress.data) == (self._data is not None)
         if self._progress.batches and not (self._inside and as_before):
@@ -159,6 +174,15 @@ class CheckpointManager:
                 f" {self._files.path} is of the middle of an epoch, after"
                 f" {self._progress.batches} global batches."
             )
+        before = self._progress.batch_size
+        if self._progress.batches and before and before != self._batch_size:
+            raise TrainingError(
+                f"the batch size must be {before} in the middle of an epoch, got"
+                f" {self._batch_size}: the checkpoint in {self._files.path} is after"
+                f" {self._progress.batches} global batches of that size. Go on with it to the end"
+                " of the epoch, or with another checkpoint_dir."
+            )
+        self._progress = replace(self._progress, batch_size=self._batch_size)
         self._was_done = self._reduction.any_worker(last is not None)
         if self._reduction.is_chief:
             say(self._what_is_resumed(self._files, path))
@@ -172,6 +196,8 @@ class CheckpointManager:
             return max(self._epochs, self._progress.epoch)
         index.epochs_when_done = None
         self._by_chief(self._files.write_index)
+        if self._reduction.is_chief:
+            continue_log_files(self._known, self._callbacks)
         if self._data is not None:
             self._in_epoch = self._progress.batches if self._progress.data else 0
             data.begin_at_position(completed=self._in_epoch)
@@ -185,25 +211,41 @@ class CheckpointManager:
         """After `on_train_begin`: give callbacks what they knew; whether one had said to stop."""
         if not self._known:
             return False
+        self._put_back(metrics=False)
         return restore_callbacks(self._known, self._with_history)
+
+    def epoch_has_begun(self) -> None:
+        """After `on_epoch_begin`, which callbacks have seen before in an epoch that goes on."""
+        if self._known and self._progress.batches:
+            self._put_back(metrics=True)
+            restore_callbacks(self._known, self._with_history)
+        self._known = CallbackState()
+
+    def _put_back(self, *, metrics: bool) -> None:
+        """Rates and metrics of the checkpoint: hooks that have run before have set others."""
+        for variable, value in [*self._rates, *(self._metrics if metrics else ())]:
+            assign_whole(variable, value)
 
     def max_steps(self) -> int | None:
         """How many global batches there may be before the next checkpoint; None: any number."""
         return None if self._every is None else self._every - self._since
 
-    def steps_done(self, steps: int, logs: Logs, *, epoch_ends: bool, told: bool) -> None:
+    def steps_done(
+        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
+    ) -> None:
         """Write a checkpoint whenever `every` global batches more are done, and at a signal.
 
         Raises:
             SystemExit: `told`, a task has got a signal to end, and the epoch is not done.
         """
+        self._stopped = stopped
         self._since += steps
         self._in_epoch += steps
         due = self._every is not None and self._since >= self._every
         if due:
             self._since = 0
         # At the end of an epoch there is one anyway, when callbacks have seen it.
-        if epoch_ends or (self._data is not None and not self._data.steps_done):
+        if epoch_ends or (self._data is not None and self._inside and not self._data.steps_done):
             return
         if (due or told) and self._inside and _is_finite(logs):
             self._progress = replace(self._progress, batches=self._in_epoch)
@@ -240,7 +282,12 @@ class CheckpointManager:
 
     def training_is_done(self, logs: Logs) -> None:
         """Save the state at the end of `fit`, and say in the index that it is the end."""
-        if self._files is None or self._was_done:
+        if self._files is None:
+            return
+        if self._was_done:  # what hooks make of its end, they had made of it before
+            assert self._latest is not None
+            path = self._files.path / self._latest[0]
+            restore_checkpoint(self._model, self._reduction, path)
             return
         finite = _is_finite(logs)
         if finite:
@@ -361,6 +408,16 @@ def _may_change_model(callback: keras.callbacks.Callback) -> bool:
         return True
     method = getattr(callback.on_train_end, "__func__", None)
     return method not in [kind.on_train_end for kind in _ONLY_LOOK]
+
+
+def _rates_of(model: keras.Model) -> list[keras.Variable]:
+    """The learning rates that are variables."""
+    rates = [
+        kp.step_variables(optimizer)[1]
+        for optimizer in optimizers_of(model).values()
+        if isinstance(optimizer, keras.optimizers.Optimizer)
+    ]
+    return [rate for rate in rates if rate is not None]
 
 
 def _completed(progress: Progress) -> str:

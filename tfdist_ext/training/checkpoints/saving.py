@@ -47,7 +47,7 @@ from tfdist_ext.training.checkpoints.file import (
 )
 from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import MODEL, CallbackState, kinds_of, matching, state_of
-from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
+from tfdist_ext.training.protocols import Engine, Reduction, Specs, on_every_worker
 
 __all__ = [
     "Progress",
@@ -74,6 +74,7 @@ class SavingMixin:
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
+    _engine: Engine
     _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
@@ -138,6 +139,7 @@ class SavingMixin:
         path = local_path(path)
         self._build_optimizer()
         self._progress, _ = restore_checkpoint(self._model, self._reduction, path)
+        self._engine.state_is_restored()
         return self._progress
 
     def _build_optimizer(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -248,8 +249,8 @@ def callback_state(callbacks: Callbacks, *, stopped: bool) -> CallbackState:
     arrays: CallbackState = {}
     states = {}
     for name, callback in _named_callbacks(callbacks):
-        if (state := _state_of(callback)) is not None:
-            states[name] = _without_arrays(state, arrays, f"get_state() of {name}")
+        if state := _state_of(callback, name, arrays):
+            states[name] = state
     text = json.dumps({"stopped": stopped, "callbacks": states})
     return {_JSON: np.frombuffer(text.encode(), np.uint8), **arrays}
 
@@ -278,55 +279,87 @@ def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
                     file.truncate(saved[name]["bytes"])
 
 
+# By what two callbacks of one class are told apart, and recognized in another job.
+_SETTINGS = ("monitor", "filepath", "filename", "log_dir")
+
+
 def _named_callbacks(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """(class, or class#1 for the second one of it; callback)."""
+    """(class and settings, with #1 for the second one of them; callback)."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
-        name = type(callback).__name__
+        settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
+        name = " ".join([type(callback).__qualname__, *filter(None, settings)])
         yield (f"{name}#{seen[name]}" if seen[name] else name), callback
         seen[name] += 1
 
 
-def _state_of(callback: keras.callbacks.Callback) -> Any:
+def _state_of(callback: keras.callbacks.Callback, name: str, arrays: CallbackState) -> Any:
+    """What is stored of a callback: what the user gives, and what Keras's own classes know."""
+    state: dict[str, Any] = {}
     if hasattr(callback, "get_state"):
-        return callback.get_state()
+        where = f"get_state() of {name}"
+        state["own"] = _without_arrays(callback.get_state(), arrays, where)
+    known = {each: getattr(callback, each, None) for each in kp.remembered_by(callback)}
+    if known:
+        state["known"] = _without_arrays(known, arrays, name, strict=False)
     if isinstance(callback, keras.callbacks.CSVLogger):
         if callback.csv_file is not None and not callback.csv_file.closed:
             callback.csv_file.flush()
         path = Path(callback.filename)
-        return {"bytes": path.stat().st_size} if path.is_file() else None
-    names = kp.remembered_by(callback)
-    return {name: getattr(callback, name) for name in names if hasattr(callback, name)} or None
+        state["bytes"] = path.stat().st_size if path.is_file() else 0
+    return state
 
 
-def _give(callback: keras.callbacks.Callback, state: Any) -> None:
-    if hasattr(callback, "set_state"):
-        callback.set_state(state)
-    elif isinstance(state, Mapping):
-        for name in kp.remembered_by(callback):
-            if name in state:
-                setattr(callback, name, state[name])
+def _give(callback: keras.callbacks.Callback, state: Mapping[str, Any]) -> None:
+    for name, value in state.get("known", {}).items():
+        if name in kp.remembered_by(callback):
+            setattr(callback, name, value)
+    if "own" in state and hasattr(callback, "set_state"):
+        callback.set_state(state["own"])
 
 
-def _without_arrays(value: Any, arrays: CallbackState, where: str) -> Any:
-    """The value as JSON has it, its arrays put into `arrays`."""
+def _without_arrays(value: Any, arrays: CallbackState, where: str, *, strict: bool = True) -> Any:
+    """The value as JSON has it, its arrays put into `arrays`.
+
+    Args:
+        strict: what cannot be stored is an error; else it is left out of its dict, with a warning.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _without_arrays(each, arrays, where) for key, each in value.items()}
+        stored = {}
+        for key, each in value.items():
+            try:
+                if not isinstance(key, str):
+                    raise _cannot_be_stored(where, f"the key {key!r}")
+                stored[key] = _without_arrays(each, arrays, where, strict=strict)
+            except TrainingError:
+                if strict:
+                    raise
+                warnings.warn(
+                    f"{key!r} of {where} is not in the checkpoint: it holds a"
+                    f" {type(each).__name__}, and can hold numbers, texts, arrays, lists and dicts."
+                    " A training that is resumed begins without it.",
+                    stacklevel=2,
+                )
+        return stored
     if isinstance(value, list | tuple):
         return [_without_arrays(each, arrays, where) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.asarray(value)
-    if array.dtype == object or array.dtype.kind in "USM":
-        raise TrainingError(
-            f"{where} must be numbers, texts, arrays of numbers, and lists and dicts of them, got"
-            f" a {type(value).__name__}: leave it out, or give what it can be made of again."
-        )
+    if array.dtype == object or array.dtype.kind in "USMm":
+        raise _cannot_be_stored(where, f"a {type(value).__name__}")
     if not array.shape and array.dtype.kind in "biuf":
         return array.item()
     key = str(len(arrays))
     arrays[key] = array
     return {_ARRAY: key}
+
+
+def _cannot_be_stored(where: str, what: str) -> TrainingError:
+    return TrainingError(
+        f"{where} must be numbers, texts, arrays of numbers, and lists and dicts of them by texts,"
+        f" got {what}: leave it out, or give what it can be made of again."
+    )
 
 
 def _with_arrays(value: Any, arrays: CallbackState) -> Any:

@@ -105,6 +105,10 @@ class Seeds:
             generator.state.assign(state)
         self._last = of_thread, state
 
+    def forget(self) -> None:
+        """Begin anew where the calling thread's generator is; every worker must call."""
+        self._last = None
+
     def end(self) -> None:
         """Leave the calling thread's generator where the replicas' are."""
         if self._last is not None:

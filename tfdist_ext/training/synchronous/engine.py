@@ -52,6 +52,9 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
             return batches_of_function(data[0], self.reduction, *data[1:], **options)
         return read(*data, **options)
 
+    def state_is_restored(self) -> None:
+        self._seeds.forget()
+
     def feed(self, batches: GlobalBatches) -> Iterable[Parts]:
         """The input that the programs iterate over: the parts of this task's replicas."""
         on = self.reduction
