@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +176,81 @@ def test_a_task_that_has_started_already_is_not_waited_for(place: int) -> None:
 
             threading.Thread(target=answer, daemon=True).start()
             assert outcomes([card(f"worker:{1 - place}", jobs)]) == [""]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("says", "what"),
+    [(b"HTTP/1.0 400 Bad request\r\n\r\n", ", where another program answers"), (b"", "")],
+    ids=["a web server", "a proxy that closes"],
+)
+def test_another_program_at_an_address_is_no_task(place: int, says: bytes, what: str) -> None:
+    with cluster(worker=2) as jobs:
+        address = jobs["worker"][place]
+        host, _, port = address.rpartition(":")
+        with socket.create_server((host, int(port))) as server:
+
+            def answer() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        connection, _ = server.accept()
+                        connection.recv(100)
+                        connection.sendall(says)
+                        connection.close()
+
+            threading.Thread(target=answer, daemon=True).start()
+            (found,) = outcomes([card(f"worker:{1 - place}", jobs)], wait=1.5)
+    assert found == f"no answer from worker:{place} ({address}{what})"
+
+
+def send_card(jobs: Any, **fields: Any) -> socket.socket:
+    """A connection to the leader that has sent the card of worker:1, with these fields."""
+    own = card("worker:1", jobs)
+    message = {"task": "worker:1", "digest": own.digest, "key": "k", "versions": VERSIONS}
+    message |= {"devices": {"GPU": 0}, **fields}
+    host, _, port = jobs["worker"][0].rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(json.dumps(message).encode() + b"\n")
+    return connection
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"versions": []}, {"devices": None}, {"digest": "x"}, {}],
+    ids=["no versions", "no devices", "no cluster", "reset"],
+)
+def test_a_card_that_is_none_and_a_task_that_is_reset_take_no_name(fields: dict[str, Any]) -> None:
+    with cluster(worker=2) as jobs, ThreadPoolExecutor(2) as pool:
+        first = start(pool, card("worker:0", jobs))
+        time.sleep(0.3)
+        with send_card(jobs, **fields) as connection:
+            if fields.get("digest"):
+                connection.sendall(b'{"cluster": null}\n')
+            time.sleep(0.3)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        second = start(pool, card("worker:1", jobs), delay=0.3)
+        assert (first.result(), second.result()) == (None, None)
+
+
+def test_a_slow_name_does_not_make_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader speaks to those who are there while it still looks for the rest."""
+    monkeypatch.setattr(module, "_ANSWER", 0.3)
+
+    async def hangs(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(30)
+
+    with cluster(worker=3) as jobs:
+        jobs["worker"] = (*jobs["worker"][:2], "slow.invalid:2222")
+        ordinary = asyncio.base_events.BaseEventLoop.getaddrinfo
+
+        async def looked_up(loop: Any, host: str, *args: Any, **named: Any) -> Any:
+            lookup = hangs if host == "slow.invalid" else ordinary
+            return await lookup(loop, host, *args, **named)
+
+        monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", looked_up)
+        found = outcomes([card("worker:0", jobs), card("worker:1", jobs)], wait=3.0)
+    said = "no answer from worker:2 (slow.invalid:2222, whose name is not known)"
+    assert found == [said, said]
 
 
 def test_rubbish_and_dead_connections_do_no_harm() -> None:

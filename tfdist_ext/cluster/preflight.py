@@ -14,8 +14,8 @@ Each message is a JSON object in a line:
     leader -> task     {"late": [[task, state], ...], "tasks": n}, every second
     leader -> task     {"errors": [...], "missing": "..."}; neither of them: go
 
-What accepts a connection and answers nothing of this is TensorFlow's server: that task has started
-already, as the others of a cluster have into which one comes back.
+What greets as gRPC's servers do (SETTINGS of HTTP/2, at once) is TensorFlow's server: that task has
+started already, as the others of a cluster have into which one comes back.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import contextlib
 import hashlib
 import json
 import platform
+import resource
 import secrets
 import socket
 import threading
@@ -47,14 +48,14 @@ __all__ = [
     "tasks_of",
 ]
 
-RESOLVING, WAITING, READY = "resolving", "waiting", "ready"
-Late = Mapping[str, str]  # task -> RESOLVING or WAITING
+RESOLVING, WAITING, OTHER, READY = "resolving", "waiting", "another program", "ready"
+Late = Mapping[str, str]  # task -> RESOLVING, WAITING, or OTHER that is at its address
 
 _PACKAGES = ("tensorflow", "keras", "tfdist_ext")  # of one version on all tasks
 _NAMED = 5  # tasks in a message
 _LONGEST_LINE = 2**22  # bytes; a cluster of 10,000 tasks has a fourth of it
-_SILENT = 3  # answers in a row that are none of ours
 _STEP = 0.25  # seconds between two tries
+_TELLS = 1.0  # seconds between two words of the leader
 _AT_ONCE = 64  # connections that the leader tries at a time
 _ANSWER = 5.0  # seconds for an answer
 _LINGER = 2.0  # seconds in which those who come late still hear what is wrong
@@ -223,11 +224,17 @@ async def _preflight(card: Card, wait: float, show: Callable[[Late, int], None])
             f"port {port} of {card.task} must be free, got {error.strerror or error}: end what uses"
             " it, or give the task another port"
         ) from error
-    async with server:
+    try:
         if leading is not None:
             await leading.lead()
         else:
             await _Follower(card, key, tasks, deadline, show).follow()
+    finally:
+        server.close()  # and nobody is waited for: a peer that is frozen never closes
+
+
+class _StartedError(Exception):
+    """TensorFlow's server has answered."""
 
 
 # What a connection may come to, and what others may send.
@@ -236,10 +243,16 @@ _BROKEN = (
     ValueError,
     LookupError,
     TypeError,
+    AttributeError,
+    RecursionError,
     asyncio.IncompleteReadError,
     asyncio.LimitOverrunError,
     asyncio.TimeoutError,
 )
+
+
+# Of these, what a program does that may still become the task: it is frozen, or a proxy closes.
+_GONE = (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 
 
 class _Leader:
@@ -257,11 +270,10 @@ class _Leader:
         self._deadline = deadline
         self._show = show
         self._states = dict.fromkeys(tasks, WAITING) | {card.task: READY}
-        self._silent = dict.fromkeys(tasks, 0)
-        self._keys: dict[str, str] = {}
-        self._others: dict[str, asyncio.StreamWriter] = {}
+        self._connections: dict[asyncio.StreamWriter, tuple[str, str]] = {}  # (task, its key)
         self._errors: list[str] = []
         self._changed = asyncio.Event()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
 
     @property
     def _late(self) -> dict[str, str]:
@@ -271,38 +283,57 @@ class _Leader:
         self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """One task, from its card until it goes."""
-        task = str(message["task"])
         jobs = self._card.jobs
         if message["digest"] != self._card.digest:
             await _send(writer, {"cluster": None})
             jobs = (await _receive(reader))["cluster"]
-        other = Card(task, jobs, message["versions"], message["devices"])
-        if task in self._others:
-            self._note([f"two processes say that they are {task}"])
-        else:
-            self._others[task] = writer
-            self._keys[task] = message["key"]
-            self._note(differences(self._card, other))
-        self._changed.set()
-        await reader.read()  # until the task closes the connection
-        if self._others.get(task) is writer:
-            del self._others[task], self._keys[task]
-            if self._states.get(task) == READY:
-                self._states[task] = WAITING
+        other = Card(str(message["task"]), jobs, message["versions"], message["devices"])
+        errors = differences(self._card, other)  # and so what is no card is none of ours
+        key = str(message["key"])
+        if any(task == other.task and its != key for task, its in self._connections.values()):
+            errors = [f"two processes say that they are {other.task}"]
+        self._connections[writer] = other.task, key
+        try:
+            self._note(errors)
+            await _send(writer, self._status)
+            await reader.read()  # until the task closes the connection
+        finally:
+            del self._connections[writer]
+            if other.task not in self._keys and self._states.get(other.task) == READY:
+                self._states[other.task] = WAITING
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        """Task -> key of its card, of those that have sent one."""
+        return dict(self._connections.values())
+
+    @property
+    def _status(self) -> dict[str, Any]:
+        return {"late": list(self._late.items())[:_NAMED], "tasks": len(self._tasks)}
 
     def _note(self, errors: list[str]) -> None:
         self._errors += [error for error in errors if error not in self._errors]
+        self._changed.set()
 
     async def lead(self) -> None:
         """Return when all are ready, and have been told to go."""
-        while self._late and not self._errors and time.monotonic() < self._deadline:
-            await self._look()
-            self._show(self._late, len(self._tasks))
-            await self._tell({"late": list(self._late.items())[:_NAMED], "tasks": len(self._tasks)})
-            self._changed.clear()
-            if self._late and not self._errors:
+        _allow_open_files(len(self._tasks))
+        looking = [
+            asyncio.create_task(self._look(task)) for task in self._tasks if task != self._card.task
+        ]
+        told = 0.0
+        try:
+            while self._late and not self._errors and time.monotonic() < self._deadline:
+                if time.monotonic() - told >= _TELLS:
+                    told = time.monotonic()
+                    self._show(self._late, len(self._tasks))
+                    await self._tell(self._status)
+                self._changed.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), _STEP)
+        finally:
+            for task in looking:
+                task.cancel()
         missing = _named(self._late, self._tasks) if not self._errors else ""
         if self._errors:
             await asyncio.sleep(_LINGER)
@@ -310,41 +341,64 @@ class _Leader:
         if self._errors or missing:
             raise PreflightError(*self._errors, missing=missing)
 
-    async def _look(self) -> None:
-        """Try the address of each task that is not ready."""
-        turns = asyncio.Semaphore(_AT_ONCE)
-
-        async def look(task: str) -> None:
-            async with turns:
-                self._states[task] = await self._state_of(task)
-
-        await asyncio.gather(*map(look, self._late))
+    async def _look(self, task: str) -> None:
+        """Try the address of a task whenever it is not ready."""
+        while True:
+            if self._states[task] != READY:
+                async with self._turns:
+                    self._states[task] = await self._state_of(task)
+                if self._states[task] == READY:
+                    self._changed.set()
+            await asyncio.sleep(_STEP)
 
     async def _state_of(self, task: str) -> str:
+        host, port = identity(self._tasks[task])
         try:
-            host, port = identity(self._tasks[task])
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host.strip("[]"), port, type=socket.SOCK_STREAM
+            found = await asyncio.wait_for(
+                asyncio.get_running_loop().getaddrinfo(
+                    host.strip("[]"), port, type=socket.SOCK_STREAM
+                ),
+                _ANSWER,
             )
-        except OSError:
+        except (TimeoutError, OSError, UnicodeError):
             return RESOLVING
-        answer = await _asked(str(found[0][4][0]), port, {"who": None})
-        if answer is None:
-            return WAITING
-        if not answer:  # something listens, and does not speak so
-            self._silent[task] += 1
-            return READY if self._silent[task] >= _SILENT else WAITING
-        self._silent[task] = 0
-        if task not in self._keys:
-            return WAITING  # its card is on its way
-        if answer.get("key") != self._keys[task]:
-            self._note([f"another process than {task} answers at its address {self._tasks[task]}"])
-        return READY
+        state = WAITING
+        for address in dict.fromkeys(str(each[4][0]) for each in found):
+            try:
+                answer = await _asked(address, port, {"who": None})
+            except _StartedError:
+                return READY
+            except _BROKEN as error:
+                state = state if isinstance(error, _GONE) else OTHER
+                continue
+            if answer is None:
+                continue
+            if task not in self._keys:
+                return WAITING  # its card is on its way
+            if answer.get("key") != self._keys[task]:
+                at = self._tasks[task]
+                self._note([f"another process than {task} answers at its address {at}"])
+            return READY
+        return state
 
     async def _tell(self, message: dict[str, Any]) -> None:
-        for writer in list(self._others.values()):
+        for writer in list(self._connections):
             with contextlib.suppress(*_BROKEN):
                 await _send(writer, message)
+
+
+def _allow_open_files(tasks: int) -> None:
+    """Each task has a connection, and those that are looked at another one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = tasks + _AT_ONCE + 64
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+        if allowed < needed:
+            raise PreflightError(
+                f"the limit of open files must be about {needed} for {tasks} tasks, got {most}:"
+                " raise the hard limit (ulimit -Hn)"
+            )
 
 
 class _Follower:
@@ -371,41 +425,35 @@ class _Follower:
         self._late: dict[str, str] = {self._leader: WAITING}  # as far as this task knows
         self._deadline = deadline
         self._show = show
-        self._goes = False
 
     async def follow(self) -> None:
         """Return when the leader says go, or has started already."""
         host, port = identity(self._tasks[self._leader])
-        silent = 0
-        while time.monotonic() < self._deadline and silent < _SILENT:
+        while time.monotonic() < self._deadline:
             try:
                 reader, writer = await asyncio.wait_for(
                     asyncio.open_connection(host.strip("[]"), port, limit=_LONGEST_LINE), _ANSWER
                 )
-            except socket.gaierror:
+            except (socket.gaierror, UnicodeError):
                 self._late = {self._leader: RESOLVING}
             except (TimeoutError, OSError):
                 self._late = {self._leader: WAITING}
             else:
                 with contextlib.closing(writer):
-                    speaks = await self._listen(reader, writer)
-                if self._goes:
-                    return
-                silent = 0 if speaks else silent + 1
+                    if await self._goes(reader, writer):
+                        return
             self._show(self._late, len(self._tasks))
             await asyncio.sleep(_STEP)
-        if silent < _SILENT:
-            raise PreflightError(missing=_named(self._late, self._tasks))
+        raise PreflightError(missing=_named(self._late, self._tasks))
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether what listens there has answered as a leader does, until it went or said go."""
-        speaks = False
-        with contextlib.suppress(*_BROKEN):
+    async def _goes(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the leader has said go, or has started; False where it has gone."""
+        try:
             await _send(writer, self._card)
-            while not self._goes:
-                left = max(0.0, self._deadline - time.monotonic()) + _LINGER + _ANSWER
-                message = await _receive(reader, seconds=left if speaks else _ANSWER)
-                speaks = True
+            seconds = _ANSWER
+            while True:
+                message = await _receive(reader, seconds=seconds)
+                seconds = max(0.0, self._deadline - time.monotonic()) + _LINGER + _ANSWER
                 if "cluster" in message:
                     await _send(writer, {"cluster": self._jobs})
                 elif "late" in message:
@@ -414,15 +462,22 @@ class _Follower:
                 elif message["errors"] or message["missing"]:
                     raise PreflightError(*message["errors"], missing=message["missing"])
                 else:
-                    self._goes = True
-        return speaks
+                    return True
+        except _StartedError:
+            return True
+        except _BROKEN as error:
+            self._late = {self._leader: WAITING if isinstance(error, _GONE) else OTHER}
+            return False
 
 
 def _named(late: Late, tasks: Mapping[str, str]) -> str:
     """The first tasks that are late, with their addresses; "" where none is."""
+    why = {
+        RESOLVING: ", whose name is not known",
+        OTHER: ", where another program answers",
+    }
     names = [
-        f"{task} ({tasks[task]}{', whose name is not known' if state == RESOLVING else ''})"
-        for task, state in list(late.items())[:_NAMED]
+        f"{task} ({tasks[task]}{why.get(state, '')})" for task, state in list(late.items())[:_NAMED]
     ]
     more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
     return ", ".join(names) + more
@@ -440,7 +495,12 @@ def listening(port: int) -> socket.socket:
 
 
 async def _asked(host: str, port: int, message: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer of what listens there; {} where it is none of ours, None where nothing does."""
+    """The answer of what listens there; None where nothing does.
+
+    Raises:
+        _StartedError: it is TensorFlow's server.
+        _BROKEN: it is another program.
+    """
     try:
         reader, writer = await asyncio.wait_for(
             asyncio.open_connection(host, port, limit=_LONGEST_LINE), _ANSWER
@@ -448,11 +508,8 @@ async def _asked(host: str, port: int, message: dict[str, Any]) -> dict[str, Any
     except (TimeoutError, OSError):
         return None
     with contextlib.closing(writer):
-        try:
-            await _send(writer, message)
-            return await _receive(reader)
-        except _BROKEN:
-            return {}
+        await _send(writer, message)
+        return await _receive(reader)
 
 
 async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -465,10 +522,13 @@ async def _receive(reader: asyncio.StreamReader, seconds: float = _ANSWER) -> di
     Raises:
         ValueError: what came is no message.
         TimeoutError: nothing came in time.
+        _StartedError: it is the greeting of TensorFlow's server.
     """
     first = await asyncio.wait_for(reader.readexactly(1), seconds)
+    if first == b"\0" and (await asyncio.wait_for(reader.readexactly(3), _ANSWER))[2:] == b"\4":
+        raise _StartedError
     if first != b"{":  # another program may send no line, and leave the connection open
         raise ValueError(f"a message must be a JSON object, got {first!r}")
     rest = await asyncio.wait_for(reader.readuntil(b"\n"), _ANSWER)
     message: dict[str, Any] = json.loads(first + rest)
-    return message
+    return message  # starts as an object, so it is one
