@@ -7,10 +7,13 @@ import contextlib
 import os
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+
+from tfdist_ext.launch.command_line import COMMAND
 
 __all__ = ["add_env_options", "relevant_variables", "run_env_command"]
 
@@ -19,11 +22,10 @@ _RELEVANT = re.compile(
     r"TF_|TFDIST_|KERAS_|CUDA_|NCCL_|XLA_|GRPC_|OMP_|TPU_|SLURM_(JOB|STEP|PROC|NTASKS|NODE|GPU)"
     r"|OMPI_COMM|SM_|JOB_COMPLETION_INDEX|KUBERNETES_SERVICE_HOST|LD_LIBRARY_PATH"
 )
-_SECRET = r"[\w-]*(?:token|secret|passw|credential|api_?-?key|access_?-?key|auth)[\w-]*"
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-# In a command line, or in JSON.
-_SECRET_OPTION = re.compile(rf"({_SECRET}[=\s:\"']+)[^\s\"',]+", re.IGNORECASE)
-_IN_ADDRESS = re.compile(r"(://)[^/@\s]+@")  # user:password@
+# A name, or whatever is in a value: what may hold a secret is hidden whole.
+_SECRET = re.compile(
+    r"token|secret|pass|pwd|credential|key|auth|sig(nature)?\b|@|\?", re.IGNORECASE
+)
 
 
 def add_env_options(parser: argparse.ArgumentParser) -> None:
@@ -68,15 +70,29 @@ def _sections(env: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def relevant_variables(env: Mapping[str, str]) -> list[str]:
     """NAME=value of what TensorFlow, Keras, this package and launchers read; without secrets."""
-    return [
-        f"{name}={'(hidden)' if _SECRET_NAME.search(name) else _without_secrets(value)}"
-        for name, value in sorted(env.items())
-        if _RELEVANT.match(name)
-    ]
+    found = {name: value for name, value in sorted(env.items()) if _RELEVANT.match(name)}
+    lines = []
+    for name, value in found.items():
+        if name == COMMAND:
+            value = _without_values(value)
+        elif _SECRET.search(name) or _SECRET.search(value):
+            value = "(hidden)"
+        lines.append(f"{name}={value}")
+    return lines
 
 
-def _without_secrets(value: str) -> str:
-    return _IN_ADDRESS.sub(r"\1(hidden)@", _SECRET_OPTION.sub(r"\1(hidden)", value))
+def _without_values(command: str) -> str:
+    """A command line's programs and the names of its options."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return "(hidden)"
+    programs = re.compile(r"(.*/)?(tfdist|python[\d.]*)|run|--|-m|[\w./-]+\.py")
+    shown = []
+    for word in words:
+        option = word.startswith("-") and word != "--"
+        shown.append(word.partition("=")[0] if option or programs.fullmatch(word) else "...")
+    return " ".join(shown)
 
 
 def _version(name: str) -> str:

@@ -95,17 +95,23 @@ def test_variables_come_without_secrets() -> None:
     env = {
         "TF_CONFIG": '{"cluster": {}}',
         "NCCL_DEBUG": "INFO",
-        "TFDIST_COMMAND": "tfdist run -- python train.py --api-key s3cret --epochs 3",
+        "TFDIST_COMMAND": "tfdist run --workers 2 -- python train.py -u me:s3cret --db-pwd='a s3cret'"
+        " --header 'Authorization: Bearer s3cret' --epochs 3",
         "KERAS_PASSWORD": "s3cret",
-        "GRPC_PROXY": "http://me:s3cret@proxy:80",
+        "GRPC_PROXY": "http://me:s3/cret@s3cret@proxy:80",
+        "SM_USER_ARGS": '["--api-key","s3cret"]',
+        "SM_URL": "https://bucket/file?X-Amz-Signature=s3cret",
         "HOME": "/root",
     }
     lines = relevant_variables(env)
-    assert "s3cret" not in "\n".join(lines)
+    assert "cret" not in "\n".join(lines)
     assert lines == [
-        "GRPC_PROXY=http://(hidden)@proxy:80",
+        "GRPC_PROXY=(hidden)",
         "KERAS_PASSWORD=(hidden)",
         "NCCL_DEBUG=INFO",
-        "TFDIST_COMMAND=tfdist run -- python train.py --api-key (hidden) --epochs 3",
+        "SM_URL=(hidden)",
+        "SM_USER_ARGS=(hidden)",
+        "TFDIST_COMMAND=tfdist run --workers ... -- python train.py -u ... --db-pwd --header ..."
+        " --epochs ...",
         'TF_CONFIG={"cluster": {}}',
     ]
