@@ -95,8 +95,8 @@ def test_variables_come_without_secrets() -> None:
     env = {
         "TF_CONFIG": '{"cluster": {}}',
         "NCCL_DEBUG": "INFO",
-        "TFDIST_COMMAND": "tfdist run --workers 2 -- python train.py -u me:s3cret --db-pwd='a s3cret'"
-        " --header 'Authorization: Bearer s3cret' --epochs 3",
+        "TFDIST_COMMAND": "tfdist run --workers 2 -- python train.py -u me:s3cret"
+        " --db-pwd='a s3cret' --header 'Authorization: Bearer s3cret' --epochs 3",
         "KERAS_PASSWORD": "s3cret",
         "GRPC_PROXY": "http://me:s3/cret@s3cret@proxy:80",
         "SM_USER_ARGS": '["--api-key","s3cret"]',

@@ -246,7 +246,8 @@ class DistributedModel(SavingMixin):
         )
         self._model.stop_training = False
         initial_epoch = saved.resume(train, initial_epoch)
-        self._engine.state_is_restored()
+        if checkpoint_dir is not None:
+            self._engine.state_is_restored()
         with (
             saved.training(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
