@@ -47,11 +47,18 @@ class Row(NamedTuple):
     def title(self) -> str:
         return f"{self.group}: {self.name}"
 
-    def train(self, strategy: Any) -> Any:
-        """Two steps, on a strategy or by Keras itself."""
+    def train(self, strategy: Any, *, last_bit: bool = False) -> Any:
+        """Two steps, on a strategy or by Keras itself.
+
+        Args:
+            last_bit: with the last bit of each input that is no integer changed.
+        """
         import two_steps
 
-        return two_steps.train(self.build, self.data(), strategy, self.callbacks)
+        data = self.data()
+        if last_bit:
+            data["x"] = two_steps.with_last_bit_changed(data["x"])
+        return two_steps.train(self.build, data, strategy, self.callbacks)
 
 
 def rows() -> dict[str, Row]:

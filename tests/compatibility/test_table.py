@@ -35,16 +35,20 @@ def test_a_difference_is_relative_to_the_largest_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "differences", "line", "explained"),
+    ("title", "differences", "rounding", "line", "explained"),
     [
-        ("guides: GAN", [1e-15, 0.0], "| 1e-15 | 0 |  |  | 1.5 |  |", True),
-        ("guides: GAN", [1e-15, 0.1], "| 1e-15 | 1e-01 |  |  | 1.5 |  |", False),
-        ("guides: GAN", [0.0, "ValueError: a\n|b"], "| 0 | fails: ValueError: a b |", False),
-        ("KerasHub: XLNet", [0.1, 0.0], "| 1e-01 | 0 |  |  | 1.5 | KerasHub reshapes", True),
+        ("guides: GAN", [1e-15, 0.0], 0, "| 1e-15 | 0 |  |  | 1.5 |  |", True),
+        ("guides: GAN", [1e-15, 0.1], 0, "| 1e-15 | 1e-01 |  |  | 1.5 |  |", False),
+        ("guides: GAN", [1e-15, 0.1], 2e-4, "| 1e-01 |  |  | 1.5 | rounding: the last", False),
+        ("guides: GAN", [1e-15, 0.1], 2e-3, "bit of the inputs makes 2e-03 in Keras", True),
+        ("guides: GAN", [0.0, "ValueError: a\n|b"], 0, "| 0 | fails: ValueError: a b |", False),
+        ("KerasHub: XLNet", [0.1, 0.0], 0, "| 1e-01 | 0 |  |  | 1.5 | KerasHub reshapes", True),
     ],
 )
-def test_a_line(monkeypatch, title: str, differences: list, line: str, explained: bool) -> None:
-    found = {"process": OnReplicas(trained(1.0), differences, 3.0)}
+def test_a_line(
+    monkeypatch, title: str, differences: list, rounding: float, line: str, explained: bool
+) -> None:
+    found = {"process": OnReplicas(trained(1.0), differences, 3.0, rounding)}
     monkeypatch.setattr(table, "run_tasks", lambda *_, **__: found)
     monkeypatch.setattr(table, "CLUSTERS", dict.fromkeys(("workers 2", "parameter server")))
     monkeypatch.setattr(table, "_on", lambda *_: None)
