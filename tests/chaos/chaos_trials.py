@@ -20,12 +20,18 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "interrupted_training.py"
-EPOCHS, STEPS, PAUSE = 4, 8, 0.05
+PAUSE = 0.05  # seconds of a step, at least
 LIMIT = 400.0  # seconds for a trial
+GRACE = 15
+AGAIN = ["--max-restarts", "8"]
+PREEMPTED = "four workers, preempted"
+# Name -> options, data, epochs, steps of an epoch.
 JOBS = {
-    "workers, arrays": (["--workers", "3", "--min-workers", "2"], "arrays"),
-    "workers, tfd.data": (["--workers", "3", "--min-workers", "2"], "tfd.data"),
-    "servers": (["--workers", "2", "--ps", "1", "--min-workers", "1"], "tfd.data"),
+    "workers, arrays": (["--workers", "3", "--min-workers", "2", *AGAIN], "arrays", 4, 8),
+    "workers, tfd.data": (["--workers", "3", "--min-workers", "2", *AGAIN], "tfd.data", 4, 8),
+    "servers": (["--workers", "2", "--ps", "1", "--min-workers", "1", *AGAIN], "tfd.data", 4, 8),
+    # As TensorFlow's test of its own PreemptionCheckpointHandler.
+    PREEMPTED: (["--workers", "4"], "arrays", 8, 15),
 }
 _NOTICED = re.compile(r"tfdist: \w+:\d+ (failed|was preempted|left)")
 
@@ -52,7 +58,7 @@ class Trial:
     def drawn(cls, seed: int, number: int) -> Trial:
         """The same for the same numbers."""
         random_ = random.Random(f"{seed} {number}")
-        job = random_.choice(list(JOBS))
+        job = random_.choice([job for job in JOBS if job != PREEMPTED])
         tasks = ["worker:0", "worker:1", "worker:2"]
         if job == "servers":
             tasks = ["chief:0", "worker:0", "worker:1", "ps:0"]
@@ -80,6 +86,7 @@ class Outcome:
         next_step: seconds from the signal to the first step after another start.
         starts: how many there were.
         difference: of the weights from those of the undisturbed job.
+        what: was done, where the trial does not say so.
     """
 
     fault: str = ""
@@ -87,6 +94,7 @@ class Outcome:
     next_step: float | None = None
     starts: int = 1
     difference: float = 0.0
+    what: str = ""
 
 
 @dataclass
@@ -98,11 +106,11 @@ class _Job:
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        options, data = JOBS[self.job]
-        words = [*options, "--max-restarts", "8", "--log-dir", str(self.folder / "logs")]
-        words += ["--linger", "3", "--grace", "15"]
+        options, data, epochs, steps = JOBS[self.job]
+        words = [*options, "--log-dir", str(self.folder / "logs")]
+        words += ["--linger", "3", "--grace", str(GRACE)]
         program = [sys.executable, str(PROGRAM), str(self.folder), data]
-        program += map(str, (EPOCHS, STEPS, PAUSE))
+        program += map(str, (epochs, steps, PAUSE))
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
         env.pop("TF_CONFIG", None)
         self.mark = f"chaos-{self.folder.name}"
@@ -160,12 +168,61 @@ def tried(trial: Trial, seconds: float, expected: dict[str, np.ndarray]) -> Outc
                 outcome.fault = f"did not end in {LIMIT:.0f} s: {_tail(run)}"
                 return outcome
             _note_times(outcome, run, hurt)
-            outcome.fault = _fault(run, status, trial, expected, outcome)
+            outcome.fault = _fault(run, status, trial.job, expected, outcome)
         finally:
             for pid in _pids_with(f"TFDIST_CHAOS={run.mark}"):
                 os.kill(pid, signal.SIGKILL)
             run.process.wait()
     return outcome
+
+
+def preempted(seed: int, number: int, expected: dict[str, np.ndarray]) -> Outcome:
+    """SIGTERM to a random one of four workers at a random step; then the job once more."""
+    random_ = random.Random(f"{seed} {number}")
+    _, _, epochs, steps = JOBS[PREEMPTED]
+    at, victim = random_.randint(1, epochs * steps - 2), f"worker:{random_.randint(0, 3)}"
+    with tempfile.TemporaryDirectory(prefix="trial-") as folder:
+        outcome = Outcome()
+        run = _Job(Path(folder), PREEMPTED)
+        try:
+            while run.process.poll() is None and run.first(_step(at), 0.0) is None:
+                time.sleep(0.005)
+            hurt = _send(run, (victim,), signal.SIGTERM)
+            status = run.process.wait(LIMIT)
+            outcome.noticed = time.monotonic() - hurt
+            outcome.fault = _fault_of_preemption(run, status, outcome.noticed)
+            if not outcome.fault:
+                run = _Job(Path(folder), PREEMPTED)
+                status = run.process.wait(LIMIT)
+                outcome.fault = _fault(run, status, PREEMPTED, expected, outcome)
+        except subprocess.TimeoutExpired:
+            outcome.fault = f"did not end in {LIMIT:.0f} s: {_tail(run)}"
+        finally:
+            for pid in _pids_with(f"TFDIST_CHAOS={run.mark}"):
+                os.kill(pid, signal.SIGKILL)
+            run.process.wait()
+    outcome.what = f"SIGTERM to {victim} after step {at}"
+    return outcome
+
+
+def _fault_of_preemption(run: _Job, status: int, seconds: float) -> str:
+    time.sleep(0.3)  # the last lines
+    if status != 143:
+        return f"exit status {status}: {_tail(run)}"
+    if seconds > GRACE + 10:
+        return f"it took {seconds:.0f} s"
+    last: dict[str, str] = {}
+    for _, line in run.lines:
+        if found := re.match(r"\[(worker:\d)\] +STEP (\d+)$", line):
+            last[found[1]] = found[2]
+    if len(last) != 4 or len({*last.values()}) != 1:
+        return f"they ended at different steps: {last}"
+    files = [path.name for path in (run.folder / "checkpoints").glob("epoch-*-batch-*.h5")]
+    return f"more than one checkpoint in an epoch: {files}" if len(files) > 1 else ""
+
+
+def _step(number: int) -> re.Pattern[str]:
+    return re.compile(rf"\] +STEP {number}$")
 
 
 def _hurt(run: _Job, trial: Trial, seconds: float) -> float:
@@ -205,7 +262,7 @@ def _note_times(outcome: Outcome, run: _Job, hurt: float) -> None:
 
 
 def _fault(
-    run: _Job, status: int, trial: Trial, expected: dict[str, np.ndarray], outcome: Outcome
+    run: _Job, status: int, job: str, expected: dict[str, np.ndarray], outcome: Outcome
 ) -> str:
     if status:
         return f"exit status {status}: {_tail(run)}"
@@ -216,7 +273,7 @@ def _fault(
     found = _result(run.folder)
     if found["iterations"] != expected["iterations"]:
         return f"{found['iterations']} steps, not {expected['iterations']}"
-    if trial.job == "servers":  # asynchronous: no two runs have the same weights
+    if job == "servers":  # asynchronous: no two runs have the same weights
         return ""
     outcome.difference = max(
         float(np.max(np.abs(found[name] - value))) for name, value in expected.items()
