@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.preflight import Late, PreflightError, card_of, preflight, tasks_of
+from tfdist_ext.cluster.cards import card_of, tasks_of
+from tfdist_ext.cluster.preflight import Late, PreflightError, preflight
 from tfdist_ext.launch.shares import gpus_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tfdist_ext.cluster import preflight as module
-from tfdist_ext.cluster.preflight import Card, PreflightError, differences, preflight, tasks_of
+from tfdist_ext.cluster.cards import Card, differences, tasks_of
+from tfdist_ext.cluster.preflight import PreflightError, preflight
 from tfdist_ext.launch import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)

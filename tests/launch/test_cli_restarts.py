@@ -139,7 +139,7 @@ def wait_for(path: Path) -> None:
 # What is under way when the signal comes, and which one it is: the status and what is written.
 MOMENTS = {
     "while the others end": (
-        """trap 'touch "$PLACE/now"; sleep 0.7; exit 1' TERM
+        """trap 'touch "$PLACE/now"; sleep 9' TERM
         [ $me = 1 ] && { sleep 0.5; exit 139; }
         while true; do sleep 0.05; done""",
         signal.SIGINT,
@@ -153,8 +153,9 @@ MOMENTS = {
         143,
     ),
     "while only a daemon is left": (
-        """[ $me = 1 ] && { sleep 0.5; exit 139; }
-        (trap '' TERM; sleep 0.7; touch "$PLACE/now"; sleep 1) & exit 0""",
+        """[ $me = 0 ] && exec sleep 20
+        (trap 'touch "$PLACE/now"' TERM; while true; do sleep 0.05; done) &
+        sleep 0.5; exit 139""",
         signal.SIGTERM,
         139,
     ),

@@ -22,36 +22,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
-import platform
 import resource
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist_ext.cluster.addresses import identity
+from tfdist_ext.cluster.cards import Card, differences, tasks_of
 
 __all__ = [
-    "Card",
     "Late",
     "PreflightError",
-    "card_of",
-    "differences",
     "listening",
     "preflight",
-    "tasks_of",
 ]
 
 RESOLVING, WAITING, OTHER, READY = "resolving", "waiting", "another program", "ready"
 Late = Mapping[str, str]  # task -> RESOLVING, WAITING, or OTHER that is at its address
 
-_PACKAGES = ("tensorflow", "keras", "tfdist_ext")  # of one version on all tasks
 _NAMED = 5  # tasks in a message
 _LONGEST_LINE = 2**22  # bytes; a cluster of 10,000 tasks has a fourth of it
 _STEP = 0.25  # seconds between two tries
@@ -71,82 +63,6 @@ class PreflightError(Exception):
     def __init__(self, *reasons: str, missing: str = "") -> None:
         super().__init__("; ".join(reasons) or f"no answer from {missing}")
         self.missing = missing
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a task says of itself.
-
-    Attributes:
-        task: its name, as "worker:1".
-        jobs: job -> addresses.
-        versions: package -> version.
-        devices: kind -> number, of what must be equal on all tasks that train.
-    """
-
-    task: str
-    jobs: Mapping[str, Sequence[str]]
-    versions: Mapping[str, str] = field(default_factory=dict)
-    devices: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """Of the cluster: the same where the cluster is."""
-        text = json.dumps({job: list(at) for job, at in self.jobs.items()}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def card_of(task: str, jobs: Mapping[str, Sequence[str]], devices: Mapping[str, int]) -> Card:
-    """The card of this process, as this task."""
-    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return Card(task, jobs, versions, devices)
-
-
-def tasks_of(jobs: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Task -> address of those that start together, the leader first; an evaluator is apart."""
-    return {
-        f"{job}:{index}": address
-        for job in ("chief", "worker", "ps")
-        for index, address in enumerate(jobs.get(job, ()))
-        if address
-    }
-
-
-def differences(leader: Card, other: Card) -> list[str]:
-    """Sentences on what a task has otherwise than the leader."""
-    found = []
-    if where := _first_difference(leader.jobs, other.jobs):
-        found.append(f"{other.task} was started with another cluster ({where})")
-    for name, version in leader.versions.items():
-        theirs = other.versions.get(name, "none")
-        if theirs != version:
-            found.append(f"{other.task} has {name} {theirs}, and {leader.task} has {version}")
-    train = ("chief", "worker")
-    if "ps" not in leader.jobs and all(c.task.split(":")[0] in train for c in (leader, other)):
-        for kind in {*leader.devices, *other.devices}:
-            here, there = leader.devices.get(kind, 0), other.devices.get(kind, 0)
-            if here != there:
-                found.append(
-                    f"{other.task} has {there} {kind} devices, and {leader.task} has {here}:"
-                    " collectives would hang"
-                )
-    return found
-
-
-def _first_difference(
-    ours: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]
-) -> str:
-    for job in dict.fromkeys([*ours, *theirs]):
-        here, there = ours.get(job, ()), theirs.get(job, ())
-        for index, (one, other) in enumerate(zip(here, there, strict=False)):
-            if one != other:
-                return f"differs in cluster.{job}[{index}]: {other!r}, not {one!r}"
-        if len(here) != len(there):
-            return f"differs in cluster.{job}: {len(there)} tasks, not {len(here)}"
-    return ""
 
 
 def preflight(

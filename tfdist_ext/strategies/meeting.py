@@ -7,14 +7,8 @@ import time
 import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
-from tfdist_ext.cluster.preflight import (
-    Late,
-    PreflightError,
-    card_of,
-    listening,
-    preflight,
-    tasks_of,
-)
+from tfdist_ext.cluster.cards import card_of, tasks_of
+from tfdist_ext.cluster.preflight import Late, PreflightError, listening, preflight
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import waiting
 from tfdist_ext.strategies.resolvers import Described

@@ -162,7 +162,7 @@ def watch(
     phases: Phases,
     suspects: Callable[[], str] = str,
     tell_others: Callable[[], object] = str,
-    promise: Callable[[float, str], object] = max,
+    promise: Callable[[float, str], object] = lambda seconds, text: None,
 ) -> None:
     """End a process that trains alone, or drives parameter servers, when it stands still.
 
