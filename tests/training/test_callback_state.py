@@ -76,7 +76,7 @@ def trained(folder: Path, copies: Path | None = None) -> tuple[Any, keras.callba
     model = tfd.distribute(build, mirrored(2))
     history = model.fit(
         X, Y, batch_size=16, epochs=EPOCHS, verbose=0, callbacks=callbacks,
-        checkpoint_dir=folder / "checkpoints",
+        checkpoint_dir=folder / "checkpoints", checkpoint_async=False,
     )  # fmt: skip
     return model, history, {"best": best.best, "rate": rate.wait, "own": own.get_state()}
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,8 @@ def test_with_a_lost_index_the_numbers_are_those_of_one_training(
     arguments = {"epochs": 4, **FIT}
     whole, resumed = (tfd.distribute(classifier("adam"), mirrored()) for _ in range(2))
     copies = [keras.callbacks.LambdaCallback(on_epoch_begin=copy)]
-    whole.fit(X, Y, checkpoint_dir=tmp_path / "whole", callbacks=copies, **arguments)
+    at_once = {"callbacks": copies, "checkpoint_async": False}
+    whole.fit(X, Y, checkpoint_dir=tmp_path / "whole", **at_once, **arguments)
     damages: dict[str, Callable[[Path], object]] = {
         "gone": Path.unlink,
         "cut": lambda index: index.write_bytes(index.read_bytes()[:200]),
@@ -308,9 +310,12 @@ def test_a_full_disk_leaves_the_checkpoints_before(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(epoch: int, logs: Any) -> None:
-        size = (tmp_path / "epoch-00001.h5").stat().st_size if epoch == 2 else 0
-        if size:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+        if epoch != 2:
+            return
+        while len(tfd.finished_checkpoints(tmp_path)) < 2:  # it is written in the background
+            time.sleep(0.01)
+        size = (tmp_path / "epoch-00001.h5").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
 
     full = keras.callbacks.LambdaCallback(on_epoch_end=fill)
     arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}

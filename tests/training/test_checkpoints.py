@@ -343,7 +343,8 @@ def test_the_last_three_stay(two: Any, tmp_path: Path) -> None:
             ([path.name for path in finished_checkpoints(tmp_path)], training_is_done(tmp_path))
         )
     )
-    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, callbacks=[look], **FIT)
+    fit = {"callbacks": [look], "checkpoint_async": False, **FIT}
+    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, **fit)
     epochs = [f"epoch-{epoch:05d}.h5" for epoch in range(1, 6)]
     assert seen == [(epochs[max(0, n - 3) : n], False) for n in range(5)]
     assert [path.name for path in finished_checkpoints(tmp_path)] == epochs[2:]

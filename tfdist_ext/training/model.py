@@ -151,6 +151,7 @@ class DistributedModel(SavingMixin):
         validation_freq: int | list[int] = 1,
         checkpoint_dir: str | Path | None = None,
         checkpoint_every: int | None = None,
+        checkpoint_async: bool = True,
     ) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does; the arguments mean what they mean there.
 
@@ -166,7 +167,10 @@ class DistributedModel(SavingMixin):
                 new job with the same folder resumes where the last one ended, with the epoch, the
                 weights, the optimizer and the order of examples of a training without a break.
             checkpoint_every: global batches after which there is one in the middle of an epoch,
-                too; `x` is a `tfd.data.ShardedDataset` then.
+                too; `x` is arrays or a `tfd.data.ShardedDataset` then.
+            checkpoint_async: write checkpoints in the background, from a copy of the state in the
+                memory of the chief; off, the training stands still until a checkpoint is on disk.
+                Parameter servers never copy theirs.
 
         Raises:
             TrainingError: data or arguments that cannot be distributed; a `checkpoint_dir` that
@@ -215,7 +219,14 @@ class DistributedModel(SavingMixin):
             )
         data = x if self._engine.keeps_position(x) else None
         saved = CheckpointManager(
-            checkpoint_dir, self._model, self._reduction, callbacks, data, checkpoint_every, epochs
+            checkpoint_dir,
+            self._model,
+            self._reduction,
+            callbacks,
+            data,
+            checkpoint_every,
+            epochs,
+            in_background=checkpoint_async and self._engine.state_is_here,
         )
         self._engine.saves_to(None if checkpoint_dir is None else Path(checkpoint_dir))
         batches = self._engine.read(

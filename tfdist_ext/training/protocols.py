@@ -273,9 +273,11 @@ class Engine(Protocol):
 
     Attributes:
         reduction: who agrees with whom.
+        state_is_here: whether each task has all variables in its own memory.
         seconds_per_execution: how long an execution should take, where nothing else decides.
     """
 
+    state_is_here: bool
     seconds_per_execution: float
 
     @property

@@ -42,6 +42,8 @@ from tfdist_ext.training.checkpoints.atomic_write import atomic_write
 __all__ = [
     "BLOCK_BYTES",
     "CheckpointFile",
+    "Copied",
+    "CopiesInMemory",
     "Saved",
     "assign_rows",
     "assign_whole",
@@ -86,23 +88,75 @@ class Saved:
     values: h5py.Dataset
 
 
+@dataclass(frozen=True)
+class Copied:
+    """The value of a Keras variable as it was.
+
+    Attributes:
+        path: Keras's name of it.
+        dtype: of its values.
+        value: the whole of it.
+    """
+
+    path: str
+    dtype: tf.DType
+    value: np.ndarray
+
+
+class CopiesInMemory:
+    """Copies of variables in memory of this process, which is kept for the next copies."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], np.ndarray] = {}
+
+    def of(
+        self, groups: Mapping[str, Mapping[str, keras.Variable]]
+    ) -> dict[str, dict[str, Copied]]:
+        """Group -> name -> the variable's value; the copies before are overwritten."""
+        return {
+            group: {name: self._copied(group, name, each) for name, each in variables.items()}
+            for group, variables in groups.items()
+        }
+
+    def _copied(self, group: str, name: str, variable: keras.Variable) -> Copied:
+        value = _without_copy(variable)
+        kept = self._kept.get((group, name))
+        if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
+            kept = self._kept[group, name] = np.empty(value.shape, value.dtype)
+        np.copyto(kept, value)
+        return Copied(variable.path, kp.raw_value(variable).dtype, kept)
+
+
+def _without_copy(variable: keras.Variable) -> np.ndarray:
+    """The value, where it lies, if that is in memory of this process; else a copy."""
+    pieces = [copies for _, _, copies in _pieces(variable)]
+    strategy = getattr(kp.raw_value(variable), "distribute_strategy", None)
+    own = isinstance(strategy, StrategyTemplate) and strategy.has_own_reading
+    if len(pieces) == 1 and not own and "CPU" in pieces[0][0].device:
+        with contextlib.suppress(TypeError, ValueError, BufferError):  # of dtypes that are ours
+            return np.asarray(memoryview(pieces[0][0].read_value()))
+    return whole_value(variable)
+
+
 def write_checkpoint(
     path: Path,
-    groups: Mapping[str, Mapping[str, keras.Variable]],
+    groups: Mapping[str, Mapping[str, keras.Variable | Copied]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
     place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
     arrays: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+    wrote: Callable[[], object] = int,
 ) -> None:
     """Write variables, a block of rows at a time, and arrays.
 
     Args:
         path: the file; its folder is created if missing.
-        groups: group -> name -> Keras variable.
+        groups: group -> name -> Keras variable, or its copy.
         kinds: group -> what must be the same where it is restored, such as the optimizer's class.
         attributes: of the file, such as the epoch.
         place: gives the file to write to, and puts it where it belongs when it is complete.
         arrays: group -> name -> array, of what is no variable.
+        wrote: called after each block.
 
     Raises:
         TrainingError: `path` is a folder.
@@ -119,18 +173,22 @@ def write_checkpoint(
             if kind := kinds.get(name, ""):
                 group.attrs["kind"] = _as_bytes(kind)
             for number, (key, variable) in enumerate(variables.items()):
-                rows = (read_rows(variable, start, stop) for start, stop in blocks(variable))
-                dtype = kp.raw_value(variable).dtype
-                _write(group, str(number), key, variable.path, tuple(variable.shape), dtype, rows)
+                if isinstance(variable, Copied):
+                    shape, dtype, rows = variable.value.shape, variable.dtype, _rows(variable.value)
+                else:
+                    shape, dtype = tuple(variable.shape), kp.raw_value(variable).dtype
+                    rows = (read_rows(variable, start, stop) for start, stop in blocks(variable))
+                _write(group, str(number), key, variable.path, shape, dtype, rows, wrote)
         for name, named in (arrays or {}).items():
             group = file.create_group(name)
             for number, (key, array) in enumerate(named.items()):
                 dtype = tf.as_dtype(array.dtype)
-                rows = (
-                    np.atleast_1d(array)[start:stop]
-                    for start, stop in blocks_of(array.shape, dtype.size)
-                )
-                _write(group, str(number), key, key, array.shape, dtype, rows)
+                _write(group, str(number), key, key, array.shape, dtype, _rows(array), wrote)
+
+
+def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
+    rows = np.atleast_1d(array)
+    return (rows[start:stop] for start, stop in blocks_of(array.shape, array.dtype.itemsize))
 
 
 class _Sink(io.FileIO):
@@ -320,6 +378,7 @@ def _write(
     shape: tuple[int, ...],
     dtype: tf.DType,
     blocks_of_rows: Iterable[np.ndarray],
+    wrote: Callable[[], object],
 ) -> None:
     held = np.dtype(dtype.as_numpy_dtype)
     stored = f"u{held.itemsize}" if _stored_as_bits(held) else held
@@ -329,6 +388,7 @@ def _write(
         dataset[slice(start, start + len(rows)) if shape else ...] = rows if shape else rows[0]
         crc = _crc_of(rows, crc)
         start += len(rows)
+        wrote()
     for name, text in {"name": key, "path": path, "dtype": dtype.name}.items():
         dataset.attrs[name] = _as_bytes(text)
     dataset.attrs["crc32"] = crc

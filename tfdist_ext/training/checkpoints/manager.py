@@ -31,7 +31,11 @@ from tfdist_ext.training.checkpoints.folder import (
     FolderTakenError,
     Progress,
 )
-from tfdist_ext.training.checkpoints.saving import restore_checkpoint, save_checkpoint
+from tfdist_ext.training.checkpoints.saving import (
+    BackgroundWriter,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from tfdist_ext.training.checkpoints.state import (
     CallbackState,
     callback_state,
@@ -73,6 +77,7 @@ class CheckpointManager:
         data: ShardedDataset | None = None,
         every: int | None = None,
         epochs: int = 1,
+        in_background: bool = False,
     ):
         # Opened on the chief alone.
         self._files = None if folder is None else CheckpointFolder(checkpoint_folder(folder))
@@ -80,6 +85,8 @@ class CheckpointManager:
         self._reduction = reduction
         self._progress = Progress()
         self._latest: tuple[str, Progress] | None = None  # file, without a name where not the chief
+        self._begun: Progress | None = None  # of the file that is being written
+        self._writer: BackgroundWriter | None = None
         self._was_done = False
         self._data = data
         self._inside = False  # whether the training may begin in the middle of an epoch
@@ -97,6 +104,8 @@ class CheckpointManager:
             self._check_every(data.resumes_inside_epochs)
         if self._files is None:
             return
+        if in_background:
+            self._writer = BackgroundWriter(lambda: reduction.peers.enters("checkpoint"))
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
         self._callbacks = keras.tree.flatten(callbacks or [])
@@ -289,6 +298,9 @@ class CheckpointManager:
             path = self._files.path / self._latest[0]
             restore_checkpoint(self._model, self._reduction, path)
             return
+        if self._writer is not None:
+            self._by_chief(self._writer.wait)
+            self._is_written()
         finite = _is_finite(logs)
         if finite:
             name = f"{LAST}{self._progress.epoch:05d}.h5"
@@ -322,9 +334,11 @@ class CheckpointManager:
         try:
             with ends():
                 yield
+            self._end_writing()
         except FolderTakenError:  # which says what to do, and that is not to run it again
             raise
         except BaseException as error:
+            self._end_writing(after=error)
             if isinstance(error, PeerError) and (hint := self.resume_hint()) not in str(error):
                 error.args = (f"{error} {hint}",)
             if self._files is not None and self._reduction.is_chief:
@@ -334,6 +348,8 @@ class CheckpointManager:
                 say(f"\ntraining stopped by {why}. {self.resume_hint()}")
             raise
         finally:
+            if self._writer is not None:
+                self._writer.close()
             if self._files is not None:
                 self._files.close()
 
@@ -341,9 +357,36 @@ class CheckpointManager:
         assert self._files is not None  # whoever calls has looked
         progress = self._progress
         middle = f"-batch-{progress.batches:08d}" if progress.batches else ""
-        self._progress = self._save(self._files, f"epoch-{progress.epoch:05d}{middle}.h5")
-        self._by_chief(functools.partial(self._files.add, self._progress))
-        self._latest = (self._files.written, self._progress)
+        name = f"epoch-{progress.epoch:05d}{middle}.h5"
+        self._progress = self._save(self._files, name, self._writer, self._add)
+        self._is_written()  # the one before
+        self._begun = self._progress
+        if self._writer is None:
+            self._is_written()
+
+    def _add(self, progress: Progress) -> None:
+        """On the chief: a checkpoint of an epoch is there."""
+        assert self._files is not None
+        self._files.add(progress)
+        self._latest = self._files.written, progress
+
+    def _is_written(self) -> None:
+        """The checkpoint that was begun last is there; on the others, which hear no more of it."""
+        if self._begun is not None and not self._reduction.is_chief:
+            self._latest = "", self._begun
+        self._begun = None
+
+    def _end_writing(self, after: BaseException | None = None) -> None:
+        """Wait for the file that is being written; what is wrong is said after another error."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.wait()
+        except Exception as error:
+            if after is None:
+                raise
+            say(f"the last checkpoint could not be written: {type(error).__name__}: {error}")
+        self._is_written()
 
     def _link_to_last_epoch(self, files: CheckpointFolder, name: str) -> bool:
         """Call the checkpoint of the last epoch the state at the end, if it is; whether it was."""
@@ -372,7 +415,14 @@ class CheckpointManager:
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
         return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"
 
-    def _save(self, files: CheckpointFolder, name: str, **attributes: int) -> Progress:
+    def _save(
+        self,
+        files: CheckpointFolder,
+        name: str,
+        writer: BackgroundWriter | None = None,
+        written: Callable[[Progress], object] = bool,
+        **attributes: int,
+    ) -> Progress:
         data = "" if self._data is None else json.dumps(self._data.state())
         return save_checkpoint(
             self._model,
@@ -382,6 +432,8 @@ class CheckpointManager:
             place=files.new_file,
             attributes={**files.attributes, **attributes},
             callbacks=lambda: callback_state(self._with_history, stopped=self._stopped),
+            writer=writer,
+            written=written,
         )
 
     @property

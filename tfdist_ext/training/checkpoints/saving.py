@@ -11,8 +11,13 @@ strategy.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +44,7 @@ from tfdist_ext.training.checkpoints.chief import (
 )
 from tfdist_ext.training.checkpoints.file import (
     CheckpointFile,
+    CopiesInMemory,
     assign_rows,
     assign_whole,
     blocks,
@@ -209,6 +215,60 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     return copy
 
 
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one after another, from copies of the state.
+
+    The training stands still while it is copied, and while the one before is not written yet.
+    """
+
+    def __init__(self, waits: Callable[[], object]):
+        """
+        Args:
+            waits: called now and then by who waits, where something was written since.
+        """
+        self.copies = CopiesInMemory()
+        self._waits = waits
+        self._blocks = 0
+        self._running: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "tfdist-checkpoints", _in_the_background)
+
+    def begin(self, write: Callable[[Callable[[], object]], None]) -> None:
+        """Run `write(wrote)` in the thread; `wrote` is to be called after each block."""
+        self._running = self._thread.submit(write, self._wrote)
+
+    def wait(self) -> None:
+        """Return when all is written.
+
+        Raises:
+            Exception: what kept it from being written.
+        """
+        running, seen = self._running, -1
+        while running is not None:
+            with contextlib.suppress(FutureTimeoutError):
+                self._running = None if running.done() else running
+                return running.result(_WAITS)
+            if seen != self._blocks:
+                seen = self._blocks
+                self._waits()
+
+    def close(self) -> None:
+        """Give back the thread, and the memory of the copies."""
+        self._thread.shutdown()
+        self.copies = CopiesInMemory()
+
+    def _wrote(self) -> None:
+        self._blocks += 1
+
+
+_WAITS = 1.0  # seconds
+
+
+def _in_the_background() -> None:
+    """Let the training have the processor where both want it; a thread has its own niceness."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 def save_checkpoint(
     model: keras.Model,
     reduction: Reduction,
@@ -218,13 +278,20 @@ def save_checkpoint(
     place: Callable[[Path], AbstractContextManager[Path]] = atomic_write,
     attributes: Mapping[str, int | str] | None = None,
     callbacks: Callable[[], CallbackState] = dict,
+    writer: BackgroundWriter | None = None,
+    written: Callable[[Progress], object] = bool,
 ) -> Progress:
     """Write the model's state to one file; every task must call, and returns when it is there.
+
+    With a `writer` it returns when the state is copied; what is wrong with the file before is
+    raised then.
 
     Args:
         place: on the chief: gives the file to write to, and puts it where it belongs.
         attributes: on the chief: what else is written into the file.
         callbacks: on the chief: gives what callbacks know.
+        writer: writes the file in the background.
+        written: called on the chief with the progress, when the file is there.
 
     Returns:
         The progress that was saved, its step that of the optimizer.
@@ -237,14 +304,28 @@ def save_checkpoint(
     optimizer = getattr(model, "optimizer", None)  # there is none before compile
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
-    written = {**asdict(progress), **(attributes or {})}
+    fields = {**asdict(progress), **(attributes or {})}
 
-    def write() -> None:
-        seeds = kp.seed_state()
+    def write(groups: Any, arrays: Any, kinds: Any, wrote: Callable[[], object]) -> None:
+        write_checkpoint(path, groups, kinds, fields, place, arrays, wrote)
+        written(progress)
+
+    def act() -> None:
+        if writer is not None:
+            writer.wait()
+        seeds, kinds = kp.seed_state(), kinds_of(model)
         arrays = {_CALLBACKS: callbacks(), _RANDOM: {} if seeds is None else {"state": seeds}}
-        write_checkpoint(path, state_of(model), kinds_of(model), written, place, arrays)
+        if writer is None:
+            enters = functools.partial(reduction.peers.enters, "checkpoint")
+            write(state_of(model), arrays, kinds, enters)
+            return
+        arrays = {
+            name: {k: np.array(v) for k, v in group.items()} for name, group in arrays.items()
+        }
+        copied = writer.copies.of(state_of(model))
+        writer.begin(functools.partial(write, copied, arrays, kinds))
 
-    run_on_chief(reduction, write, f"write the checkpoint {path}")
+    run_on_chief(reduction, act, f"write the checkpoint {path}")
     return progress
 
 

@@ -80,6 +80,7 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
     its worker reads them.
     """
 
+    state_is_here = False  # it may not fit
     seconds_per_execution = 1.0  # at its end workers wait for the slowest one
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
