@@ -25,7 +25,7 @@ from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
 from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, RestartOn
+from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, RestartOn
 from tfdist_ext.launch.restarting import Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
@@ -230,7 +230,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
     if options.stall_timeout is not None:
         env[STALL_TIMEOUT] = f"{options.stall_timeout:g}"
-    env.setdefault(STALL_TIMEOUT, "60")
+    env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
     names = ("chief", "ps", "evaluator", "data_workers")
     tasks = {name: getattr(options, name) for name in names}
     shares = _shares(options, env) if options.process_per_device else []

@@ -19,6 +19,7 @@ __all__ = [
     "PREEMPTION_SIGNAL",
     "RESTART",
     "STALL_TIMEOUT",
+    "USUAL_STALL_TIMEOUT",
     "RestartOn",
     "outcome_of",
 ]
@@ -32,6 +33,7 @@ PREEMPTED = 143  # 128 + SIGTERM: "start me again, and do not count it"
 PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # one that says what SIGTERM says, as "SIGUSR1"
 GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
 STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
+USUAL_STALL_TIMEOUT = 60.0
 
 _EXCEPTION = "exception"
 _CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")

@@ -205,7 +205,7 @@ class _Run:
             processes.end()
             self.pump.close(give_up=self._output_given_up)
             processes.close()
-            self.stop.tell = int
+            self.stop.tell = None
         if self.ended_by == "limit" and all(
             task.returncode == 0 for task in processes.tasks if not self._serves(task)
         ):

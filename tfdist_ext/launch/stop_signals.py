@@ -25,13 +25,13 @@ class StopSignals:
     Attributes:
         preemption: the signal that asks the training to save, beside SIGTERM.
         first: the one that came first; None as long as none has.
-        tell: called with each that is a new request, in the handler; set by whoever is at work.
+        tell: called with each that is a new request, in the handler; None while nothing runs.
     """
 
     def __init__(self, preemption: signal.Signals = signal.SIGTERM) -> None:
         self.preemption = preemption
         self.first: signal.Signals | None = None
-        self.tell: Callable[[signal.Signals], object] = int
+        self.tell: Callable[[signal.Signals], None] | None = None
         self._at = 0.0
 
     @contextlib.contextmanager
@@ -63,4 +63,5 @@ class StopSignals:
             self.first, self._at = signal.Signals(number), now
         elif number == self.first and now - self._at < _SAME:
             return
-        self.tell(signal.Signals(number))
+        if self.tell is not None:
+            self.tell(signal.Signals(number))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT
+from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT, USUAL_STALL_TIMEOUT
 from tfdist_ext.strategies.liveness import say
 
 __all__ = [
@@ -47,7 +47,6 @@ FACTOR = 5.0  # times the longest phase of its kind
 _AT_LEAST = {"starting": 10.0, "compiling": 10.0, "callbacks": 5.0, "checkpoint": 5.0, "steps": 1.0}
 
 
-_USUAL = 60.0  # seconds
 _TICK = 1.0
 _MARGIN = 15.0  # seconds; the threads of a process on a busy machine come late
 
@@ -72,7 +71,7 @@ class Phases:
         self.longest: dict[str, float] = {}
 
     @classmethod
-    def of_environment(cls, usual: float = _USUAL) -> Phases | None:
+    def of_environment(cls, usual: float = USUAL_STALL_TIMEOUT) -> Phases | None:
         """As the launcher, or whoever started this task, has set it; None: nothing is watched."""
         try:
             timeout = float(os.environ.get(STALL_TIMEOUT, usual))
