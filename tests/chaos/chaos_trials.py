@@ -23,6 +23,7 @@ PROGRAM = ROOT / "tests" / "programs" / "interrupted_training.py"
 PAUSE = 0.05  # seconds of a step, at least
 LIMIT = 400.0  # seconds for a trial
 GRACE = 15
+STALL = 20  # seconds; the usual 60 would make a trial with STOP last minutes
 AGAIN = ["--max-restarts", "8"]
 PREEMPTED = "four workers, preempted"
 # Name -> options, data, epochs, steps of an epoch.
@@ -108,7 +109,7 @@ class _Job:
     def __post_init__(self) -> None:
         options, data, epochs, steps = JOBS[self.job]
         words = [*options, "--log-dir", str(self.folder / "logs")]
-        words += ["--linger", "3", "--grace", str(GRACE)]
+        words += ["--linger", "3", "--grace", str(GRACE), "--stall-timeout", str(STALL)]
         program = [sys.executable, str(PROGRAM), str(self.folder), data]
         program += map(str, (epochs, steps, PAUSE))
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}

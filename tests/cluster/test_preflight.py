@@ -204,6 +204,38 @@ def test_another_program_at_an_address_is_no_task(place: int, says: bytes, what:
     assert found == f"no answer from worker:{place} ({address}{what})"
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_frozen_task_is_not_waited_for_until_the_end(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel accepts connections for a process that is stopped; nobody answers them."""
+    monkeypatch.setattr(module, "_ANSWER", 0.3)
+    monkeypatch.setattr(module, "_SILENCE", 1.5)
+    with cluster(worker=3) as jobs:
+        address = jobs["worker"][place]
+        others = [card(f"worker:{i}", jobs) for i in range(3) if i != place]
+        begun = time.monotonic()
+        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+            found = outcomes(others, wait=30.0)
+    said = f"no answer from worker:{place} ({address}, which accepts connections and says nothing"
+    assert found == [f"{said}, as a frozen process does)"] * 2
+    assert 1.5 <= time.monotonic() - begun < 6
+
+
+def test_a_leader_that_freezes_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SILENCE", 1.5)
+    with cluster(worker=2) as jobs, ThreadPoolExecutor(1) as pool:
+        address = jobs["worker"][0]
+        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as server:
+            follower = start(pool, card("worker:1", jobs))
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'{"late": [], "tasks": 2}\n')
+                error = follower.exception(10)
+    assert "which accepts connections and says nothing" in str(error)
+
+
 def send_card(jobs: Any, **fields: Any) -> socket.socket:
     """A connection to the leader that has sent the card of worker:1, with these fields."""
     own = card("worker:1", jobs)

@@ -16,7 +16,7 @@ ROWS = 16
 
 
 def main() -> None:
-    strategy = tfd.create_strategy()
+    strategy = tfd.create_strategy(wait=60)
 
     import keras
     import numpy as np

@@ -41,8 +41,9 @@ __all__ = [
     "preflight",
 ]
 
-RESOLVING, WAITING, OTHER, READY = "resolving", "waiting", "another program", "ready"
-Late = Mapping[str, str]  # task -> RESOLVING, WAITING, or OTHER that is at its address
+RESOLVING, WAITING, SILENT = "resolving", "waiting", "silent"
+OTHER, READY = "another program", "ready"
+Late = Mapping[str, str]  # task -> RESOLVING, WAITING, SILENT, or OTHER that is at its address
 
 _NAMED = 5  # tasks in a message
 _LONGEST_LINE = 2**22  # bytes; a cluster of 10,000 tasks has a fourth of it
@@ -50,6 +51,8 @@ _STEP = 0.25  # seconds between two tries
 _TELLS = 1.0  # seconds between two words of the leader
 _AT_ONCE = 64  # connections that the leader tries at a time
 _ANSWER = 5.0  # seconds for an answer
+# Seconds in which what accepts connections must answer one: a process that is frozen never does.
+_SILENCE = 60.0
 _LINGER = 2.0  # seconds in which those who come late still hear what is wrong
 
 
@@ -186,6 +189,7 @@ class _Leader:
         self._deadline = deadline
         self._show = show
         self._states = dict.fromkeys(tasks, WAITING) | {card.task: READY}
+        self._silent: dict[str, float] = {}  # task -> since when
         self._connections: dict[asyncio.StreamWriter, tuple[str, str]] = {}  # (task, its key)
         self._errors: list[str] = []
         self._changed = asyncio.Event()
@@ -231,6 +235,13 @@ class _Leader:
         self._errors += [error for error in errors if error not in self._errors]
         self._changed.set()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether somebody is late who may still come."""
+        now = time.monotonic()
+        frozen = any(now - since >= _SILENCE for since in self._silent.values())
+        return bool(self._late) and not self._errors and not frozen and now < self._deadline
+
     async def lead(self) -> None:
         """Return when all are ready, and have been told to go."""
         _allow_open_files(len(self._tasks))
@@ -239,7 +250,7 @@ class _Leader:
         ]
         told = 0.0
         try:
-            while self._late and not self._errors and time.monotonic() < self._deadline:
+            while self._waits:
                 if time.monotonic() - told >= _TELLS:
                     told = time.monotonic()
                     self._show(self._late, len(self._tasks))
@@ -262,7 +273,12 @@ class _Leader:
         while True:
             if self._states[task] != READY:
                 async with self._turns:
+                    asked = time.monotonic()
                     self._states[task] = await self._state_of(task)
+                if self._states[task] == SILENT:
+                    self._silent.setdefault(task, asked)
+                else:
+                    self._silent.pop(task, None)
                 if self._states[task] == READY:
                     self._changed.set()
             await asyncio.sleep(_STEP)
@@ -285,7 +301,10 @@ class _Leader:
             except _StartedError:
                 return READY
             except _BROKEN as error:
-                state = state if isinstance(error, _GONE) else OTHER
+                if not isinstance(error, _GONE):
+                    state = OTHER
+                elif isinstance(error, TimeoutError) and state == WAITING:
+                    state = SILENT
                 continue
             if answer is None:
                 continue
@@ -341,19 +360,20 @@ class _Follower:
         self._late: dict[str, str] = {self._leader: WAITING}  # as far as this task knows
         self._deadline = deadline
         self._show = show
+        self._unanswered = float("inf")  # since when, in monotonic time
 
     async def follow(self) -> None:
         """Return when the leader says go, or has started already."""
         host, port = identity(self._tasks[self._leader])
-        while time.monotonic() < self._deadline:
+        while time.monotonic() < min(self._deadline, self._unanswered + _SILENCE):
             try:
                 reader, writer = await asyncio.wait_for(
                     asyncio.open_connection(host.strip("[]"), port, limit=_LONGEST_LINE), _ANSWER
                 )
-            except (socket.gaierror, UnicodeError):
-                self._late = {self._leader: RESOLVING}
-            except (TimeoutError, OSError):
-                self._late = {self._leader: WAITING}
+            except (OSError, UnicodeError) as error:
+                unknown = isinstance(error, socket.gaierror | UnicodeError)
+                self._late = {self._leader: RESOLVING if unknown else WAITING}
+                self._unanswered = float("inf")
             else:
                 with contextlib.closing(writer):
                     if await self._goes(reader, writer):
@@ -364,12 +384,15 @@ class _Follower:
 
     async def _goes(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the leader has said go, or has started; False where it has gone."""
+        asked = time.monotonic()
         try:
             await _send(writer, self._card)
             seconds = _ANSWER
             while True:
                 message = await _receive(reader, seconds=seconds)
-                seconds = max(0.0, self._deadline - time.monotonic()) + _LINGER + _ANSWER
+                asked, self._unanswered = time.monotonic(), float("inf")
+                left = max(0.0, self._deadline - asked) + _LINGER + _ANSWER
+                seconds = min(left, _SILENCE)  # the leader tells each second who is late
                 if "cluster" in message:
                     await _send(writer, {"cluster": self._jobs})
                 elif "late" in message:
@@ -381,8 +404,13 @@ class _Follower:
                     return True
         except _StartedError:
             return True
+        except TimeoutError:
+            self._late = {self._leader: SILENT}
+            self._unanswered = min(self._unanswered, asked)
+            return False
         except _BROKEN as error:
             self._late = {self._leader: WAITING if isinstance(error, _GONE) else OTHER}
+            self._unanswered = float("inf")
             return False
 
 
@@ -391,6 +419,7 @@ def _named(late: Late, tasks: Mapping[str, str]) -> str:
     why = {
         RESOLVING: ", whose name is not known",
         OTHER: ", where another program answers",
+        SILENT: ", which accepts connections and says nothing, as a frozen process does",
     }
     names = [
         f"{task} ({tasks[task]}{why.get(state, '')})" for task, state in list(late.items())[:_NAMED]
