@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, TaskPlan, output, run_plan
-from tfdist_ext.launch.output import wants_color
+from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -394,3 +396,22 @@ def test_colors_are_for_terminals(terminal, env, expected):
             return terminal
 
     assert wants_color(Stream(), env) is expected
+
+
+def test_a_task_that_comes_after_all_others_have_ended_is_read(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    pump = OutputPump(Printer(shown), ["worker:0"], color=False, report=Printer(io.StringIO()))
+    for number in range(3):
+        read, write = os.pipe()
+        pump.add("worker:0", read, tmp_path / "worker-0.log")
+        if number == 0:
+            pump.start()
+        os.write(write, b"start %d\n" % number)
+        os.close(write)
+        os.close(read)
+        pump.task_ended("worker:0")
+        assert pump.raised("worker:0") == ""  # waits for its last line
+    pump.close()
+    expected = "".join(f"start {number}\n" for number in range(3))
+    assert (tmp_path / "worker-0.log").read_text() == expected
+    assert shown.getvalue() == expected.replace("start", "[worker:0] start")

@@ -170,6 +170,7 @@ class OutputPump:
         self._channels: dict[str, _Channel] = {}
         self._added: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
+        self._closing = False
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -238,8 +239,10 @@ class OutputPump:
 
         A reader may take its time (a pager, Ctrl-S): `give_up` is asked whether to wait for it.
         """
+        self._closing = True
         for name in self._channels:
             self.task_ended(name)
+        self._wake()
         while self._thread.is_alive() and not give_up():
             self._thread.join(timeout=0.05)
         if not self._thread.is_alive():
@@ -259,8 +262,8 @@ class OutputPump:
 
     def _loop(self) -> None:
         open_channels: list[_Channel] = []
-        self._note_added(open_channels)
-        while open_channels:
+        # A task may come after all others have ended.
+        while open_channels or not self._closing or not self._added.empty():
             timeout = _TICK if any(channel.waits for channel in open_channels) else None
             ready = self._selector.select(timeout)
             now = time.monotonic()

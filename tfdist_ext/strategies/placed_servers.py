@@ -29,8 +29,6 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         tell_stalled: makes the servers show what they are at, where the training stands still.
     """
 
-    tell_stalled: Callable[[], object] = str
-
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
@@ -43,6 +41,7 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
         self.placer = placer
         self.watcher = watcher
+        self.tell_stalled: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import sys
 import threading
@@ -33,6 +32,7 @@ from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.start_failures import start_failures_in_words
+from tfdist_ext.strategies.waiting import show_stacks
 
 __all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers", "watch_servers"]
 
@@ -219,5 +219,5 @@ def _heard() -> str:
 def _told(word: str) -> str:
     """The coordinator's last word; where the training stands still, this task may know why."""
     if word == _STALLED:
-        faulthandler.dump_traceback(file=2, all_threads=True)
+        show_stacks()
     return word

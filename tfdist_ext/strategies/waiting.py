@@ -9,6 +9,7 @@ therefore needs Python's standard library alone.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["absent", "reporting_absent_peers", "say", "watch"]
+__all__ = ["absent", "reporting_absent_peers", "say", "show_stacks", "watch"]
 
 FIRST_AFTER = 10.0  # seconds; then after ever longer ones
 LONGEST_PAUSE = 120.0
@@ -108,6 +109,13 @@ def watch(
 def say(line: str) -> None:
     """Write a line on what this task does to stderr, where no results go."""
     print(line, file=sys.stderr, flush=True)
+
+
+def show_stacks() -> None:
+    """Write what all Python threads of this process are at to stderr."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    faulthandler.dump_traceback(file=2, all_threads=True)
 
 
 def absent(peers: Mapping[str, str], *, timeout: float = 1.0) -> list[str]:

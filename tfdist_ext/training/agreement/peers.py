@@ -37,14 +37,13 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.liveness import say
-from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
+from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE, show_stacks
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.stalls import (
     Phases,
     Progress,
     end_to_be_restarted,
     python_in_step,
-    show_stacks,
     watched_process,
     who_stalls,
 )
@@ -146,7 +145,7 @@ class Peers(TaskStatus):
         self._published: Place | None = None
         self._termination = Termination()
         self._phases = Phases.of_environment()
-        self._batches_read: Callable[[], int] = int
+        self._batches_read: Callable[[], int] = lambda: 0
         self._told_progress = Progress()
         self._shown = False  # the stacks of this process
         self._unchanged: dict[str, tuple[Place, float]] = {}  # others: their place, seconds in it

@@ -12,7 +12,6 @@ me again".
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import math
 import os
@@ -26,14 +25,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT, USUAL_STALL_TIMEOUT
-from tfdist_ext.strategies.liveness import say
+from tfdist_ext.strategies.waiting import say, show_stacks
 
 __all__ = [
     "Phases",
     "Progress",
     "end_to_be_restarted",
     "python_in_step",
-    "show_stacks",
     "watch",
     "watched_process",
     "who_stalls",
@@ -159,8 +157,8 @@ def who_stalls(known: Mapping[str, Progress]) -> tuple[str, str]:
 def watch(
     me: str,
     phases: Phases,
-    suspects: Callable[[], str] = str,
-    tell_others: Callable[[], object] = str,
+    suspects: Callable[[], str] = lambda: "",
+    tell_others: Callable[[], object] = lambda: None,
     promise: Callable[[float, str], object] = lambda seconds, text: None,
 ) -> None:
     """End a process that trains alone, or drives parameter servers, when it stands still.
@@ -194,13 +192,6 @@ def watch(
             time.sleep(_TICK)
 
     threading.Thread(target=look, daemon=True, name="tfdist-stalls").start()
-
-
-def show_stacks() -> None:
-    """Write what all Python threads of this process are at to stderr."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    faulthandler.dump_traceback(file=2, all_threads=True)
 
 
 def end_to_be_restarted(text: str) -> None:

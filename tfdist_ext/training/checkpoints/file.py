@@ -145,7 +145,7 @@ def write_checkpoint(
     attributes: Mapping[str, int | str],
     place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
     arrays: Mapping[str, Mapping[str, np.ndarray]] | None = None,
-    wrote: Callable[[], object] = int,
+    wrote: Callable[[], object] = lambda: None,
 ) -> None:
     """Write variables, a block of rows at a time, and arrays.
 

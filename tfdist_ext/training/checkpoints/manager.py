@@ -420,7 +420,7 @@ class CheckpointManager:
         files: CheckpointFolder,
         name: str,
         writer: BackgroundWriter | None = None,
-        written: Callable[[Progress], object] = bool,
+        written: Callable[[Progress], object] = lambda progress: None,
         **attributes: int,
     ) -> Progress:
         data = "" if self._data is None else json.dumps(self._data.state())

@@ -279,7 +279,7 @@ def save_checkpoint(
     attributes: Mapping[str, int | str] | None = None,
     callbacks: Callable[[], CallbackState] = dict,
     writer: BackgroundWriter | None = None,
-    written: Callable[[Progress], object] = bool,
+    written: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
     """Write the model's state to one file; every task must call, and returns when it is there.
 
