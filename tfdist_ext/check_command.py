@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.cards import card_of, tasks_of
-from tfdist_ext.cluster.preflight import Late, PreflightError, preflight
+from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, preflight
 from tfdist_ext.launch.shares import gpus_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]
@@ -76,7 +76,9 @@ class _Table:
             self._draw({task: late.get(task, "ready") for task in self._tasks})
         elif late and time.monotonic() - self._said >= _EACH:
             self._said = time.monotonic()
-            names = ", ".join(f"{task} ({state})" for task, state in late.items())
+            names = ", ".join(
+                f"{task} ({state})" for task, state in late.items() if state != UNKNOWN
+            )
             waited = time.monotonic() - self._began
             print(f"after {waited:.0f} s not ready: {names}", file=self._stream, flush=True)
 

@@ -314,6 +314,15 @@ def test_what_is_shown_meanwhile() -> None:
     assert {"worker:2": "waiting"} in seen
 
 
+def test_a_task_knows_nothing_of_the_others_before_the_leader_is_there() -> None:
+    seen: list[dict[str, str]] = []
+    with cluster(worker=3) as jobs, pytest.raises(PreflightError) as caught:
+        show = lambda late, tasks: seen.append(dict(late))  # noqa: E731
+        preflight(card("worker:1", jobs), wait=0.5, show=show)
+    assert seen[-1] == {"worker:0": "waiting", "worker:2": "unknown"}
+    assert str(caught.value) == f"no answer from worker:0 ({jobs['worker'][0]})"
+
+
 @pytest.mark.long
 def test_a_thousand_tasks_take_seconds() -> None:
     """In one process: what is counted is what they say to each other."""

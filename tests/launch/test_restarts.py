@@ -160,3 +160,21 @@ def test_the_place_of_an_exception() -> None:
     assert place == place_of("step", ValueError("another text"))
     assert place != place_of("step", ValueError("one"), line=8)
     assert place != place_of("step", KeyError("one"))
+
+
+def test_the_place_of_the_last_exception_of_a_group() -> None:
+    reader = TracebackReader()
+    for line in (
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "train.py", line 9, in <module>',
+        '  |     raise ExceptionGroup("both", errors)',
+        "  | ExceptionGroup: both (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "train.py", line 5, in load',
+        '    |     raise OSError("gone")',
+        "    | OSError: gone",
+        "    +------------------------------------",
+    ):
+        reader.feed(line)
+    assert reader.raised == "OSError at train.py:5 in load"

@@ -35,6 +35,7 @@ from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.cluster.cards import Card, differences, tasks_of
 
 __all__ = [
+    "UNKNOWN",
     "Late",
     "PreflightError",
     "listening",
@@ -42,10 +43,12 @@ __all__ = [
 ]
 
 RESOLVING, WAITING, SILENT = "resolving", "waiting", "silent"
-OTHER, READY = "another program", "ready"
-Late = Mapping[str, str]  # task -> RESOLVING, WAITING, SILENT, or OTHER that is at its address
+OTHER, UNKNOWN, READY = "another program", "unknown", "ready"
+# Task -> RESOLVING, WAITING, SILENT, OTHER that is at its address, UNKNOWN without a leader.
+Late = Mapping[str, str]
 
-_NAMED = 5  # tasks in a message
+_NAMED = 5  # tasks in a sentence
+_LISTED = 20  # tasks of which the leader tells the others
 _LONGEST_LINE = 2**22  # bytes; a cluster of 10,000 tasks has a fourth of it
 _STEP = 0.25  # seconds between two tries
 _TELLS = 1.0  # seconds between two words of the leader
@@ -229,7 +232,7 @@ class _Leader:
 
     @property
     def _status(self) -> dict[str, Any]:
-        return {"late": list(self._late.items())[:_NAMED], "tasks": len(self._tasks)}
+        return {"late": list(self._late.items())[:_LISTED], "tasks": len(self._tasks)}
 
     def _note(self, errors: list[str]) -> None:
         self._errors += [error for error in errors if error not in self._errors]
@@ -347,6 +350,7 @@ class _Follower:
         deadline: float,
         show: Callable[[Late, int], None],
     ) -> None:
+        self._me = card.task
         self._jobs = {job: list(addresses) for job, addresses in card.jobs.items()}
         self._card = {
             "task": card.task,
@@ -378,7 +382,8 @@ class _Follower:
                 with contextlib.closing(writer):
                     if await self._goes(reader, writer):
                         return
-            self._show(self._late, len(self._tasks))
+            others = [task for task in self._tasks if task not in (self._leader, self._me)]
+            self._show({**self._late, **dict.fromkeys(others, UNKNOWN)}, len(self._tasks))
             await asyncio.sleep(_STEP)
         raise PreflightError(missing=_named(self._late, self._tasks))
 

@@ -7,6 +7,8 @@ import re
 __all__ = ["TracebackReader"]
 
 _HEAD = "Traceback (most recent call last):"
+_GROUP = "Exception Group " + _HEAD
+_IN_GROUP = re.compile(r" *\| ")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 _ERROR = re.compile(r"(?P<kind>[A-Za-z_][\w.<>]*)(:.*)?")
 
@@ -16,15 +18,20 @@ class TracebackReader:
 
     Attributes:
         raised: all frames of the last traceback, and the exception's class; the same text for the
-            same exception in the same place. "" where there was none.
+            same exception in the same place. Of a group it is the last one in it. "" where there
+            was none.
     """
 
     def __init__(self) -> None:
         self.raised = ""
         self._frames: list[str] | None = None
+        self._in_group = False
 
     def feed(self, line: str) -> None:
         """The next line."""
+        self._in_group |= line.endswith(_GROUP)
+        if self._in_group:
+            line = _IN_GROUP.sub("", line, count=1)
         if line.endswith(_HEAD):  # after what another thread has not ended
             self._frames = []
         elif self._frames is None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.cluster.cards import card_of, tasks_of
-from tfdist_ext.cluster.preflight import Late, PreflightError, listening, preflight
+from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, listening, preflight
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import waiting
 from tfdist_ext.strategies.resolvers import Described
@@ -84,7 +84,8 @@ class _Report:
         if not late or waited < self._next:
             return
         self._next = waited + min(waited, waiting.LONGEST_PAUSE)
-        names = ", ".join(f"{task} ({self._tasks.get(task, '?')})" for task in late)
+        seen = [task for task, state in late.items() if state != UNKNOWN]
+        names = ", ".join(f"{task} ({self._tasks.get(task, '?')})" for task in seen)
         waiting.say(
             f"{self._me}: waiting for {names} for {waited:.0f} s. Is it started, is its address"
             f" right in {self._source} on every task, can this host reach it?"
