@@ -316,9 +316,10 @@ def test_what_is_shown_meanwhile() -> None:
 
 def test_a_task_knows_nothing_of_the_others_before_the_leader_is_there() -> None:
     seen: list[dict[str, str]] = []
-    with cluster(worker=3) as jobs, pytest.raises(PreflightError) as caught:
-        show = lambda late, tasks: seen.append(dict(late))  # noqa: E731
-        preflight(card("worker:1", jobs), wait=0.5, show=show)
+    with cluster(worker=3) as jobs:
+        mine = card("worker:1", jobs)
+        with pytest.raises(PreflightError) as caught:
+            preflight(mine, wait=0.5, show=lambda late, tasks: seen.append(dict(late)))
     assert seen[-1] == {"worker:0": "waiting", "worker:2": "unknown"}
     assert str(caught.value) == f"no answer from worker:0 ({jobs['worker'][0]})"
 
