@@ -42,6 +42,10 @@ def main() -> None:
             print(f"STEP {int(self.model.optimizer.iterations.numpy())}", flush=True)
             time.sleep(pause)
 
+        def on_test_batch_end(self, batch: int, logs: object = None) -> None:
+            print(f"VALIDATION {batch}", flush=True)
+            time.sleep(pause)
+
     keras.utils.set_random_seed(2)
     random = np.random.default_rng(3)
     x = random.normal(size=(ROWS * steps - 5, 4)).astype("float32")  # the last batch is short
@@ -56,7 +60,13 @@ def main() -> None:
         keras.callbacks.EarlyStopping("loss", patience=epochs),
     ]
     history = model.fit(
-        **data, epochs=epochs, verbose=0, callbacks=callbacks, checkpoint_dir=folder / "checkpoints"
+        **data,
+        epochs=epochs,
+        verbose=0,
+        callbacks=callbacks,
+        validation_data=(x[:60], y[:60]),
+        validation_batch_size=4,
+        checkpoint_dir=folder / "checkpoints",
     )
     me = tfd.ClusterConfig.from_env()
     name = "alone" if me is None else f"{me.task.type}-{me.task.index}"
@@ -66,6 +76,7 @@ def main() -> None:
         **weights,
         epochs=history.epoch,
         loss=history.history["loss"],
+        val_loss=history.history["val_loss"],
         rate=float(model.optimizer.learning_rate),
         iterations=int(model.optimizer.iterations.numpy()),
     )

@@ -20,20 +20,34 @@ EPOCHS, STEPS = 3, 6
 PROGRAM = "interrupted_training.py"
 
 
-def train(folder: Path, kind: str, workers: int, *, hurt: str | None = None) -> dict[str, int]:
-    """The status of each task; `hurt` gets SIGTERM somewhere in the second epoch."""
+IN_SECOND_EPOCH = f"STEP {STEPS + 2}\n"
+IN_SECOND_VALIDATION = f"(?s)STEP {2 * STEPS}\n.*VALIDATION 0\n"
+
+
+def train(
+    folder: Path,
+    kind: str,
+    workers: int,
+    *,
+    hurt: str | None = None,
+    after: str = IN_SECOND_EPOCH,
+    resumes: str = "",
+) -> dict[str, int]:
+    """The status of each task; `hurt` gets SIGTERM after it has written that."""
     names = [f"worker:{number}" for number in range(workers)]
     arguments = (str(folder), kind, str(EPOCHS), str(STEPS), "0.05")
     with tasks(PROGRAM, *arguments, folder=folder, workers=workers, ps=0) as cluster:
         cluster.start(*names)
         if hurt is not None:
-            cluster.wait_for(hurt, f"STEP {STEPS + 2}\n", 100)
+            cluster.wait_for(hurt, after, 100)
             cluster.signal(hurt, signal.SIGTERM)
         statuses = {name: cluster.status(name, 100) for name in names}
         for name in names:
             assert "Traceback" not in cluster.log(name), cluster.log(name)[-3000:]
         if hurt is not None:
             check_ended_together(cluster, names)
+        if resumes:
+            assert resumes in cluster.log(names[0]), cluster.log(names[0])
         return statuses
 
 
@@ -70,6 +84,23 @@ def test_all_workers_end_at_one_step_and_go_on_from_it(
     expected, found = result(whole), result(hurt)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+    assert found["iterations"] == EPOCHS * STEPS
+
+
+def test_a_validation_ends_at_a_signal_and_is_begun_again(tmp_path: Path) -> None:
+    """Its metrics are over all of its rows, and callbacks see the logs of the training before."""
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    for folder in (whole, hurt):
+        folder.mkdir()
+    assert set(train(whole, "tfd.data", 2).values()) == {0}
+    ended = train(hurt, "tfd.data", 2, hurt="worker:1", after=IN_SECOND_VALIDATION)
+    assert set(ended.values()) == {143}
+    resumes = "resuming with the validation of epoch 2, of "
+    assert set(train(hurt, "tfd.data", 2, resumes=resumes).values()) == {0}
+    expected, found = result(whole), result(hurt)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+    assert len(found["val_loss"]) == EPOCHS
     assert found["iterations"] == EPOCHS * STEPS
 
 

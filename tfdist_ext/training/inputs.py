@@ -186,26 +186,37 @@ def _dataset_fn(
     permuted = shuffle and not within_batches
     order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if permuted else None)
 
-    def parts(step: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tuple[Part, ...]:
-        size = tf.minimum(rows - (step % steps) * batch, batch)
+    def parts(
+        step: tf.Tensor, turn: tf.Tensor, key: tf.Tensor, seed: tf.Tensor, arrays: Structure
+    ) -> tuple[Part, ...]:
+        size = tf.minimum(rows - step * batch, batch)
         spans = _spans(size, first, local, replicas)
         begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
         if shuffle and within_batches:
-            mixed = sorted_at_random(size, tf.stack([seed, step]))[begin:end]
-            indices = (step % steps) * batch + mixed
+            number = turn * steps + step
+            indices = step * batch + sorted_at_random(size, tf.stack([seed, number]))[begin:end]
         else:
-            key = key_in_graph(seed, step // steps) if permuted else None
-            indices = order.rows(step % steps, begin, end, key=key)
+            indices = order.rows(step, begin, end, key=key if permuted else None)
         return tuple(
             (mine, size, kp.take(arrays, indices[low - begin : high - begin]))
             for mine, low, high in spans
         )
 
     def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
-        of_step = tf.autograph.experimental.do_not_convert(lambda step: parts(step, seed, arrays))
+        def steps_of_pass(turn: tf.Tensor) -> tf.data.Dataset:
+            # Python makes the key: once in a pass, as each call costs a small step's time.
+            key = key_in_graph(seed, turn) if permuted else tf.zeros([3], tf.uint32)
+            first = tf.where(turn == start // steps, start % steps, 0)
+            return tf.data.Dataset.range(first, steps).map(lambda step: (step, turn, key))
+
+        of_step = tf.autograph.experimental.do_not_convert(
+            lambda step, turn, key: parts(step, turn, key, seed, arrays)
+        )
+        passes = tf.data.Dataset.range(start // steps, 2**62 // steps)
+        each = passes.flat_map(tf.autograph.experimental.do_not_convert(steps_of_pass))
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
         options.experimental_optimization.apply_default_optimizations = False
-        return in_parallel(tf.data.Dataset.range(start, 2**62), of_step).with_options(options)
+        return in_parallel(each, of_step).with_options(options)
 
     return dataset
 

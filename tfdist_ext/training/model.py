@@ -66,6 +66,7 @@ from tfdist_ext.training.protocols import (
     Engine,
     Logs,
     NullStepTimer,
+    StepListener,
     on_every_worker,
 )
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
@@ -104,7 +105,8 @@ class DistributedModel(SavingMixin):
         self._built_for = None
         self._progress = Progress()
         self._keeps_metrics = False
-        self._validation: Epochs | None = None  # of the running fit
+        # Of the running fit, and who listens to its steps.
+        self._validation: tuple[Epochs, StepListener | None] | None = None
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
         self._engine: Engine = engine(strategy)
@@ -274,7 +276,7 @@ class DistributedModel(SavingMixin):
         self,
         epochs: range,
         train: Epochs,
-        validate: Callable[[keras.callbacks.CallbackList], Logs] | None,
+        validate: Callable[[keras.callbacks.CallbackList, StepListener | None], Logs] | None,
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
@@ -292,11 +294,15 @@ class DistributedModel(SavingMixin):
             peers.enters("callbacks")
             hooks.on_epoch_begin(epoch)
             saved.epoch_has_begun()
-            with train.next() as data, self._metrics_are_of_training():
-                logs, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
-            complete = train.is_done(data, steps, stopped=bool(model.stop_training))
+            trained, complete = saved.trained(), True
+            if trained is None:
+                with train.next() as data, self._metrics_are_of_training():
+                    trained, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
+                complete = train.is_done(data, steps, stopped=bool(model.stop_training))
+            logs = trained
             if validate is not None and validates(epoch, validation_freq):
-                val_logs = validate(hooks)
+                listener = saved.validation(epoch, logs, complete=complete)
+                val_logs = validate(hooks, listener)
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             peers.enters("callbacks")
             hooks.on_epoch_end(epoch, logs)
@@ -354,7 +360,8 @@ class DistributedModel(SavingMixin):
         self._check_compiled("evaluate")
         if _use_cached_eval_dataset and self._validation is not None:
             # Keras's own argument, by which `fit` calls an `evaluate` of the model's.
-            logs = self._evaluate(self._validation, callbacks)
+            epochs, listener = self._validation
+            logs = self._evaluate(epochs, callbacks, listener)
             return logs if return_dict else kp.metrics_in_order(self._model, logs)
         self._check_same_call("evaluate", x=x, batch_size=batch_size, steps=steps)
         batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
@@ -495,12 +502,16 @@ class DistributedModel(SavingMixin):
             return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
 
     def _validate(
-        self, epochs: Epochs, given: dict[str, Any], hooks: keras.callbacks.CallbackList
+        self,
+        epochs: Epochs,
+        given: dict[str, Any],
+        hooks: keras.callbacks.CallbackList,
+        listener: StepListener | None,
     ) -> Logs:
         """Evaluate in `fit`, by the model's own `evaluate` if it has one."""
         if not overrides(self._model, "evaluate"):
-            return self._evaluate(epochs, hooks)
-        self._validation = epochs
+            return self._evaluate(epochs, hooks, listener)
+        self._validation = epochs, listener
         try:
             logs: Logs = self.evaluate(
                 **given, callbacks=hooks, return_dict=True, _use_cached_eval_dataset=True
@@ -509,14 +520,19 @@ class DistributedModel(SavingMixin):
             self._validation = None
         return logs
 
-    def _evaluate(self, epochs: Epochs, hooks: keras.callbacks.CallbackList) -> Logs:
+    def _evaluate(
+        self,
+        epochs: Epochs,
+        hooks: keras.callbacks.CallbackList,
+        listener: StepListener | None = None,
+    ) -> Logs:
         self._model.stop_evaluating = False
         metrics = self._model.metrics_variables if self._keeps_metrics else ()
         kept = [(variable, whole_value(variable)) for variable in metrics]
         hooks.on_test_begin()
         epochs.rewind()
         with epochs.next() as data:
-            loop = Loop(self._model, self._engine, hooks, "test")
+            loop = Loop(self._model, self._engine, hooks, "test", listener)
             logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)

@@ -295,6 +295,8 @@ class Progress:
         batches: global batches of the next epoch that are done already.
         batch_size: examples in each of them, where the data is arrays; else 0.
         data: the state of a ShardedDataset, as JSON; empty with other data.
+        trained: the logs of the last epoch's training, as JSON, where its validation is to be done;
+            else empty.
     """
 
     epoch: int = 0
@@ -304,16 +306,18 @@ class Progress:
     batches: int = 0
     batch_size: int = 0
     data: str = ""
+    trained: str = ""
 
     @classmethod
     def of(cls, file: CheckpointFile) -> Progress:
         """The progress of the training that wrote a checkpoint."""
-        return cls(**{name: file.number(name) for name in cls().numbers}, data=file.text("data"))
+        numbers = {name: file.number(name) for name in cls().numbers}
+        return cls(**numbers, data=file.text("data"), trained=file.text("trained"))
 
     @property
     def numbers(self) -> dict[str, int]:
         """The fields that are numbers, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "data"}
+        return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
 
 
 @dataclass

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -42,7 +42,7 @@ from tfdist_ext.training.checkpoints.state import (
     continue_log_files,
     restore_callbacks,
 )
-from tfdist_ext.training.protocols import Callbacks, Logs, Reduction
+from tfdist_ext.training.protocols import Callbacks, Logs, Reduction, StepListener
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 
 if TYPE_CHECKING:
@@ -214,7 +214,33 @@ class CheckpointManager:
             self._in_epoch = self._progress.batches
         else:
             _read_past(data, done)
-        return self._progress.epoch
+        return self._progress.epoch - bool(self._progress.trained)
+
+    def trained(self) -> Logs | None:
+        """The logs of the epoch's training, where the job before has ended in its validation."""
+        text, self._progress = self._progress.trained, replace(self._progress, trained="")
+        return {name: _as_log(value) for name, value in json.loads(text).items()} if text else None
+
+    def validation(self, epoch: int, logs: Logs, *, complete: bool) -> StepListener | None:
+        """The listener of an epoch's validation, which a signal may end; None where none may.
+
+        Args:
+            logs: of the epoch's training.
+            complete: all of its global batches are done.
+        """
+        ends = self._files is not None and complete and not self._model.stop_training
+        return _Validation(self, self._model, epoch, logs) if ends and _is_finite(logs) else None
+
+    def ends_in_validation(self, epoch: int, logs: Logs) -> NoReturn:
+        """Save what is there before an epoch's validation, for the job that does it.
+
+        Raises:
+            SystemExit: always.
+        """
+        text = json.dumps({name: np.asarray(value).tolist() for name, value in logs.items()})
+        self._progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=text)
+        self._save_in_index()
+        raise SystemExit(PREEMPTED)
 
     def restore_callbacks(self) -> bool:
         """After `on_train_begin`: give callbacks what they knew; whether one had said to stop."""
@@ -225,7 +251,7 @@ class CheckpointManager:
 
     def epoch_has_begun(self) -> None:
         """After `on_epoch_begin`, which callbacks have seen before in an epoch that goes on."""
-        if self._known and self._progress.batches:
+        if self._known and (self._progress.batches or self._progress.trained):
             self._put_back(metrics=True)
             restore_callbacks(self._known, self._with_history)
         self._known = CallbackState()
@@ -412,6 +438,8 @@ class CheckpointManager:
         if self._was_done:
             done = files.index.epochs_when_done
             return f"training in {files.path} is complete after {done} epochs; nothing to do"
+        if progress.trained:
+            return f"resuming with the validation of epoch {progress.epoch}, of {path}"
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
         return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"
 
@@ -445,6 +473,47 @@ class CheckpointManager:
         run_on_chief(self._reduction, action, f"write to {self._files.path}")
 
 
+class _Validation:
+    """A listener that lets a signal end a validation; the next job begins it again.
+
+    Args:
+        manager: saves.
+        epoch: that is validated.
+        logs: of its training.
+    """
+
+    def __init__(self, manager: CheckpointManager, model: keras.Model, epoch: int, logs: Logs):
+        self._manager = manager
+        self._epoch = epoch
+        self._logs = logs
+        # What a validation changes besides metrics: it may draw random numbers.
+        states = [each for each in model.non_trainable_variables if each.name == _SEED_STATE]
+        self._states = [(variable, whole_value(variable)) for variable in states]
+        self._seeds = kp.seed_state()
+
+    def max_steps(self) -> None:
+        """Any number."""
+
+    def steps_done(
+        self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
+    ) -> None:
+        """End at a signal, unless the validation has ended, too."""
+        if not told or epoch_ends or stopped:
+            return
+        for variable, value in self._states:
+            assign_whole(variable, value)
+        if self._seeds is not None:
+            kp.global_seed_generator().state.assign(self._seeds)
+        self._manager.ends_in_validation(self._epoch, self._logs)
+
+
+_SEED_STATE = "seed_generator_state"  # of layers, as Keras names it
+
+
+def _as_log(value: Any) -> Any:
+    return value if isinstance(value, float) else np.asarray(value)
+
+
 # The `on_train_end` of these callbacks does not change the model.
 _ONLY_LOOK = (
     keras.callbacks.Callback,
@@ -475,7 +544,8 @@ def _rates_of(model: keras.Model) -> list[keras.Variable]:
 def _completed(progress: Progress) -> str:
     if progress.batches:
         return f"batch {progress.batches} of epoch {progress.epoch + 1} (step {progress.step})"
-    return f"epoch {progress.epoch} (step {progress.step})"
+    before = ", before its validation" if progress.trained else ""
+    return f"epoch {progress.epoch}{before} (step {progress.step})"
 
 
 def _is_finite(logs: Logs) -> bool:

@@ -359,7 +359,8 @@ def restore_checkpoint(
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
     numbers = reduction.from_chief(np.array([*progress.numbers.values()], np.int64)).tolist()
-    progress = replace(Progress(*numbers), data=broadcast_text(reduction, progress.data))
+    texts = (broadcast_text(reduction, text) for text in (progress.data, progress.trained))
+    progress = Progress(*numbers, *texts)
     for state in broadcast_arrays(reduction, random).values():
         kp.global_seed_generator().state.assign(state)
     return progress, broadcast_arrays(reduction, callbacks)
