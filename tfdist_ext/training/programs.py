@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import keras
@@ -75,8 +74,8 @@ class EngineBase(ABC, Generic[_Reduction]):
     def state_is_restored(self) -> None:
         """The model, and the generator of random numbers, have the state of a checkpoint."""
 
-    def saves_to(self, folder: Path | None) -> None:
-        """Where the checkpoints of a `fit` are, for a message when another task is frozen."""
+    def saves_to(self, folder: str) -> None:
+        """Where the checkpoints of a `fit` are, or "": for a message when a task is frozen."""
 
     @abstractmethod
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram: ...

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import keras
@@ -296,8 +295,8 @@ class Engine(Protocol):
     def state_is_restored(self) -> None:
         """The model, and the generator of random numbers, have the state of a checkpoint."""
 
-    def saves_to(self, folder: Path | None) -> None:
-        """Where the checkpoints of a `fit` are, for a message when another task is frozen."""
+    def saves_to(self, folder: str) -> None:
+        """Where the checkpoints of a `fit` are, or "": for a message when a task is frozen."""
 
     def prepare(self, model: keras.Model) -> None:
         """Turn off compile options that the strategy does not support."""

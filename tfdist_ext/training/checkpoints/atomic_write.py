@@ -1,47 +1,161 @@
-"""Files on a file system of this machine that are there as a whole, or not at all."""
+"""Files that are there as a whole, or not at all: of this machine, or of a remote store.
+
+A remote store (`gs://`, `hdfs://`, ...) is what `tf.io.gfile` opens. It has no hard links and no
+files that are written in place: HDF5 writes beside, on this machine, and the file is copied.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias
+
+import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 
 __all__ = [
+    "AnyPath",
+    "RemotePath",
     "atomic_write",
     "check_writable",
     "checkpoint_folder",
     "create_exclusively",
-    "local_path",
+    "files_in",
     "moved_if_free",
     "naming_unwritable",
     "on_disk",
+    "path_of",
     "to_disk",
+    "written_here",
 ]
 
 
-def local_path(path: str | Path) -> Path:
-    """The path, which is to be one of a mounted file system.
+class RemotePath(os.PathLike[str]):
+    """A path of a file system that TensorFlow knows by its scheme, with pathlib's names.
 
-    Raises:
-        TrainingError: the address of an object store, which would become a folder named `gs:`.
+    What fails is an OSError, as with pathlib.
     """
-    if "://" in str(path):
-        raise TrainingError(
-            f"a checkpoint must be a file of a mounted file system, got {path}, the address of a"
-            " remote store: mount it and give the path there, or save to a disk and copy the file."
-        )
-    return Path(path)
+
+    def __init__(self, address: str):
+        self._address = address.rstrip("/")
+
+    def __fspath__(self) -> str:
+        return self._address
+
+    __str__ = __fspath__
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self._address!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and other._address == self._address
+
+    def __hash__(self) -> int:
+        return hash(self._address)
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
+        return RemotePath(f"{self._address}/{os.fspath(name)}")
+
+    @property
+    def name(self) -> str:
+        return self._address.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return Path(self.name).stem
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self._address.rpartition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        return self.parent / name
+
+    def with_stem(self, stem: str) -> RemotePath:
+        return self.parent / Path(self.name).with_stem(stem).name
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def exists(self) -> bool:
+        with _os_errors(self):
+            return bool(tf.io.gfile.exists(self._address))
+
+    def is_dir(self) -> bool:
+        with _os_errors(self):
+            return bool(tf.io.gfile.isdir(self._address))
+
+    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
+        """Create it, and what it is in."""
+        with _os_errors(self):
+            tf.io.gfile.makedirs(self._address)
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        with _os_errors(self):
+            names = tf.io.gfile.listdir(self._address)
+        return (self / name.rstrip("/") for name in names)
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        with _os_errors(self), tf.io.gfile.GFile(self._address, "rb") as file:
+            return bytes(file.read()).decode(encoding)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        with _os_errors(self), tf.io.gfile.GFile(self._address, "wb") as file:
+            file.write(text.encode(encoding))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        absent = contextlib.suppress(FileNotFoundError) if missing_ok else contextlib.nullcontext()
+        with absent, _os_errors(self):
+            tf.io.gfile.remove(self._address)
+
+    def replace(self, target: AnyPath) -> None:
+        with _os_errors(self):
+            tf.io.gfile.rename(self._address, os.fspath(target), overwrite=True)
+
+    def stat(self) -> SimpleNamespace:
+        """Its `st_mtime`, in seconds since 1970; 0 where the store does not know."""
+        with _os_errors(self):
+            return SimpleNamespace(st_mtime=tf.io.gfile.stat(self._address).mtime_nsec / 1e9)
 
 
-def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
+AnyPath: TypeAlias = Path | RemotePath
+
+
+@contextlib.contextmanager
+def _os_errors(path: RemotePath) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(None, error.message, str(path)) from error
+    except tf.errors.OpError as error:
+        raise OSError(None, error.message, str(path)) from error
+
+
+def path_of(path: str | os.PathLike[str]) -> AnyPath:
+    """A path of this machine, or one of a remote store (`gs://bucket/folder`)."""
+    address = os.fspath(path)
+    return RemotePath(address) if "://" in address else Path(path)
+
+
+def files_in(folder: AnyPath) -> list[AnyPath]:
+    """What is in a folder, by name; nothing where there is none."""
+    found: list[AnyPath] = []
+    with contextlib.suppress(FileNotFoundError):
+        found += folder.iterdir()
+    return sorted(found, key=lambda path: path.name)
+
+
+def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> AnyPath:
     """The folder that `fit(checkpoint_dir=...)` names.
 
     Raises:
-        TrainingError: anything but a path, an empty one, or the address of an object store.
+        TrainingError: anything but a path, or an empty one.
     """
     got = f"got {checkpoint_dir!r}"
     if not isinstance(checkpoint_dir, str | os.PathLike) or not str(checkpoint_dir).strip():
@@ -51,10 +165,10 @@ def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
         )
     if "\0" in str(checkpoint_dir):
         raise TrainingError(f"checkpoint_dir must be a path without null characters, {got}.")
-    return local_path(os.fspath(checkpoint_dir))
+    return path_of(os.fspath(checkpoint_dir))
 
 
-def check_writable(folder: Path, argument: str) -> None:
+def check_writable(folder: AnyPath, argument: str) -> None:
     """Create a folder if missing, and a file in it that is removed again.
 
     Raises:
@@ -67,7 +181,7 @@ def check_writable(folder: Path, argument: str) -> None:
 
 
 @contextlib.contextmanager
-def naming_unwritable(folder: Path, argument: str) -> Iterator[None]:
+def naming_unwritable(folder: AnyPath, argument: str) -> Iterator[None]:
     """Scope whose files cannot be written because the folder is not a good one.
 
     Args:
@@ -90,7 +204,7 @@ def naming_unwritable(folder: Path, argument: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: AnyPath) -> Iterator[AnyPath]:
     """A path to write to; what is there takes the place of `path` at once, and only when complete.
 
     A crash leaves the old file as it was, and what was written of the new one as `.*.unfinished`;
@@ -99,11 +213,23 @@ def atomic_write(path: Path) -> Iterator[Path]:
     with on_disk(path.with_name(f".{path.name}.unfinished")) as unfinished:
         yield unfinished
         to_disk(unfinished)
-        os.replace(unfinished, path)
+        unfinished.replace(path)
 
 
 @contextlib.contextmanager
-def on_disk(unfinished: Path) -> Iterator[Path]:
+def written_here(path: AnyPath) -> Iterator[Path]:
+    """A file of this machine to write to, which is copied to where the path says."""
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tfdist-checkpoint-") as folder:
+        yield (here := Path(folder) / path.name)
+        with _os_errors(path):
+            tf.io.gfile.copy(str(here), str(path), overwrite=True)
+
+
+@contextlib.contextmanager
+def on_disk(unfinished: AnyPath) -> Iterator[AnyPath]:
     """A file to write and to rename, which is removed if that fails."""
     try:
         yield unfinished
@@ -114,17 +240,24 @@ def on_disk(unfinished: Path) -> Iterator[Path]:
     to_disk(unfinished.parent)  # the new name itself
 
 
-def moved_if_free(unfinished: Path, path: Path) -> bool:
+def moved_if_free(unfinished: AnyPath, path: AnyPath) -> bool:
     """Rename a file, unless there is one of that name already; whether it was done.
 
-    Also False where the file system has no hard links: nothing else renames so at once.
+    Also False where a mounted file system has no hard links: nothing else renames so at once.
     """
+    if isinstance(unfinished, RemotePath):
+        with _os_errors(unfinished):
+            try:
+                tf.io.gfile.rename(str(unfinished), str(path))
+            except tf.errors.AlreadyExistsError:
+                return False
+        return True
     try:
         os.link(unfinished, path)
     except OSError:
         # The answer of a network file system may be lost, and the call be made twice.
         try:
-            if not unfinished.samefile(path):
+            if not unfinished.samefile(str(path)):
                 return False
         except FileNotFoundError:  # of another job, which has removed it meanwhile
             return False
@@ -132,7 +265,7 @@ def moved_if_free(unfinished: Path, path: Path) -> bool:
     return True
 
 
-def create_exclusively(path: Path, text: str, *, name: str) -> bool:
+def create_exclusively(path: AnyPath, text: str, *, name: str) -> bool:
     """Create a file, unless there is one; of several processes that try, one gets True.
 
     Args:
@@ -143,6 +276,8 @@ def create_exclusively(path: Path, text: str, *, name: str) -> bool:
         if moved_if_free(unfinished, path):
             return True
         unfinished.unlink(missing_ok=True)
+        if isinstance(path, RemotePath):
+            return False
         try:
             _write(path, text)  # where there are no hard links
         except FileExistsError:
@@ -150,14 +285,22 @@ def create_exclusively(path: Path, text: str, *, name: str) -> bool:
     return True
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: AnyPath, text: str) -> None:
+    if isinstance(path, RemotePath):
+        path.write_text(text)
+        return
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
     to_disk(path)
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would be there after a power cut."""
+def to_disk(path: AnyPath) -> None:
+    """Wait until a file, or the names in a folder, would be there after a power cut.
+
+    What a remote store has, it keeps.
+    """
+    if isinstance(path, RemotePath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,7 +14,12 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
-from tfdist_ext.training.checkpoints.atomic_write import check_writable, checkpoint_folder
+from tfdist_ext.training.checkpoints.atomic_write import (
+    AnyPath,
+    check_writable,
+    checkpoint_folder,
+    path_of,
+)
 from tfdist_ext.training.checkpoints.folder import Index, Progress
 from tfdist_ext.training.protocols import Callbacks
 
@@ -96,7 +101,7 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: DistributedModel, folder: Path, epochs: int, me: str, cluster: Described
+    model: DistributedModel, folder: AnyPath, epochs: int, me: str, cluster: Described
 ) -> Iterator[Progress]:
     """Restore the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)
@@ -129,11 +134,11 @@ def _restored(
                 leader.look()
 
 
-def _log_dir(callbacks: Callbacks, folder: Path) -> tuple[Path, str]:
+def _log_dir(callbacks: Callbacks, folder: AnyPath) -> tuple[AnyPath, str]:
     """(where the scalars go, the argument that says so)."""
     for callback in keras.tree.flatten(callbacks or []):
         if isinstance(callback, keras.callbacks.TensorBoard):
-            return Path(callback.log_dir) / "evaluator", "log_dir of the TensorBoard callback"
+            return path_of(callback.log_dir) / "evaluator", "log_dir of the TensorBoard callback"
     return folder / "evaluator", "checkpoint_dir"
 
 

@@ -37,7 +37,13 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.atomic_write import atomic_write
+from tfdist_ext.training.checkpoints.atomic_write import (
+    AnyPath,
+    RemotePath,
+    atomic_write,
+    files_in,
+    written_here,
+)
 
 __all__ = [
     "BLOCK_BYTES",
@@ -139,11 +145,11 @@ def _without_copy(variable: keras.Variable) -> np.ndarray:
 
 
 def write_checkpoint(
-    path: Path,
+    path: AnyPath,
     groups: Mapping[str, Mapping[str, keras.Variable | Copied]],
     kinds: Mapping[str, str],
     attributes: Mapping[str, int | str],
-    place: Callable[[Path], contextlib.AbstractContextManager[Path]] = atomic_write,
+    place: Callable[[AnyPath], contextlib.AbstractContextManager[AnyPath]] = atomic_write,
     arrays: Mapping[str, Mapping[str, np.ndarray]] | None = None,
     wrote: Callable[[], object] = lambda: None,
 ) -> None:
@@ -166,7 +172,12 @@ def write_checkpoint(
         raise TrainingError(f"a checkpoint must be a file, got the folder {path}: add a file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     fixed = {k: _as_bytes(v) if isinstance(v, str) else v for k, v in attributes.items()}
-    with place(path) as unfinished, _Sink(unfinished) as sink, _open(sink, "w") as file:
+    with (
+        place(path) as unfinished,
+        written_here(unfinished) as here,
+        _Sink(here) as sink,
+        _open(sink, "w") as file,
+    ):
         file.attrs.update({"format": _as_bytes(_FORMAT), "version": _VERSION, **fixed})
         for name, variables in groups.items():
             group = file.create_group(name)
@@ -235,7 +246,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             package.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         self._path = path
         if path.is_dir():
             raise TrainingError(f"a checkpoint must be a file, got the folder {path}.{_in(path)}")
@@ -358,16 +369,17 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             raise TrainingError(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
 
 
-def _in(folder: Path) -> str:
-    names = sorted(path.name for path in folder.glob("*"))
+def _in(folder: AnyPath) -> str:
+    names = [path.name for path in files_in(folder)]
     return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."
 
 
-def _open(path: Path | _Sink, mode: str) -> h5py.File:
+def _open(path: AnyPath | _Sink, mode: str) -> h5py.File:
     # Files are written under a name of their own and never changed; shared disks may have no locks.
     # From its version 1.8 on, HDF5 has checksums of its own structures: without them a damaged file
     # may end the process.
-    return h5py.File(path, mode, locking=False, libver=("v108", "latest"))
+    source = tf.io.gfile.GFile(str(path), "rb") if isinstance(path, RemotePath) else path
+    return h5py.File(source, mode, locking=False, libver=("v108", "latest"))
 
 
 def _write(

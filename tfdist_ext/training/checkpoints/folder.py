@@ -33,12 +33,15 @@ from pathlib import Path
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.checkpoints.atomic_write import (
+    AnyPath,
+    RemotePath,
     atomic_write,
     create_exclusively,
-    local_path,
+    files_in,
     moved_if_free,
     naming_unwritable,
     on_disk,
+    path_of,
     to_disk,
 )
 from tfdist_ext.training.checkpoints.file import CheckpointFile
@@ -72,7 +75,7 @@ class CheckpointFolder:
         written: the name of the file that was written last.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         self.path = path
         self.index = Index()
         self._owner = Owner(0)  # this job, where it has opened the folder
@@ -128,7 +131,7 @@ class CheckpointFolder:
         return {"training": self._owner.training, "generation": self._owner.generation}
 
     @contextlib.contextmanager
-    def new_file(self, path: Path) -> Iterator[Path]:
+    def new_file(self, path: AnyPath) -> Iterator[AnyPath]:
         """A path to write to, for a new checkpoint of this folder that is to be called `path`.
 
         Where a file of that name is there, the new one gets another.
@@ -146,7 +149,7 @@ class CheckpointFolder:
             if not moved_if_free(unfinished, path):
                 # No other job writes files of this name.
                 path = path.with_stem(f"{path.stem}-gen-{generation}")
-                os.replace(unfinished, path)
+                unfinished.replace(path)
         self.written = path.name
 
     def link(self, name: str) -> bool:
@@ -154,6 +157,8 @@ class CheckpointFolder:
 
         It cannot where the name is in use, or the file system has no hard links.
         """
+        if isinstance(self.path, RemotePath):
+            return False
         with self._writing(name):
             try:
                 os.link(self.path / self.written, self.path / name)
@@ -214,7 +219,7 @@ class CheckpointFolder:
         return fault is None and by_the_newest and self.last_state(epochs) is not None
 
     def _remove_unfinished(self) -> None:
-        for path in list(self.path.iterdir()):
+        for path in files_in(self.path):
             match = _UNFINISHED.fullmatch(path.name)
             if match and int(match["job"] or 0) < self._owner.generation:
                 self._owner.check(self.path)
@@ -340,7 +345,7 @@ class Index:
     generation: int = 0
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: AnyPath) -> Index:
         """The index of a folder, for a reader; an empty one if there is no index.
 
         Where the index is lost, damaged, or not of the newest job, it is what the files say.
@@ -356,7 +361,7 @@ class Index:
         return _made_from(found, damaged, folder, [owner.training, index.training])[0]
 
     @classmethod
-    def checked(cls, folder: Path) -> tuple[Index, list[str]]:
+    def checked(cls, folder: AnyPath) -> tuple[Index, list[str]]:
         """(the index of a folder, compared with its files; what was wrong with it, if anything).
 
         Where the two do not agree, the index is rebuilt from the files whose checksums are right.
@@ -378,7 +383,7 @@ class Index:
         return index, [f"{INDEX} {fault}", f"rebuilt from {files}", *others]
 
     @classmethod
-    def stored(cls, folder: Path) -> tuple[Index, str | None]:
+    def stored(cls, folder: AnyPath) -> tuple[Index, str | None]:
         """(what the file says, None), or (an empty index, what is wrong with the file)."""
         try:
             return cls._of_text((folder / INDEX).read_text(encoding="utf-8")), None
@@ -387,7 +392,7 @@ class Index:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return cls(), f"is damaged ({error or type(error).__name__})"
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: AnyPath) -> None:
         """Put it in the folder."""
         content = {"format": _FORMAT, **asdict(self)}
         text = json.dumps({**content, "crc32": _checksum(content)}, indent=1)
@@ -410,7 +415,7 @@ class Index:
         read["checkpoints"] = {k: Progress(**v) for k, v in read["checkpoints"].items()}
         return cls(**read)
 
-    def _forget_removed(self, folder: Path) -> list[str]:
+    def _forget_removed(self, folder: AnyPath) -> list[str]:
         """Leave out files that somebody has removed, as one does with damaged ones.
 
         All stay where no checkpoint is left: that is a folder to look at, and no training to
@@ -430,18 +435,18 @@ class Index:
         return [f"lacks {', '.join(removed)} of its index"] if removed else []
 
 
-def finished_checkpoints(directory: str | Path) -> list[Path]:
+def finished_checkpoints(directory: str | os.PathLike[str]) -> list[AnyPath]:
     """The complete checkpoints of `fit(checkpoint_dir=directory)`, the oldest first.
 
     Old ones are removed while the training runs: the last few stay.
     """
-    folder = local_path(directory)
+    folder = path_of(directory)
     return [folder / name for name in Index.read(folder).checkpoints]
 
 
-def training_is_done(directory: str | Path) -> bool:
+def training_is_done(directory: str | os.PathLike[str]) -> bool:
     """Whether the fit that saves to `directory` has come to its end."""
-    return Index.read(local_path(directory)).epochs_when_done is not None
+    return Index.read(path_of(directory)).epochs_when_done is not None
 
 
 @dataclass(frozen=True)
@@ -476,7 +481,7 @@ def _checksum(content: dict[str, object]) -> int:
 
 
 def _look_into_files(
-    folder: Path, *, verify: bool
+    folder: AnyPath, *, verify: bool
 ) -> tuple[dict[str, _Found], dict[str, TrainingError]]:
     """(name -> checkpoint, name -> why it cannot be read).
 
@@ -484,7 +489,7 @@ def _look_into_files(
         verify: compare the checksums of all values; else only the attributes are read.
     """
     found, damaged = {}, {}
-    for path in sorted(folder.glob("*.h5")):
+    for path in files_in(folder):
         if not _CHECKPOINT.fullmatch(path.name):
             continue
         try:
@@ -527,7 +532,7 @@ def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str 
 
 
 def _made_from(
-    found: dict[str, _Found], damaged: dict[str, TrainingError], folder: Path, known: list[str]
+    found: dict[str, _Found], damaged: dict[str, TrainingError], folder: AnyPath, known: list[str]
 ) -> tuple[Index, list[str]]:
     """(an index of these files, what to say of those that are left alone).
 
@@ -626,7 +631,7 @@ class Owner:
         rebooted = self.host == socket.gethostname() and self.machine.split(" ")[0] != boot
         return not rebooted  # nothing can be known of processes on other machines
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: AnyPath) -> None:
         """Pass if this job may still write.
 
         Raises:
@@ -647,7 +652,7 @@ class Owner:
                 " stay. Give each training a checkpoint_dir of its own."
             )
 
-    def update(self, folder: Path, *, training: str | None = None, ended: bool = False) -> Owner:
+    def update(self, folder: AnyPath, *, training: str | None = None, ended: bool = False) -> Owner:
         """Write this owner's record anew.
 
         Raises:
@@ -661,7 +666,7 @@ class Owner:
         return updated
 
 
-def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner]:
+def claim(folder: AnyPath, *, after: int = 0) -> tuple[Owner, Owner]:
     """(this job as the newest owner of the folder, the owner before it).
 
     Args:
@@ -693,7 +698,7 @@ def claim(folder: Path, *, after: int = 0) -> tuple[Owner, Owner]:
     return owner, before
 
 
-def newest_owner(folder: Path) -> Owner:
+def newest_owner(folder: AnyPath) -> Owner:
     """The owner of the highest generation, which is 0 where no job has opened the folder."""
     newest = max(_generations(folder), default=0)
     if not newest:
@@ -711,18 +716,15 @@ def _file_of(generation: int) -> str:
     return f"owner-{generation:05d}.json"
 
 
-def _create(folder: Path, owner: Owner) -> bool:
+def _create(folder: AnyPath, owner: Owner) -> bool:
     """Create the owner's record; False where another job has created one of this generation."""
     path = folder / _file_of(owner.generation)
     return create_exclusively(path, json.dumps(asdict(owner)), name=owner.id)
 
 
-def _generations(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return [int(match[1]) for name in names if (match := _OWNER.fullmatch(name))]
+def _generations(folder: AnyPath) -> list[int]:
+    matches = (_OWNER.fullmatch(path.name) for path in files_in(folder))
+    return [int(match[1]) for match in matches if match]
 
 
 def _machine() -> tuple[str, str]:

@@ -22,7 +22,7 @@ from tfdist_ext.launch.command_line import command_line
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.atomic_write import checkpoint_folder
+from tfdist_ext.training.checkpoints.atomic_write import AnyPath, checkpoint_folder
 from tfdist_ext.training.checkpoints.chief import run_on_chief
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.folder import (
@@ -116,6 +116,11 @@ class CheckpointManager:
             )
         opened = functools.partial(self._files.open, epochs)
         run_on_chief(reduction, opened, f"open {self._files.path}")
+
+    @property
+    def folder(self) -> str:
+        """Where the checkpoints are; "" where there are to be none."""
+        return "" if self._files is None else str(self._files.path.absolute())
 
     def seed(self) -> int:
         """The seed of the order of examples on all tasks: that of the job before, or a new one.
@@ -433,7 +438,7 @@ class CheckpointManager:
         )
         return averages or any(map(_may_change_model, self._callbacks))
 
-    def _what_is_resumed(self, files: CheckpointFolder, path: Path) -> str:
+    def _what_is_resumed(self, files: CheckpointFolder, path: AnyPath) -> str:
         progress = self._progress
         if self._was_done:
             done = files.index.epochs_when_done

@@ -35,7 +35,7 @@ from tfdist_ext.training.building.cloning import (
     copy_flags_and_assets,
     truncate_message,
 )
-from tfdist_ext.training.checkpoints.atomic_write import atomic_write, local_path
+from tfdist_ext.training.checkpoints.atomic_write import AnyPath, atomic_write, path_of
 from tfdist_ext.training.checkpoints.chief import (
     broadcast_arrays,
     broadcast_state,
@@ -114,22 +114,21 @@ class SavingMixin:
         )
 
     @on_every_worker
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
 
         Call it on every task: the chief writes, and all wait until the file is there. It appears
         when it is complete. `restore_checkpoint` reads it on any strategy.
 
         Raises:
-            TrainingError: a model without variables yet, or a path that is a folder or the
-                address of an object store.
+            TrainingError: a model without variables yet, or a path that is a folder.
         """
-        path = local_path(path)
+        file = path_of(path)
         self._build_optimizer()
-        self._progress = save_checkpoint(self._model, self._reduction, path, self._progress)
+        self._progress = save_checkpoint(self._model, self._reduction, file, self._progress)
 
     @on_every_worker
-    def restore_checkpoint(self, path: str | Path) -> Progress:
+    def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
         """Take over the state in a file of `save_checkpoint`, whatever strategy it was saved on.
 
         Call it on every task: the chief reads, and the others take over what it has read. A model
@@ -142,9 +141,9 @@ class SavingMixin:
             TrainingError: on every task: no such file, no checkpoint or a part of one, a damaged
                 one, or one of another model or another optimizer. Nothing is changed then.
         """
-        path = local_path(path)
+        file = path_of(path)
         self._build_optimizer()
-        self._progress, _ = restore_checkpoint(self._model, self._reduction, path)
+        self._progress, _ = restore_checkpoint(self._model, self._reduction, file)
         self._engine.state_is_restored()
         return self._progress
 
@@ -272,10 +271,10 @@ def _in_the_background() -> None:
 def save_checkpoint(
     model: keras.Model,
     reduction: Reduction,
-    path: Path,
+    path: AnyPath,
     progress: Progress,
     *,
-    place: Callable[[Path], AbstractContextManager[Path]] = atomic_write,
+    place: Callable[[AnyPath], AbstractContextManager[AnyPath]] = atomic_write,
     attributes: Mapping[str, int | str] | None = None,
     callbacks: Callable[[], CallbackState] = dict,
     writer: BackgroundWriter | None = None,
@@ -330,7 +329,7 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: Path
+    model: keras.Model, reduction: Reduction, path: AnyPath
 ) -> tuple[Progress, CallbackState]:
     """Give the model the state that a checkpoint holds; every task must call.
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.checkpoints.atomic_write import AnyPath
 from tfdist_ext.training.checkpoints.file import CheckpointFile, Saved
 from tfdist_ext.training.variables import optimizers_of
 
@@ -71,7 +72,7 @@ def kinds_of(model: keras.Model) -> dict[str, str]:
 
 
 def matching(
-    file: CheckpointFile, model: keras.Model, path: str | Path
+    file: CheckpointFile, model: keras.Model, path: AnyPath
 ) -> list[tuple[Saved, keras.Variable]]:
     """(saved variable, the model's variable) of all that is to be restored.
 

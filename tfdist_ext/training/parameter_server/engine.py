@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import keras
@@ -91,10 +90,10 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
             weakref.WeakKeyDictionary()
         )
 
-    def saves_to(self, folder: Path | None) -> None:
+    def saves_to(self, folder: str) -> None:
         watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
         if watcher is not None:
-            watcher.checkpoints_in("" if folder is None else str(folder.absolute()))
+            watcher.checkpoints_in(folder)
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
         """Data for this process to read, or a function of the input context, for each worker."""
