@@ -216,6 +216,23 @@ def test_what_does_not_answer_is_left_out_and_not_who_says_so(tfdist) -> None:
     assert "worker 2 has failed 2 times in a row and is left out: 2 workers" in said(err)[-1]
 
 
+def test_a_task_that_is_missing_at_the_start_is_blamed_by_servers_and_workers(tfdist) -> None:
+    """The chief is frozen before it listens: the job starts again, and no worker alone."""
+    script = """
+    [ $n = 1 ] && [ $job = chief ] && exit 0
+    [ $job = chief ] && exec sleep 30
+    [ $n = 1 ] && exec sleep 30
+    sleep 0.$me; echo 'Traceback (most recent call last):'; echo '  File "a.py", line 1, in run'
+    echo "x.StrategyError: all tasks of TF_CONFIG must be there within 3 s (wait), got no answer" \
+        "from chief:0 (127.0.0.1:2222). Start them, or allow more seconds."
+    exit 1"""
+    options = ("--workers", "2", "--ps", "1", "--max-restarts", "3", "--linger", "0.5")
+    status, _, err = run(tfdist, script, *options)
+    assert status == 0
+    assert said(err) == ["tfdist: restart 1 of 3"]
+    assert "failed because of chief:0" in err
+
+
 def test_a_training_that_is_done_when_it_should_grow_is_done(tfdist) -> None:
     script = """
     trap 'exit 0' TERM

@@ -20,9 +20,11 @@ __all__ = [
     "timeout_report",
 ]
 
-# The last line of a PeerError's traceback; what TensorFlow logs where one's process is gone.
+# The last line of a PeerError's traceback, and of the error that a task is missing at the start;
+# what TensorFlow logs where one's process is gone.
 _BLAMES = (
     re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
     re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
 )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, PREEMPTION_SIGNAL
+from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
@@ -309,6 +309,9 @@ class _Run:
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
         status = shell_status(task.returncode or 0)
+        blame = self.pump.blame(task.name) if status == FAILED else None
+        if blame is not None and blame.task != task.name:  # it is not the one to be replaced
+            return False
         seconds = time.monotonic() - task.began
         does, limit = self.replaces(task.name, status, self.pump.raised(task.name), seconds)
         if does == "leave out" and limit is not None:
