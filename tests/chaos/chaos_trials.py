@@ -45,14 +45,15 @@ class Trial:
         job: a key of JOBS.
         victims: the tasks that get the signal.
         signal: KILL, TERM or STOP.
-        moment: when, as a part of the time that the job takes undisturbed.
+        moment: when, as a part of the time that the job takes undisturbed; or the line of a task
+            after which it is.
         for_good: the victim gets it in the start after that, too, as on a broken machine.
     """
 
     job: str
     victims: tuple[str, ...]
     signal: str
-    moment: float
+    moment: float | str
     for_good: bool = False
 
     @classmethod
@@ -72,9 +73,24 @@ class Trial:
 
     def __str__(self) -> str:
         lasting = " for good" if self.for_good else ""
-        return (
-            f"{self.job}: {self.signal} to {', '.join(self.victims)}{lasting} at {self.moment:.2f}"
-        )
+        when = f"after {self.moment}" if isinstance(self.moment, str) else f"at {self.moment:.2f}"
+        return f"{self.job}: {self.signal} to {', '.join(self.victims)}{lasting} {when}"
+
+
+_OF_WORKERS, _OF_SERVERS = "workers, arrays", "servers"
+# A signal, a task and a moment of each kind: import, step, checkpoint, validation, end.
+FIXED = (
+    Trial(_OF_WORKERS, ("worker:0",), "KILL", 0.1),
+    Trial(_OF_WORKERS, ("worker:1",), "KILL", "STEP 11", for_good=True),
+    Trial(_OF_WORKERS, ("worker:0", "worker:2"), "KILL", "VALIDATION 14"),
+    Trial(_OF_WORKERS, ("worker:2",), "KILL", "DONE"),
+    Trial(_OF_WORKERS, ("worker:2",), "TERM", "STEP 13"),
+    Trial(_OF_WORKERS, ("worker:1",), "TERM", "VALIDATION 3"),
+    Trial(_OF_WORKERS, ("worker:1",), "STOP", "STEP 20"),
+    Trial(_OF_SERVERS, ("worker:0",), "KILL", "STEP 9"),
+    Trial(_OF_SERVERS, ("ps:0",), "KILL", "STEP 12"),
+    Trial(_OF_SERVERS, ("chief:0",), "KILL", "VALIDATION 5"),
+)
 
 
 @dataclass
@@ -228,7 +244,12 @@ def _step(number: int) -> re.Pattern[str]:
 
 def _hurt(run: _Job, trial: Trial, seconds: float) -> float:
     """Send the signals; returns when."""
-    time.sleep(trial.moment * seconds)
+    if isinstance(trial.moment, str):
+        line = re.compile(rf"\] +{trial.moment}$")
+        while run.process.poll() is None and run.first(line, 0.0) is None:
+            time.sleep(0.005)
+    else:
+        time.sleep(trial.moment * seconds)
     number = getattr(signal, f"SIG{trial.signal}")
     at = _send(run, trial.victims, number)
     if trial.for_good:
