@@ -25,7 +25,12 @@ from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
 from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, RestartOn
+from tfdist_ext.launch.exit_codes import (
+    STALL_TIMEOUT,
+    USUAL_STALL_TIMEOUT,
+    RestartOn,
+    stall_timeout,
+)
 from tfdist_ext.launch.restarting import Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
@@ -255,7 +260,13 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         options.restart_on,
         options.grow_after,
     )
-    limits = Limits(options.grace, options.linger, options.timeout, options.preemption_signal)
+    limits = Limits(
+        options.grace,
+        options.linger,
+        options.timeout,
+        stall_timeout(env),
+        options.preemption_signal,
+    )
     # Logs are always written, and deleted where no one will read them.
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1

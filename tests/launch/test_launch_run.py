@@ -199,6 +199,20 @@ def test_a_signal_as_root_cause(run_tasks, number, status):
     assert "worker:0 wrote nothing" in ran.err
 
 
+def test_a_task_that_is_stopped_is_killed_and_the_cause(run_tasks):
+    ran = run_tasks({"worker:0": "kill -STOP $$", "worker:1": SLEEP}, stall_timeout=2.0)
+    assert (ran.result.exit_status, ran.result.failed_task) == (137, "worker:0")
+    assert "tfdist has killed worker:0: it was stopped (SIGSTOP) for 2 s" in ran.err
+    assert "out of memory" not in ran.err
+
+
+def test_a_task_that_goes_on_in_time_is_not_killed(run_tasks):
+    goes_on = "(sleep 1.5; kill -CONT $$) & kill -STOP $$; sleep 2; echo done"
+    ran = run_tasks({"worker:0": goes_on}, stall_timeout=3.0)
+    assert ran.result.exit_status == 0
+    assert ran.lines("worker:0") == ["done"]
+
+
 def test_a_task_that_is_done_does_not_end_the_others(run_tasks):
     ran = run_tasks({"worker:0": "exit 0", "worker:1": "sleep 0.4; echo still here"})
     assert ran.lines("worker:1") == ["still here"]

@@ -6,7 +6,9 @@ The numbers are those that others use: from 128 on an end may be tried again, as
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfdist_ext.errors import LaunchError
@@ -22,6 +24,7 @@ __all__ = [
     "USUAL_STALL_TIMEOUT",
     "RestartOn",
     "outcome_of",
+    "stall_timeout",
 ]
 
 DONE = 0
@@ -34,6 +37,16 @@ PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # one that says what SIGTERM say
 GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
 STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
 USUAL_STALL_TIMEOUT = 60.0
+
+
+def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) -> float:
+    """Seconds, as the launcher, or whoever started this task, has set it; 0: nothing is watched."""
+    try:
+        timeout = float(env.get(STALL_TIMEOUT, usual))
+    except ValueError:
+        timeout = usual
+    return timeout if 0 < timeout < math.inf else 0.0
+
 
 _EXCEPTION = "exception"
 _CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import watchdog
@@ -17,6 +18,7 @@ from tfdist_ext.launch.plan import TaskPlan
 
 __all__ = ["ProcessSet", "TaskProcess"]
 
+_LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
 
@@ -26,6 +28,7 @@ class TaskProcess:
     Attributes:
         began: when it was started, in monotonic time.
         ended_after: how long the run had lasted when it ended, in seconds.
+        killed_because: why the launcher has killed it, in words; "" where it has not.
     """
 
     def __init__(self, plan: TaskPlan, popen: subprocess.Popen[bytes]) -> None:
@@ -34,6 +37,7 @@ class TaskProcess:
         self.returncode: int | None = None
         self.began = time.monotonic()
         self.ended_after = 0.0
+        self.killed_because = ""
         self._popen = popen
 
     @property
@@ -70,6 +74,15 @@ class TaskProcess:
         """Send a signal to the task and all it has started, as far as they are still there."""
         watchdog.signal_group(self.pid, number)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its process is stopped (SIGSTOP); False where there is no /proc."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] == "T"  # "t": a debugger holds it
+
     def close(self) -> None:
         """Reap the process, which has ended or was killed, and close its output."""
         assert self._popen.stdout is not None
@@ -84,6 +97,7 @@ class ProcessSet:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.tasks: list[TaskProcess] = []
         self._guard = Guard(env)
+        self._closed = threading.Event()
 
     def start(self, plan: TaskPlan) -> TaskProcess:
         """Start one task.
@@ -131,6 +145,25 @@ class ProcessSet:
             env={"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env},
         )
 
+    def kill_stopped(self, after: float) -> None:
+        """Kill each task that is stopped for so many seconds, from now on.
+
+        Others may not notice it: before its servers listen, a task that is stopped is one that is
+        late.
+        """
+
+        def look() -> None:
+            looks: dict[TaskProcess, int] = {}
+            # Looks are counted, as this process may have been stopped itself.
+            while not self._closed.wait(_LOOK_EVERY):
+                looks = {task: looks.get(task, 0) + 1 for task in self.running() if task.is_stopped}
+                for task, count in looks.items():
+                    if count * _LOOK_EVERY >= after and not task.killed_because:
+                        task.killed_because = f"it was stopped (SIGSTOP) for {after:g} s"
+                        task.signal_group(signal.SIGKILL)
+
+        threading.Thread(target=look, name="stopped tasks", daemon=True).start()
+
     def running(self) -> list[TaskProcess]:
         """The tasks that have not ended."""
         return [task for task in self.tasks if task.returncode is None]
@@ -158,6 +191,7 @@ class ProcessSet:
 
     def close(self) -> None:
         """Dismiss the watchdog and reap everything; after `end`."""
+        self._closed.set()
         self._guard.dismiss()
         for task in self.tasks:
             task.close()

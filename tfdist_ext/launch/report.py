@@ -74,7 +74,9 @@ def failure_report(
         others: the tasks that were still running then.
     """
     lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {outcome(task.returncode)}"]
-    if task.returncode == -signal.SIGKILL:
+    if task.killed_because:
+        lines.append(f"tfdist has killed {task.name}: {task.killed_because} (--stall-timeout)")
+    elif task.returncode == -signal.SIGKILL:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
         lines.append(f"the last lines of {task.name}:")

@@ -35,6 +35,7 @@ class Limits:
     grace: float = 30.0
     linger: float = 5.0
     timeout: float | None = None
+    stall_timeout: float = 0.0
     preemption_signal: signal.Signals = signal.SIGTERM
 
 
@@ -90,6 +91,7 @@ def _until_the_end(
                     grace=limits.grace,
                     linger=limits.linger,
                     timeout=left,
+                    stall_timeout=limits.stall_timeout,
                     limit=history.seconds_with(history.workers),
                     stop=stop,
                     replaces=history.replaces,

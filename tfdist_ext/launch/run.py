@@ -88,6 +88,7 @@ def run_plan(
     linger: float = 5.0,
     timeout: float | None = None,
     limit: float | None = None,
+    stall_timeout: float = 0.0,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
 ) -> RunResult:
@@ -108,6 +109,7 @@ def run_plan(
             most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
         linger: seconds between the coordinator's success and SIGTERM for the others.
         timeout: seconds the whole run may take; None: any time.
+        stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
@@ -117,6 +119,7 @@ def run_plan(
             started by then has been ended.
     """
     limits = {"grace": grace, "linger": linger, "timeout": timeout, "limit": limit}
+    limits["stall_timeout"] = stall_timeout
     for name, seconds in limits.items():
         if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
             raise LaunchError(f"{name} must be a number of seconds of at least 0, got {seconds}")
@@ -129,7 +132,9 @@ def run_plan(
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
     pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    run = _Run(plan, env, pump, reporter, grace, linger, timeout, limit, stop, replaces)
+    run = _Run(
+        plan, env, pump, reporter, grace, linger, timeout, limit, stall_timeout, stop, replaces
+    )
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
 
@@ -164,6 +169,7 @@ class _Run:
     linger: float
     timeout: float | None
     limit: float | None
+    stall_timeout: float
     stop: StopSignals
     replaces: Replaces | None
     processes: ProcessSet = field(init=False)
@@ -197,6 +203,8 @@ class _Run:
             self.pump.start()
             for task in processes.tasks:
                 task.watch(lambda task, code: self.events.put((task, code)))
+            if self.stall_timeout:
+                processes.kill_stopped(self.stall_timeout)
             while processes.running() and self._handle_next():
                 pass
             self._end_leftovers()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tfdist_ext.launch.exit_codes import RESTART, STALL_TIMEOUT, USUAL_STALL_TIMEOUT
+from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
 from tfdist_ext.strategies.waiting import say, show_stacks
 
 __all__ = [
@@ -71,12 +71,9 @@ class Phases:
     @classmethod
     def of_environment(cls, usual: float = USUAL_STALL_TIMEOUT) -> Phases | None:
         """As the launcher, or whoever started this task, has set it; None: nothing is watched."""
-        try:
-            timeout = float(os.environ.get(STALL_TIMEOUT, usual))
-        except ValueError:
-            timeout = usual
+        timeout = stall_timeout(os.environ, usual)
         interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        return None if interactive or not 0 < timeout < math.inf else cls(timeout)
+        return cls(timeout) if timeout and not interactive else None
 
     def enter(self, name: str, now: float | None = None) -> None:
         """The task is in a phase from now on; again in the same one is progress, too."""
