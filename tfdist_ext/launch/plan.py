@@ -7,15 +7,25 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.shares import Share
 
-__all__ = ["DATA_SERVICE", "LaunchPlan", "TaskPlan", "addresses_needed", "plan_local", "shell_line"]
+__all__ = [
+    "DATA_SERVICE",
+    "LaunchPlan",
+    "Machine",
+    "TaskPlan",
+    "addresses_needed",
+    "plan_local",
+    "plan_tasks",
+    "service_command",
+    "shell_line",
+    "tasks_of",
+]
 
 DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://host:port"
 
@@ -30,6 +40,7 @@ class TaskPlan:
         env: what is added to the environment that it gets.
         log_file: where its output goes; None: nowhere but the terminal.
         cores: numbers of the cores that it runs on; empty: all.
+        node: the machine that it runs on, by its number.
     """
 
     name: str
@@ -37,6 +48,20 @@ class TaskPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     log_file: Path | None = None
     cores: tuple[int, ...] = ()
+    node: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that tasks run on.
+
+    Attributes:
+        host: its name or address, by which the others reach it.
+        ports: free ones, at least one for each task on it; see `reserve_ports`.
+    """
+
+    host: str
+    ports: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -105,55 +130,105 @@ def plan_local(
         LaunchError: no command, a command that is not found, tasks that make no cluster, or too
             few ports.
     """
-    has_chief = _with_chief(chief, ps)
-    _check_tasks(workers, has_chief, ps, data_workers)
-    argv = _found(command, env)
-    needed = addresses_needed(
+    jobs = tasks_of(
         workers=workers, chief=chief, ps=ps, evaluator=evaluator, data_workers=data_workers
     )
+    argv = _found(command, env)
+    needed = sum(jobs.values())
     if len(ports) < needed:
         raise LaunchError(
             f"ports must be {needed}, one for each task, got {len(ports)}: {list(ports)}; reserve"
             f" {needed}"
         )
-    free = (f"127.0.0.1:{port}" for port in ports)
+    nodes = {job: [0] * count for job, count in jobs.items()}
+    machine = Machine("127.0.0.1", ports)
+    return plan_tasks(argv, nodes, [machine], shares=shares, log_dir=log_dir, env=env)
+
+
+def tasks_of(
+    *, workers: int, chief: bool | None, ps: int, evaluator: bool, data_workers: int
+) -> dict[str, int]:
+    """Job -> how many tasks it has; the arguments are those of `plan_local`.
+
+    Raises:
+        LaunchError: tasks that make no cluster.
+    """
+    has_chief = _with_chief(chief, ps)
+    _check_tasks(workers, has_chief, ps, data_workers)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
-    everyone = {job: tuple(islice(free, count)) for job, count in counts.items() if count}
+    counts |= {"data_dispatcher": int(data_workers > 0), "data_worker": data_workers}
+    return {job: count for job, count in counts.items() if count}
+
+
+def plan_tasks(
+    argv: Sequence[str],
+    nodes: Mapping[str, Sequence[int]],
+    machines: Sequence[Machine],
+    *,
+    shares: Sequence[Share] = (),
+    log_dir: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str],
+) -> LaunchPlan:
+    """Plan one process for each task of a cluster on one machine or several; starts nothing.
+
+    Args:
+        argv: the program and its arguments, the same for every task.
+        nodes: job -> the machine of each of its tasks, as its place in `machines`.
+        machines: where the tasks run, with at least a port for each.
+        shares, log_dir, env: as in `plan_local`.
+    """
+    free = [
+        (f"{_bracketed(machine.host)}:{port}" for port in machine.ports) for machine in machines
+    ]
+    everyone = {job: tuple(next(free[node]) for node in where) for job, where in nodes.items()}
+    services = [job for job in everyone if job in _SERVICES]
     # The evaluator is in its own cluster alone: TensorFlow's MultiWorkerMirroredStrategy
     # silently trains on a single worker when the cluster names one.
-    cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
-    service = list(islice(free, data_workers + 1)) if data_workers else []
-    found_at = {DATA_SERVICE: f"grpc://{service[0]}"} if service else {}
-
-    def task(job: str, index: int, argv: tuple[str, ...], env: Mapping[str, str]) -> TaskPlan:
-        log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
-        return TaskPlan(f"{job}:{index}", argv, env, log_file)
-
-    tasks = []
-    for job, addresses in everyone.items():
-        seen = everyone if job == "evaluator" else cluster
-        for index in range(len(addresses)):
-            tf_config = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
-            share = shares[index] if shares and job == "worker" else Share()
-            each = {"TF_CONFIG": tf_config, **found_at, **share.env}
-            tasks.append(replace(task(job, index, argv, each), cores=share.cores))
+    trains = {job: addresses for job, addresses in everyone.items() if job not in services}
+    cluster = {job: addresses for job, addresses in trains.items() if job != "evaluator"}
+    dispatcher = everyone["data_dispatcher"][0] if services else ""
+    found_at = {DATA_SERVICE: f"grpc://{dispatcher}"} if services else {}
     # The data service computes on the CPU alone: GPUs are the training's.
     quiet = {
         "CUDA_VISIBLE_DEVICES": "-1",
         "TF_CPP_MIN_LOG_LEVEL": env.get("TF_CPP_MIN_LOG_LEVEL", "2"),
     }
-    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
-    services = []
-    for number, address in enumerate(service):
-        words = ("worker", "--dispatcher", service[0]) if number else ("dispatcher",)
-        job, index = ("data_worker", number - 1) if number else ("data_dispatcher", 0)
-        services.append(task(job, index, (*process, *words, "--address", address), quiet))
+    tasks = []
+    for job, addresses in everyone.items():
+        for index, address in enumerate(addresses):
+            share = shares[index] if shares and job == "worker" else Share()
+            command, added = tuple(argv), {**found_at, **share.env}
+            if job in services:
+                command, added = service_command(job, address, dispatcher), quiet
+            else:
+                seen = trains if job == "evaluator" else cluster
+                added["TF_CONFIG"] = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
+            log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
+            name, node = f"{job}:{index}", nodes[job][index]
+            tasks.append(TaskPlan(name, command, added, log_file, share.cores, node))
+    with_servers = "ps" in cluster
     return LaunchPlan(
-        tasks=(*tasks, *services),
-        coordinator="chief:0" if ps else None,
-        services=frozenset(task.name for task in services),
-        replaceable=frozenset(f"worker:{index}" for index in range(workers if ps else 0)),
+        tasks=tuple(tasks),
+        coordinator="chief:0" if with_servers else None,
+        services=frozenset(task.name for task in tasks if task.name.split(":")[0] in services),
+        replaceable=frozenset(
+            f"worker:{index}" for index in range(len(cluster.get("worker", ()))) if with_servers
+        ),
     )
+
+
+def service_command(job: str, address: str, dispatcher: str) -> tuple[str, ...]:
+    """The command of a process of the tf.data service at this address."""
+    words = ("dispatcher",) if job == "data_dispatcher" else ("worker", "--dispatcher", dispatcher)
+    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
+    return (*process, *words, "--address", address)
+
+
+_SERVICES = ("data_dispatcher", "data_worker")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def shell_line(task: TaskPlan) -> str:

@@ -29,6 +29,7 @@ class TaskProcess:
         began: when it was started, in monotonic time.
         ended_after: how long the run had lasted when it ended, in seconds.
         killed_because: why the launcher has killed it, in words; "" where it has not.
+        log: where its log file is; "" where it has none.
     """
 
     def __init__(self, plan: TaskPlan, popen: subprocess.Popen[bytes]) -> None:
@@ -38,6 +39,7 @@ class TaskProcess:
         self.began = time.monotonic()
         self.ended_after = 0.0
         self.killed_because = ""
+        self.log = "" if plan.log_file is None else str(plan.log_file)
         self._popen = popen
 
     @property
@@ -159,7 +161,10 @@ class ProcessSet:
                 looks = {task: looks.get(task, 0) + 1 for task in self.running() if task.is_stopped}
                 for task, count in looks.items():
                     if count * _LOOK_EVERY >= after and not task.killed_because:
-                        task.killed_because = f"it was stopped (SIGSTOP) for {after:g} s"
+                        task.killed_because = (
+                            f"tfdist has killed {task.name}: it was stopped (SIGSTOP) for"
+                            f" {after:g} s (--stall-timeout)"
+                        )
                         task.signal_group(signal.SIGKILL)
 
         threading.Thread(target=look, name="stopped tasks", daemon=True).start()

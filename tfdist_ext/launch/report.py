@@ -6,9 +6,11 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tfdist_ext.launch.processes import TaskProcess
+if TYPE_CHECKING:
+    from tfdist_ext.launch.task_sets import RunningTask
+
 
 __all__ = [
     "Blame",
@@ -64,7 +66,7 @@ def outcome(returncode: int | None) -> str:
 
 
 def failure_report(
-    task: TaskProcess, verb: str, last_lines: Sequence[str], others: Sequence[TaskProcess]
+    task: RunningTask, verb: str, last_lines: Sequence[str], others: Sequence[RunningTask]
 ) -> str:
     """The root cause, with its last words and where to read more, then what became of the others.
 
@@ -75,7 +77,7 @@ def failure_report(
     """
     lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {outcome(task.returncode)}"]
     if task.killed_because:
-        lines.append(f"tfdist has killed {task.name}: {task.killed_because} (--stall-timeout)")
+        lines.append(task.killed_because)
     elif task.returncode == -signal.SIGKILL:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
@@ -83,8 +85,8 @@ def failure_report(
         lines += [f"    {line}" for line in last_lines]
     else:
         lines.append(f"{task.name} wrote nothing")
-    if task.plan.log_file is not None:
-        lines.append(f"its log: {task.plan.log_file}")
+    if task.log:
+        lines.append(f"its log: {task.log}")
     if others:
         ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
         lines.append(f"then the others ended: {ended}")
@@ -92,7 +94,7 @@ def failure_report(
 
 
 def peer_failure_report(
-    task: TaskProcess, blame: Blame, left: TaskProcess | None, at: time.struct_time
+    task: RunningTask, blame: Blame, left: RunningTask | None, at: time.struct_time
 ) -> str:
     """The report of a task that failed because of another one.
 

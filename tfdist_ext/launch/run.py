@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TextIO, TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
-from tfdist_ext.launch.processes import ProcessSet, TaskProcess
 from tfdist_ext.launch.report import (
     Blame,
     failure_report,
@@ -29,6 +28,7 @@ from tfdist_ext.launch.report import (
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.launch.task_sets import LocalTasks, RunningTask, TaskSet
 
 __all__ = ["RunResult", "run_plan"]
 
@@ -91,6 +91,8 @@ def run_plan(
     stall_timeout: float = 0.0,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
+    grows: Callable[[], bool] = lambda: True,
+    with_others: Callable[[LocalTasks], TaskSet[Any]] = lambda local: local,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -113,6 +115,8 @@ def run_plan(
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
+        grows: whether that is of use then; if not, it is asked again after as many seconds.
+        with_others: adds the tasks of other machines to those of this one, whose number is 0.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
@@ -132,9 +136,8 @@ def run_plan(
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
     pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    run = _Run(
-        plan, env, pump, reporter, grace, linger, timeout, limit, stall_timeout, stop, replaces
-    )
+    tasks = with_others(LocalTasks(env, pump, stall_timeout))
+    run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces, grows)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
 
@@ -162,19 +165,17 @@ class _Run:
     """The state of a run. Events arrive in a queue; one thread decides."""
 
     plan: LaunchPlan
-    env: Mapping[str, str]
-    pump: OutputPump
+    tasks: TaskSet[Any]
     report: Printer
     grace: float
     linger: float
     timeout: float | None
     limit: float | None
-    stall_timeout: float
     stop: StopSignals
     replaces: Replaces | None
-    processes: ProcessSet = field(init=False)
+    grows: Callable[[], bool]
     # SimpleQueue, because its put may be called in a signal handler.
-    events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
+    events: queue.SimpleQueue[signal.Signals | tuple[RunningTask, int]] = field(
         default_factory=queue.SimpleQueue
     )
     phase: _Phase = _Phase.RUNNING
@@ -184,54 +185,49 @@ class _Run:
     ended_by: EndedBy = "tasks"
     signalled: bool = False
     hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
-    failed: TaskProcess | None = None
-    victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
-    others: Sequence[TaskProcess] = ()  # that were running when the ending began
+    failed: RunningTask | None = None
+    victim: tuple[RunningTask, Blame] | None = None  # failed because of another
+    others: Sequence[RunningTask] = ()  # that were running when the ending began
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
         limits = [each for each in (self.timeout, self.limit) if each is not None]
         self.deadline = self.start + min(limits) if limits else None
-        self.processes = processes = ProcessSet(self.env)
         self.stop.tell = self.events.put
         if self.stop.first is not None:  # while nothing ran
             self.events.put(self.stop.first)
         try:
-            for plan in self.plan.tasks:
-                task = processes.start(plan)
-                self.pump.add(task.name, task.output, plan.log_file)
-            self.pump.start()
-            for task in processes.tasks:
-                task.watch(lambda task, code: self.events.put((task, code)))
-            if self.stall_timeout:
-                processes.kill_stopped(self.stall_timeout)
-            while processes.running() and self._handle_next():
+            self.tasks.start(self.plan.tasks, lambda task, code: self.events.put((task, code)))
+            while self._running() and self._handle_next():
                 pass
             self._end_leftovers()
         finally:
-            # Killing first: it closes the pipes that the pump may still be reading.
-            processes.end()
-            self.pump.close(give_up=self._output_given_up)
-            processes.close()
+            # Killing first: it closes the pipes that are still being read.
+            self.tasks.end()
+            self.tasks.close(self._output_given_up)
             self.stop.tell = None
         if self.ended_by == "limit" and all(
-            task.returncode == 0 for task in processes.tasks if not self._serves(task)
+            task.returncode == 0 for task in self.tasks.tasks if not self._serves(task)
         ):
             self.status, self.ended_by = 0, "tasks"  # done, a moment before its end
         if self.stop.first is not None:
             self.ended_by = "signal"
         self._say_why()
-        self.report.write(log_report(self.pump.log_errors()))
+        self.report.write(log_report(self.tasks.log_errors()))
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if self.failed is None else self.pump.raised(self.failed.name),
+            raised="" if self.failed is None else self.tasks.raised(self.failed.name),
             lost=self.victim is not None and self.failed is self.victim[0],
             blamed=None if self.victim is None else self.victim[1].task,
             ended_by=self.ended_by,
-            returncodes={task.name: task.returncode for task in processes.tasks},
-            last_lines={task.name: self.pump.last_lines(task.name) for task in processes.tasks},
+            returncodes={task.name: task.returncode for task in self.tasks.tasks},
+            last_lines={task.name: self.tasks.last_lines(task.name) for task in self.tasks.tasks},
         )
+
+    def _running(self) -> list[RunningTask]:
+        """The tasks that have not ended."""
+        return [task for task in self.tasks.tasks if task.returncode is None]
 
     def _handle_next(self) -> bool:
         """Handle one event or the passing of a deadline; False when nothing more can be done."""
@@ -263,6 +259,9 @@ class _Run:
 
     def _time_is_up(self) -> None:
         if self.limit is not None and (self.timeout is None or self.limit < self.timeout):
+            if not self.grows():
+                self._end_after(time.monotonic() - self.start + self.limit)
+                return
             self.status, self.ended_by = PREEMPTED, "limit"
         else:
             self.status, self.ended_by = _TIMED_OUT, "timeout"
@@ -281,22 +280,19 @@ class _Run:
             return
         self.status, self.ended_by = self.stop.status, "signal"
         self.report.write(
-            f"tfdist: {number.name}: ending {len(self.processes.running())} tasks, for at most "
+            f"tfdist: {number.name}: ending {len(self._running())} tasks, for at most "
             f"{self._grace:g} s; once more kills them at once\n"
         )
         self._begin_ending()
 
-    def _ended(self, task: TaskProcess, returncode: int) -> None:
+    def _ended(self, task: RunningTask, returncode: int) -> None:
         task.returncode = returncode
-        # A task is over when its first process is; what that leaves behind has no master.
-        task.signal_group(signal.SIGTERM)
-        self.pump.task_ended(task.name)
         task.ended_after = time.monotonic() - self.start
         if self.phase is _Phase.SETTLING:
             assert self.victim is not None
             if task.name == self.victim[1].task:
                 self._root_cause(task)
-            elif not self.processes.running():
+            elif not self._running():
                 self._root_cause(self.victim[0])
         if self.phase is _Phase.RUNNING:
             if returncode and self._is_replaced(task):
@@ -308,38 +304,40 @@ class _Run:
                 lingers = time.monotonic() + self.linger
                 self.deadline = lingers if self.deadline is None else min(lingers, self.deadline)
         if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
-            running = self.processes.running()
+            running = self._running()
             if running and all(map(self._serves, running)):  # no task needs them: they never end
                 self._begin_ending()
 
-    def _is_replaced(self, task: TaskProcess) -> bool:
+    def _is_replaced(self, task: RunningTask) -> bool:
         """Whether the others do without a task that has failed; it may have been started again."""
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
         status = shell_status(task.returncode or 0)
-        blame = self.pump.blame(task.name) if status == FAILED else None
+        blame = self.tasks.blame(task.name) if status == FAILED else None
         if blame is not None and blame.task != task.name:  # it is not the one to be replaced
             return False
         seconds = time.monotonic() - task.began
-        does, limit = self.replaces(task.name, status, self.pump.raised(task.name), seconds)
+        does, limit = self.replaces(task.name, status, self.tasks.raised(task.name), seconds)
         if does == "leave out" and limit is not None:
-            self.limit = time.monotonic() - self.start + limit
-            ends = min(each for each in (self.timeout, self.limit) if each is not None)
-            self.deadline = self.start + ends
+            self._end_after(time.monotonic() - self.start + limit)
         if does == "start":
-            again = self.processes.start_again(task)
-            self.pump.add(again.name, again.output, again.plan.log_file)
-            again.watch(lambda task, code: self.events.put((task, code)))
+            self.tasks.start_again(task)
         return does != "fail"
 
-    def _failure(self, task: TaskProcess) -> None:
+    def _end_after(self, limit: float) -> None:
+        """The tasks are ended, to be started anew, so many seconds after their start."""
+        self.limit = limit
+        ends = min(each for each in (self.timeout, self.limit) if each is not None)
+        self.deadline = self.start + ends
+
+    def _failure(self, task: RunningTask) -> None:
         """The first failure; the cause may be another task, which this one names."""
-        blame = self.pump.blame(task.name) if len(self.processes.tasks) > 1 else None
+        blame = self.tasks.blame(task.name) if len(self.tasks.tasks) > 1 else None
         if blame is None or blame.task == task.name:
             self._root_cause(task)
             return
         self.victim = task, blame
-        cause = next((each for each in self.processes.tasks if each.name == blame.task), None)
+        cause = next((each for each in self.tasks.tasks if each.name == blame.task), None)
         if cause is not None and cause.returncode is None:
             self.phase = _Phase.SETTLING
             settled = time.monotonic() + _SETTLE
@@ -349,23 +347,23 @@ class _Run:
         else:  # a task of another machine
             self._root_cause(task)
 
-    def _root_cause(self, task: TaskProcess) -> None:
+    def _root_cause(self, task: RunningTask) -> None:
         self.failed = task
         code = task.returncode or (self.victim[0].returncode if self.victim else 0)
         self.status = shell_status(code or 0) or 1
         self._begin_ending()
 
-    def _serves(self, task: TaskProcess) -> bool:
+    def _serves(self, task: RunningTask) -> bool:
         return task.name in self.plan.services
 
     def _begin_ending(self) -> None:
         self.phase = _Phase.ENDING
         self.deadline = time.monotonic() + self._grace
-        self.others = self.processes.running()
+        self.others = self._running()
         if self.failed is not None and self.others:
             name, did = self.failed.name, self._what_it_did
             self.report.write(f"tfdist: {name} {did}; ending the others\n")
-        self.processes.signal_all(signal.SIGTERM)
+        self.tasks.signal_all(signal.SIGTERM)
 
     @property
     def _grace(self) -> float:
@@ -377,16 +375,16 @@ class _Run:
     def _kill(self) -> None:
         self.phase = _Phase.KILLING
         self.deadline = time.monotonic() + 5.0  # then it is the kernel's fault, and is reported
-        self.processes.signal_all(signal.SIGKILL)
+        self.tasks.signal_all(signal.SIGKILL)
 
     def _end_leftovers(self) -> None:
         """Give what the tasks left behind (children of theirs) what remains of the grace."""
-        if not self.processes.leftovers():
+        if not self.tasks.leftovers():
             return
         if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
             self._begin_ending()
         # Asked again and again: the end of what is not this process's own child is no event.
-        while self.phase is _Phase.ENDING and self.processes.leftovers() and not self._late():
+        while self.phase is _Phase.ENDING and self.tasks.leftovers() and not self._late():
             with contextlib.suppress(queue.Empty):
                 event = self.events.get(timeout=0.05)
                 if isinstance(event, signal.Signals):  # all tasks have ended
@@ -424,9 +422,9 @@ class _Run:
                 self.report.write(peer_failure_report(*self.victim, left, at))
             verb = self._what_it_did
             verb = f"{verb} first" if verb == "failed" else verb
-            last_lines = self.pump.last_lines(self.failed.name)
+            last_lines = self.tasks.last_lines(self.failed.name)
             self.report.write(failure_report(self.failed, verb, last_lines, self.others))
         elif self.ended_by == "timeout" and self.timeout is not None:
             names = [task.name for task in self.others if not self._serves(task)]
-            last = {name: self.pump.last_lines(name) for name in names}
+            last = {name: self.tasks.last_lines(name) for name in names}
             self.report.write(timeout_report(self.timeout, last))
