@@ -177,9 +177,7 @@ def plan_tasks(
         machines: where the tasks run, with at least a port for each.
         shares, log_dir, env: as in `plan_local`.
     """
-    free = [
-        (f"{_bracketed(machine.host)}:{port}" for port in machine.ports) for machine in machines
-    ]
+    free = [iter([f"{_bracketed(each.host)}:{port}" for port in each.ports]) for each in machines]
     everyone = {job: tuple(next(free[node]) for node in where) for job, where in nodes.items()}
     services = [job for job in everyone if job in _SERVICES]
     # The evaluator is in its own cluster alone: TensorFlow's MultiWorkerMirroredStrategy
