@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TextIO
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.cards import card_of, tasks_of
 from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, preflight
+from tfdist_ext.launch.options import seconds
 from tfdist_ext.launch.shares import gpus_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]
@@ -27,7 +28,7 @@ _EACH = 10.0  # seconds between two lines, where the output is no terminal
 _SHOWN = 20  # tasks in a table
 
 
-def add_check_options(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> None:
+def add_check_options(parser: argparse.ArgumentParser) -> None:
     wait = "for the other tasks to come (default 300)"
     parser.add_argument("--wait", type=seconds, default=300.0, metavar="SECONDS", help=wait)
 

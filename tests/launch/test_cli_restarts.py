@@ -183,12 +183,12 @@ def test_a_signal_between_two_starts(tfdist, tmp_path: Path) -> None:
     """The launcher reserves ports, say: it is ended all the same, and its logs stay."""
     program = """
 import os, signal, sys
-import tfdist_ext.launch.restarting as restarting
-says = restarting._say
-def say(text):
-    says(text)
+from tfdist_ext.launch.restarting import _History
+says = _History.say
+def say(history, text):
+    says(history, text)
     os.kill(os.getpid(), signal.SIGUSR1)
-restarting._say = say
+_History.say = say
 from tfdist_ext.cli import main
 sys.argv[1:] = ["run", "--max-restarts", "3", "--preemption-signal", "USR1", "--", "false"]
 sys.argv[-1:] = ["sh", "-c", "exit 138"]

@@ -202,7 +202,7 @@ def test_a_signal_as_root_cause(run_tasks, number, status):
 def test_a_task_that_is_stopped_is_killed_and_the_cause(run_tasks):
     ran = run_tasks({"worker:0": "kill -STOP $$", "worker:1": SLEEP}, stall_timeout=2.0)
     assert (ran.result.exit_status, ran.result.failed_task) == (137, "worker:0")
-    assert "tfdist has killed worker:0: it was stopped (SIGSTOP) for 2 s" in ran.err
+    assert "s: killed by tfdist, as it was stopped (SIGSTOP) for 2 s (--stall-timeout)" in ran.err
     assert "out of memory" not in ran.err
 
 

@@ -16,10 +16,12 @@ from tfdist_ext.launch.shares import Share
 
 __all__ = [
     "DATA_SERVICE",
+    "SERVICE_MODULE",
     "LaunchPlan",
     "Machine",
     "TaskPlan",
     "addresses_needed",
+    "found_command",
     "plan_local",
     "plan_tasks",
     "service_command",
@@ -27,6 +29,7 @@ __all__ = [
     "tasks_of",
 ]
 
+SERVICE_MODULE = "tfdist_ext.data.service_process"
 DATA_SERVICE = "TFDIST_DATA_SERVICE"  # in the environment of tasks: "grpc://host:port"
 
 
@@ -133,7 +136,7 @@ def plan_local(
     jobs = tasks_of(
         workers=workers, chief=chief, ps=ps, evaluator=evaluator, data_workers=data_workers
     )
-    argv = _found(command, env)
+    argv = found_command(command, env)
     needed = sum(jobs.values())
     if len(ports) < needed:
         raise LaunchError(
@@ -141,8 +144,8 @@ def plan_local(
             f" {needed}"
         )
     nodes = {job: [0] * count for job, count in jobs.items()}
-    machine = Machine("127.0.0.1", ports)
-    return plan_tasks(argv, nodes, [machine], shares=shares, log_dir=log_dir, env=env)
+    machines = {0: Machine("127.0.0.1", ports)}
+    return plan_tasks(argv, nodes, machines, shares=shares, log_dir=log_dir, env=env)
 
 
 def tasks_of(
@@ -163,7 +166,7 @@ def tasks_of(
 def plan_tasks(
     argv: Sequence[str],
     nodes: Mapping[str, Sequence[int]],
-    machines: Sequence[Machine],
+    machines: Mapping[int, Machine],
     *,
     shares: Sequence[Share] = (),
     log_dir: str | os.PathLike[str] | None = None,
@@ -173,11 +176,14 @@ def plan_tasks(
 
     Args:
         argv: the program and its arguments, the same for every task.
-        nodes: job -> the machine of each of its tasks, as its place in `machines`.
-        machines: where the tasks run, with at least a port for each.
+        nodes: job -> the number of the machine of each of its tasks.
+        machines: number -> a machine, with at least a port for each of its tasks.
         shares, log_dir, env: as in `plan_local`.
     """
-    free = [iter([f"{_bracketed(each.host)}:{port}" for port in each.ports]) for each in machines]
+    free = {
+        number: iter([f"{_bracketed(each.host)}:{port}" for port in each.ports])
+        for number, each in machines.items()
+    }
     everyone = {job: tuple(next(free[node]) for node in where) for job, where in nodes.items()}
     services = [job for job in everyone if job in _SERVICES]
     # The evaluator is in its own cluster alone: TensorFlow's MultiWorkerMirroredStrategy
@@ -218,7 +224,7 @@ def plan_tasks(
 def service_command(job: str, address: str, dispatcher: str) -> tuple[str, ...]:
     """The command of a process of the tf.data service at this address."""
     words = ("dispatcher",) if job == "data_dispatcher" else ("worker", "--dispatcher", dispatcher)
-    process = (sys.executable or "python", "-m", "tfdist_ext.data.service_process")
+    process = (sys.executable or "python", "-m", SERVICE_MODULE)
     return (*process, *words, "--address", address)
 
 
@@ -262,7 +268,12 @@ def _check_tasks(workers: int, chief: bool, ps: int, data_workers: int) -> None:
         )
 
 
-def _found(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+def found_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """A command whose program is there.
+
+    Raises:
+        LaunchError: no command, or a program that is not found.
+    """
     if isinstance(command, str):
         raise LaunchError(
             f"the command must be a list of words, got one string: {command!r}; split it, for"

@@ -162,8 +162,8 @@ class ProcessSet:
                 for task, count in looks.items():
                     if count * _LOOK_EVERY >= after and not task.killed_because:
                         task.killed_because = (
-                            f"tfdist has killed {task.name}: it was stopped (SIGSTOP) for"
-                            f" {after:g} s (--stall-timeout)"
+                            f"killed by tfdist, as it was stopped (SIGSTOP) for {after:g} s"
+                            " (--stall-timeout)"
                         )
                         task.signal_group(signal.SIGKILL)
 

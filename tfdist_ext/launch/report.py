@@ -75,15 +75,14 @@ def failure_report(
         verb: what it did: "failed first", or "left", where it ended with 0 and was needed.
         others: the tasks that were still running then.
     """
-    lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {outcome(task.returncode)}"]
-    if task.killed_because:
-        lines.append(task.killed_because)
-    elif task.returncode == -signal.SIGKILL:
+    how = task.killed_because or outcome(task.returncode)
+    lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {how}"]
+    if task.returncode == -signal.SIGKILL and not task.killed_because:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
         lines.append(f"the last lines of {task.name}:")
         lines += [f"    {line}" for line in last_lines]
-    else:
+    elif not task.killed_because:
         lines.append(f"{task.name} wrote nothing")
     if task.log:
         lines.append(f"its log: {task.log}")

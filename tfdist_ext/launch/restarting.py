@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -10,16 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, outcome_of
+from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 from tfdist_ext.launch.run import RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.launch.task_sets import LocalTasks, TaskSet
 
-__all__ = ["RESTARTS", "RESULT", "Limits", "run_with_restarts"]
+__all__ = [
+    "RESTARTS",
+    "RESULT",
+    "Limits",
+    "MachineLostError",
+    "OtherMachines",
+    "described_result",
+    "folder_of",
+    "run_with_restarts",
+    "write_result",
+]
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 RESULT = "result.json"  # beside the logs: how the run has ended
@@ -46,6 +59,8 @@ def run_with_restarts(
     log_dir: Path,
     env: Mapping[str, str],
     limits: Limits,
+    stop: StopSignals | None = None,
+    machines: OtherMachines | None = None,
 ) -> int:
     """The exit status of the last start.
 
@@ -55,22 +70,26 @@ def run_with_restarts(
         log_dir: gets the logs of the first start, those of the others in folders
             `restart-1`, ..., and `result.json` where one has failed: the root cause, and how each
             start has ended.
+        stop: the signals that end the run, where others take note of them, too.
+        machines: the others that take part; None: this one is alone.
 
     Raises:
         LaunchError: a start could not be made.
     """
     began = time.monotonic()
-    history = _History(policy)
-    stop = StopSignals(limits.preemption_signal)
+    machines = ThisMachine() if machines is None else machines
+    history = _History(policy, machines.report)
+    stop = StopSignals(limits.preemption_signal) if stop is None else stop
     (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
-        return _until_the_end(planned, history, stop, log_dir, env, limits, began)
+        return _until_the_end(planned, history, stop, machines, log_dir, env, limits, began)
 
 
 def _until_the_end(
     planned: Planned,
     history: _History,
     stop: StopSignals,
+    machines: OtherMachines,
     log_dir: Path,
     env: Mapping[str, str],
     limits: Limits,
@@ -82,12 +101,16 @@ def _until_the_end(
         if left is not None and number:
             left = max(0.0, round(left - (time.monotonic() - began), 1))
         history.begin()
-        folder = log_dir / f"restart-{number}" if number else log_dir
+        folder = folder_of(log_dir, number)
         try:
+            history.workers = machines.available(history.workers)
+            if stop.first is not None:  # while they were waited for
+                return stop.status
             with planned(history.workers, folder) as plan:
                 result = run_plan(
                     plan,
                     env={**env, RESTARTS: str(number)},
+                    report=machines.report,
                     grace=limits.grace,
                     linger=limits.linger,
                     timeout=left,
@@ -95,19 +118,71 @@ def _until_the_end(
                     limit=history.seconds_with(history.workers),
                     stop=stop,
                     replaces=history.replaces,
+                    grows=machines.all_there,
+                    with_others=functools.partial(machines.with_others, start=number),
                 )
+        except MachineLostError:
+            continue  # it is waited for, or the others go on
         except LaunchError as error:
             if not number:
                 raise
-            _say(f"not started again: {error}")
+            history.say(f"not started again: {error}")
             return FAILED
         goes_on = history.ended(result)
         if goes_on or number or result.exit_status:
-            write_result(log_dir / RESULT, result, history.starts)
+            write_result(log_dir, described_result(result, history.starts))
         if not goes_on:
             return result.exit_status
         if stop.first is not None:  # in this moment
             return stop.status
+
+
+class MachineLostError(LaunchError):
+    """A machine is lost while a start is planned."""
+
+
+class OtherMachines(Protocol):
+    """The other machines of a run.
+
+    Attributes:
+        report: where the launcher speaks: on all of them.
+    """
+
+    @property
+    def report(self) -> TextIO: ...
+
+    def available(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of these workers whose machines are there; they are waited for.
+
+        Raises:
+            LaunchError: machines are missing without which there is no run.
+        """
+        ...
+
+    def all_there(self) -> bool:
+        """Whether every machine is there now."""
+        ...
+
+    def with_others(self, local: LocalTasks, *, start: int) -> TaskSet[Any]:
+        """The tasks of this machine, and those of the others, in the start of this number."""
+        ...
+
+
+class ThisMachine:
+    """No other machine; an `OtherMachines`."""
+
+    @property
+    def report(self) -> TextIO:
+        return sys.stderr
+
+    def available(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        return workers
+
+    def all_there(self) -> bool:
+        return True
+
+    def with_others(self, local: LocalTasks, *, start: int) -> TaskSet[Any]:
+        return local
 
 
 class _History:
@@ -120,13 +195,18 @@ class _History:
         starts: what is written of each start.
     """
 
-    def __init__(self, policy: RestartPolicy) -> None:
+    def __init__(self, policy: RestartPolicy, report: TextIO) -> None:
+        self._report = Printer(report)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
         self.starts: list[dict[str, Any]] = []
         self._policy = policy
         self._since = 0.0
         self._gone: set[int] = set()  # left out while the others went on
+
+    def say(self, text: str) -> None:
+        """Show a sentence."""
+        self._report.write(f"tfdist: {text}\n")
 
     def begin(self) -> None:
         """A start begins."""
@@ -146,7 +226,7 @@ class _History:
         if following.workers is None:
             self.past.pop()  # it ends the start, whose end is told in a moment
             return "fail", None
-        _say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
+        self.say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
         number = self._number_of(task)
         if number is None or number in following.workers:
             return "start", None
@@ -167,7 +247,7 @@ class _History:
         self.starts.append(_described(result, self.past[-1]))
         following = next_attempt(self._policy, self.past)
         if following.why:
-            _say(following.why)
+            self.say(following.why)
         if following.workers is None:
             return False
         self.workers = following.workers
@@ -193,8 +273,9 @@ class _History:
         return self.workers[int(index)] if known else None  # it may be of another machine
 
 
-def _say(text: str) -> None:
-    print(f"tfdist: {text}", file=sys.stderr, flush=True)
+def folder_of(log_dir: Path, start: int) -> Path:
+    """Where the logs of a start are."""
+    return log_dir / f"restart-{start}" if start else log_dir
 
 
 def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
@@ -209,13 +290,18 @@ def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def write_result(path: Path, result: RunResult, starts: list[dict[str, Any]]) -> None:
+def described_result(result: RunResult, starts: list[dict[str, Any]]) -> dict[str, Any]:
     """What came of a run, for programs: the last start's end, its last lines, and all starts."""
     cause = result.failed_task
     last_lines = list(result.last_lines[cause]) if cause is not None else []
-    content = {**starts[-1], "last_lines": last_lines, "starts": starts}
+    return {**starts[-1], "last_lines": last_lines, "starts": starts}
+
+
+def write_result(log_dir: Path, described: Mapping[str, Any]) -> None:
+    """Write it beside the logs."""
+    path = log_dir / RESULT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     except OSError as error:  # no reason to end otherwise
-        _say(f"{path} could not be written: {error}")
+        print(f"tfdist: {path} could not be written: {error}", file=sys.stderr, flush=True)
