@@ -90,6 +90,7 @@ def _dispatch(words: list[str]) -> int:
             f"tfdist {options.command} must come without a command, got words after --; leave them"
             " out"
         )
+    options.words = before
     return command.run(options, command_line)
 
 

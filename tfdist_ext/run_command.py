@@ -25,9 +25,12 @@ from tfdist_ext.launch.exit_codes import (
     stall_timeout,
 )
 from tfdist_ext.launch.machines.agent import Node, run_node
+from tfdist_ext.launch.machines.attached import Attachment
+from tfdist_ext.launch.machines.hosts_file import read_hosts
 from tfdist_ext.launch.machines.layout import Layout, parse_endpoint, parse_places
 from tfdist_ext.launch.machines.leader import run_leader
 from tfdist_ext.launch.machines.rendezvous import Endpoint
+from tfdist_ext.launch.machines.ssh import run_over_ssh
 from tfdist_ext.launch.options import seconds as seconds_of
 from tfdist_ext.launch.options import stop_signal
 from tfdist_ext.launch.plan import found_command
@@ -145,6 +148,15 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="the machines of other tasks, as ps=1,2 (default: --ps take turns, the chief is on"
         " node 0, the evaluator on the last one)",
     )
+    of_node(
+        "--hosts",
+        metavar="FILE",
+        help="start tfdist on all machines of this TOML file, from here, by ssh",
+    )
+    ssh = "the program, with its options (default ssh), as 'ssh -F my_config'"
+    of_node("--ssh", default="ssh", metavar="COMMAND", help=ssh)
+    # How tfdist starts another one at the other end of ssh; see `attached`.
+    of_node("--attached", action="store_true", help=argparse.SUPPRESS)
     host = "a name or address of this one for the others (default: that it reaches node 0 from)"
     of_node("--node-address", default="", metavar="HOST", help=host)
     of_node(
@@ -180,6 +192,8 @@ class _Run:
 
 def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     """The exit status of the run."""
+    if options.hosts is not None:
+        return _on_hosts(options, command)
     # The environment is read here, and handed down.
     given = dict(os.environ)
     machines = (_NODES, _NODE_RANK, _RENDEZVOUS, _TOKEN)
@@ -224,13 +238,44 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        status = _on_machines(run, log_dir, given) if layout.nodes > 1 else _on_one(run, log_dir)
+        several = layout.nodes > 1 or options.attached
+        status = _on_machines(run, log_dir, given) if several else _on_one(run, log_dir)
     finally:
         if options.log_dir is None and status == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
     if status:
-        print(f"tfdist: logs: {log_dir}", file=sys.stderr)
+        where = f"{options.node_address}:{log_dir}" if options.attached else log_dir
+        print(f"tfdist: logs: {where}", file=sys.stderr)
     return status
+
+
+def _on_hosts(options: argparse.Namespace, command: Sequence[str]) -> int:
+    hosts, port = read_hosts(options.hosts)
+    for option, value in (("--nodes", options.nodes), ("--rendezvous", options.rendezvous)):
+        if value is not None:
+            raise LaunchError(f"{option} must come without --hosts, which says it; leave one out")
+    if not command:
+        found_command(command, {})  # an error
+    words = _without(options.words, ("--hosts", "--ssh"))
+    return run_over_ssh(
+        hosts,
+        port,
+        [*words, "--", *command],
+        ssh=shlex.split(options.ssh),
+        restarts=options.max_restarts > 0,
+        stop=StopSignals(options.preemption_signal),
+    )
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The words behind `run`, without some options and their values."""
+    left, it = [], iter(words[1:])
+    for word in it:
+        if word in options:
+            next(it, None)
+        elif word.partition("=")[0] not in options:
+            left.append(word)
+    return left
 
 
 def _on_one(run: _Run, log_dir: Path) -> int:
@@ -268,7 +313,12 @@ def _on_machines(run: _Run, log_dir: Path, given: Mapping[str, str]) -> int:
     if not 0 <= rank < layout.nodes:
         raise LaunchError(f"--node-rank must be from 0 to {layout.nodes - 1}, got {rank}")
     host, port = parse_endpoint(where)
-    endpoint = Endpoint(host, port, given.get(_TOKEN, ""), options.rendezvous_timeout)
+    attachment = Attachment() if options.attached else None
+    token = given.get(_TOKEN, "") if attachment is None else attachment.token
+    endpoint = Endpoint(host, port, token, options.rendezvous_timeout)
+    stop = StopSignals(run.limits.preemption_signal)
+    if attachment is not None:
+        attachment.pass_on(stop)
     command = found_command(run.command, run.env)
     if rank == 0:
         return run_leader(
@@ -280,10 +330,12 @@ def _on_machines(run: _Run, log_dir: Path, given: Mapping[str, str]) -> int:
             log_dir=log_dir,
             env=run.env,
             limits=run.limits,
+            stop=stop,
         )
     again = run.policy.max_restarts > 0
-    node = Node(rank, options.node_address, command, run.shares, log_dir, run.env, again)
-    stop = StopSignals(run.limits.preemption_signal)
+    # At the other end of ssh, node 0 alone speaks for all.
+    speaks = attachment is None
+    node = Node(rank, options.node_address, command, run.shares, log_dir, run.env, again, speaks)
     return run_node(node, endpoint, layout.described, run.limits, stop)
 
 

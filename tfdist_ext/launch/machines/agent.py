@@ -43,6 +43,7 @@ class Node:
         log_dir: as in `run_with_restarts`.
         env: what the tasks' environment starts from.
         restarts: whether the run may start again, so that a break of the connection is waited for.
+        speaks: whether the report of node 0 is shown here, too.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Node:
     log_dir: Path
     env: Mapping[str, str]
     restarts: bool
+    speaks: bool = True
 
 
 def run_node(
@@ -81,7 +83,8 @@ def run_node(
             if joined is None:
                 return stop.status
             link, host = joined
-            say(f"node {node.number} ({host}) has joined node 0 at {endpoint}")
+            if node.speaks:
+                say(f"node {node.number} ({host}) has joined node 0 at {endpoint}")
             with contextlib.closing(_Work(node, link, host, limits, stop)) as work:
                 status = work.until_done()
             if status is not None:
@@ -145,7 +148,8 @@ class _Work:
                     self._end()
                     self._link.send({"over": True})
                 case {"report": str(text)}:
-                    self._report.write(text)
+                    if self._node.speaks:
+                        self._report.write(text)
                 case {"done": int(status), "result": result, "error": str(error)}:
                     if error:
                         raise LaunchError(error)

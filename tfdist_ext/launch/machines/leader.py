@@ -42,6 +42,7 @@ def run_leader(
     log_dir: Path,
     env: Mapping[str, str],
     limits: Limits,
+    stop: StopSignals,
 ) -> int:
     """Run the tasks of all machines, as node 0; the exit status of the run, which all nodes have.
 
@@ -54,7 +55,6 @@ def run_leader(
         LaunchError: it cannot listen at the rendezvous, a machine does not come in time, or a
             program cannot be started.
     """
-    stop = StopSignals(limits.preemption_signal)
     run = _Leader(layout, tuple(command), shares, endpoint, policy, stop, env)
     status, error = _USAGE_ERROR, ""
     try:
