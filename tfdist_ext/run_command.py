@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -30,6 +31,7 @@ from tfdist_ext.launch.machines.hosts_file import read_hosts
 from tfdist_ext.launch.machines.layout import Layout, parse_endpoint, parse_places
 from tfdist_ext.launch.machines.leader import run_leader
 from tfdist_ext.launch.machines.rendezvous import Endpoint
+from tfdist_ext.launch.machines.slurm import Allocation, srun_command
 from tfdist_ext.launch.machines.ssh import run_over_ssh
 from tfdist_ext.launch.options import seconds as seconds_of
 from tfdist_ext.launch.options import stop_signal
@@ -153,6 +155,12 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start tfdist on all machines of this TOML file, from here, by ssh",
     )
+    of_node(
+        "--slurm",
+        action="store_true",
+        help="on all nodes of this Slurm job: --nodes, --node-rank and --rendezvous are its own,"
+        " --workers-per-node its --ntasks-per-node, --preemption-signal SIGUSR1",
+    )
     ssh = "the program, with its options (default ssh), as 'ssh -F my_config'"
     of_node("--ssh", default="ssh", metavar="COMMAND", help=ssh)
     # How tfdist starts another one at the other end of ssh; see `attached`.
@@ -196,6 +204,12 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         return _on_hosts(options, command)
     # The environment is read here, and handed down.
     given = dict(os.environ)
+    if options.slurm:
+        allocation = Allocation.of_environment(given)
+        if allocation.node is None:
+            return _on_slurm(options, command, allocation)
+        options.nodes, options.node_rank = allocation.nodes, allocation.node
+        options.rendezvous = allocation.rendezvous
     machines = (_NODES, _NODE_RANK, _RENDEZVOUS, _TOKEN)
     env = {name: value for name, value in given.items() if name not in machines}
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
@@ -238,7 +252,7 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        several = layout.nodes > 1 or options.attached
+        several = layout.nodes > 1 or options.attached or options.slurm
         status = _on_machines(run, log_dir, given) if several else _on_one(run, log_dir)
     finally:
         if options.log_dir is None and status == 0:
@@ -265,6 +279,31 @@ def _on_hosts(options: argparse.Namespace, command: Sequence[str]) -> int:
         restarts=options.max_restarts > 0,
         stop=StopSignals(options.preemption_signal),
     )
+
+
+def _on_slurm(options: argparse.Namespace, command: Sequence[str], allocation: Allocation) -> int:
+    """Become the srun that starts this command on each node."""
+    given = (options.nodes, options.node_rank, options.rendezvous, options.workers)
+    if any(value is not None for value in given):
+        raise LaunchError(
+            "--slurm must come without --nodes, --node-rank, --rendezvous and --workers, which are"
+            " those of the job; leave them out, and write --workers-per-node"
+        )
+    words = list(options.words)
+    if options.workers_per_node is None and not options.process_per_device:
+        words += ["--workers-per-node", str(allocation.tasks_per_node or 1)]
+    if options.preemption_signal == signal.SIGTERM:
+        words += ["--preemption-signal", "SIGUSR1"]
+    found_command(command, os.environ)
+    line = srun_command(allocation.nodes, [*words, "--", *command])
+    if options.dry_run:
+        print(shlex.join(line))
+        return 0
+    if shutil.which(line[0]) is None:
+        raise LaunchError("--slurm must find srun on PATH, got none; start it where Slurm is")
+    sys.stdout.flush()
+    # Seen by root and this user alone, who may do what it allows anyway.
+    os.execvpe(line[0], line, {**os.environ, _TOKEN: secrets.token_urlsafe(24)})
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import watchdog
+from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
 from tfdist_ext.launch.guard import Guard
 from tfdist_ext.launch.plan import TaskPlan
 
 __all__ = ["ProcessSet", "TaskProcess"]
 
+_ENDS = "SIGTERM"  # what asks every process to end, as it always does
 _LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
@@ -134,8 +136,12 @@ class ProcessSet:
         return again
 
     def _started(self, plan: TaskPlan) -> subprocess.Popen[bytes]:
+        name = self._guard.env.get(PREEMPTION_SIGNAL, _ENDS)
+        # A scheduler sends that signal to every process. It must end none of them: a task that does
+        # not save yet, a server, a child of the script's.
+        ignoring = ("sh", "-c", f'trap \'\' {name.removeprefix("SIG")}; exec "$0" "$@"')
         return subprocess.Popen(
-            plan.argv,
+            plan.argv if name == _ENDS else (*ignoring, *plan.argv),
             # No standard input: several tasks cannot share a keyboard.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

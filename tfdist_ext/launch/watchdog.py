@@ -70,6 +70,8 @@ def _end(groups: list[int], run_id: str, *, at_least: float = 0.5, at_most: floa
 
 
 def main() -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which a scheduler sends to every process
+        signal.signal(number, signal.SIG_IGN)
     run_id = sys.argv[1]
     groups: list[int] = []
     for line in sys.stdin:

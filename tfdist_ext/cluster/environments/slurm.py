@@ -20,7 +20,7 @@ _BY_SRUN = "srun sets it: start the tasks with srun, or unset SLURM_PROCID to tr
 _USE_BLOCK = "Start the step with srun --distribution=block."
 # One job's ports start in one of 200 slots of 50 ports from 20000, so that jobs and steps that
 # share a node seldom meet. All below the range from which Linux hands out ports by itself.
-_FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 200, 50
+_FIRST_PORT, _SLOTS, SLOT_SIZE = 20000, 200, 50
 
 
 def parse(env: Mapping[str, str]) -> ClusterDescription | str:
@@ -41,7 +41,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     nodes = layout.nodes_by_rank(counts, _chunk(env, where))
     _check_place(env, hosts, nodes, rank, where)
-    return worker_cluster(env, [hosts[node] for node in nodes], rank, where, _port_base(env, where))
+    return worker_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
 
 
 def _source(env: Mapping[str, str]) -> str:
@@ -99,9 +99,10 @@ def _check_place(
             raise refuse(where, what, told, _USE_BLOCK)
 
 
-def _port_base(env: Mapping[str, str], where: str) -> int:
+def port_base(env: Mapping[str, str], where: str) -> int:
+    """The first port of this step's slot, which has SLOT_SIZE of them."""
     job, step = (
         number(env, name, where, _BY_SRUN) if env.get(name) else 0
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
     )
-    return _FIRST_PORT + (job * 7 + step) % _SLOTS * _SLOT_SIZE
+    return _FIRST_PORT + (job * 7 + step) % _SLOTS * SLOT_SIZE

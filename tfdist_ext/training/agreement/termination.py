@@ -59,7 +59,14 @@ class Termination:
     def handled(self) -> Iterator[None]:
         """Scope in which SIGTERM raises SystemExit(143) in the main thread."""
         main = threading.current_thread() is threading.main_thread()
-        ours = [each for each in self._signals if signal.getsignal(each) is signal.SIG_DFL]
+        # Whoever asks for saving by another signal may have it ignored until somebody saves.
+        free = {signal.SIGTERM: {signal.SIG_DFL}}
+        handlers = {each: signal.getsignal(each) for each in self._signals}
+        ours = {
+            each: handler
+            for each, handler in handlers.items()
+            if handler in free.get(each, {signal.SIG_DFL, signal.SIG_IGN})
+        }
         if not main or not ours:
             yield
             return
@@ -73,8 +80,8 @@ class Termination:
             yield
         finally:
             _taken.difference_update(ours)
-            for each in ours:
-                signal.signal(each, signal.SIG_DFL)
+            for each, handler in ours.items():
+                signal.signal(each, handler)
             if before == -1:
                 signal.set_wakeup_fd(-1)
 
