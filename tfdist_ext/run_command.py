@@ -10,6 +10,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -258,7 +259,8 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         if options.log_dir is None and status == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
     if status:
-        where = f"{options.node_address}:{log_dir}" if options.attached else log_dir
+        host = options.node_address or (socket.gethostname() if options.slurm else "")
+        where = f"{host}:{log_dir}" if options.attached or options.slurm else log_dir
         print(f"tfdist: logs: {where}", file=sys.stderr)
     return status
 
@@ -372,8 +374,8 @@ def _on_machines(run: _Run, log_dir: Path, given: Mapping[str, str]) -> int:
             stop=stop,
         )
     again = run.policy.max_restarts > 0
-    # At the other end of ssh, node 0 alone speaks for all.
-    speaks = attachment is None
+    # Where the output of all machines comes to one place, node 0 alone speaks for all.
+    speaks = attachment is None and not options.slurm
     node = Node(rank, options.node_address, command, run.shares, log_dir, run.env, again, speaks)
     return run_node(node, endpoint, layout.described, run.limits, stop)
 

@@ -1,0 +1,132 @@
+"""Jobs on a real Slurm: found by detection, queued again before their time is over, cancelled."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from conftest import TFDIST, Result, assert_equal, result_in, training
+from slurm_cluster import NODES, Slurm
+
+pytestmark = [
+    pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def submit(slurm: Slurm, folder: Path, command: list[str], tables: str, **slurm_keys: str) -> str:
+    """The number of a job that `tfdist slurm` has submitted."""
+    job = folder / "job.toml"
+    listed = ", ".join(f"'{word}'" for word in command)
+    bin_of_python = Path(sys.executable).parent
+    job.write_text(
+        f"command = [{listed}]\nnodes = 2\n{tables}\n[env]\nTF_CPP_MIN_LOG_LEVEL = '3'\n"
+        f"[slurm]\noutput = '{folder}/output'\nsetup = ['export PATH={bin_of_python}:$PATH']\n"
+        + "".join(f"{key} = {value}\n" for key, value in slurm_keys.items())
+    )
+    said = slurm(TFDIST, "slurm", "--submit", str(job))
+    return re.findall(r"Submitted batch job (\d+)", said)[0]
+
+
+def output(folder: Path) -> str:
+    path = folder / "output"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(folder: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in output(folder):
+        assert time.monotonic() < deadline, f"{text!r} did not come:\n{output(folder)}"
+        time.sleep(0.1)
+
+
+def left(folder: Path) -> list[str]:
+    """The commands of processes whose arguments name this folder."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path("/proc", name, "cmdline").read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if str(folder) in words and int(name) != os.getpid():
+            found.append(words.replace("\0", " "))
+    return found
+
+
+def test_srun_alone_is_detected(
+    slurm: Slurm, tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    """Two tasks on one node, more than it has cores for; nobody writes TF_CONFIG."""
+    words = ["srun", "--nodes=1", "--ntasks=2", "--overcommit", "--label"]
+    said = slurm(*words, *training(tmp_path, 3, 8, 0.0))
+    assert {line.split(": ")[0] for line in said.splitlines() if "STEP 24" in line} == {"0", "1"}
+    assert_equal(result_in(tmp_path), undisturbed(3, 8))
+
+
+def test_a_time_limit_is_gone_past(
+    slurm: Slurm, tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    """It saves before its time is over, is queued again, and ends with the same weights."""
+    command = training(tmp_path, 4, 40, 0.25)
+    job = submit(slurm, tmp_path, command, "grace = 20", time="'00:01:00'")
+    assert slurm.wait_for(job, ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), 250) == "COMPLETED"
+    said = output(tmp_path)
+    assert "tfdist: queued again, 1 of 20 times" in said
+    assert "tfdist: SIGUSR1: ending 2 tasks" in said
+    assert said.count("tfdist: SIGUSR1") == said.count("tfdist: queued again")  # by node 0 alone
+    assert f"JobId={job} " in slurm("scontrol", "show", "job", job)
+    assert_equal(result_in(tmp_path), undisturbed(4, 40))
+    assert not left(tmp_path)
+
+
+def test_servers_and_a_drained_node(slurm: Slurm, tmp_path: Path) -> None:
+    """A chief, workers and a server on two nodes. A node that is drained finishes its job."""
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 8), "ps = 1")
+    wait_for(tmp_path, " STEP 4\n")
+    slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DRAIN", "Reason=test")
+    try:
+        assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 120) == "COMPLETED"
+    finally:
+        slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    assert result_in(tmp_path)["iterations"] == 24
+    tasks = set(re.findall(r"^\[(\w+:\d)\]", output(tmp_path), re.M))
+    assert tasks == {"chief:0", "worker:0", "worker:1", "ps:0"}
+
+
+def test_a_node_that_fails(
+    slurm: Slurm, tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    """Slurm queues the job again, which goes on from its checkpoint once the node is back."""
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 8, 0.1), "")
+    wait_for(tmp_path, " STEP 10\n")
+    slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    slurm.wait_for(job, ("PENDING", "COMPLETING"), 60)
+    # It may be back already, by its slurmd.
+    slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME", check=False)
+    assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 150) == "COMPLETED"
+    assert_equal(result_in(tmp_path), undisturbed(3, 8))
+
+
+def test_scancel_is_for_good(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 50, 0.2), "")
+    wait_for(tmp_path, " STEP 3\n")
+    slurm("scancel", job)
+    assert slurm.wait_for(job, ("CANCELLED",), 60) == "CANCELLED"
+    deadline = time.monotonic() + 30
+    while left(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left(tmp_path)
+    assert "queued again" not in output(tmp_path)
+    assert "training stopped by a signal. The last checkpoint is" in output(tmp_path)

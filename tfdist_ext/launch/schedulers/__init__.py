@@ -1,0 +1,1 @@
+"""Files for schedulers, made from a description of a job: a batch script, manifests."""
