@@ -50,6 +50,12 @@ def build():
 """
 GIVEN = {"README.md": MODEL_AND_DATA, "docs/README.md": MODEL_AND_DATA}
 
+# Pages whose commands need machines, which tests in tests/environments have.
+COMMANDS_OF_PAGE_BY = {
+    "docs/several_machines.md": "tests/environments/test_several_machines.py",
+    "docs/slurm.md": "tests/environments/test_slurm.py",
+}
+
 # What runs commands besides this file: scripts, and tests.
 COMMANDS_BY = {
     ".ci/run": ["scripts/test", "scripts/demo", "scripts/docs"],
@@ -144,6 +150,8 @@ def folder_of_the_page(folder: Path) -> Path:
     ],
 )
 def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
+    if page in COMMANDS_OF_PAGE_BY:
+        return
     blocks = blocks_of(page)
     here = folder_of_the_page(tmp_path)
     if page in COMMANDS_AFTER_PYTHON:
@@ -278,7 +286,7 @@ def test_each_block_is_accounted_for(page: str) -> None:
 
 
 def test_what_is_run_elsewhere_is_run_there() -> None:
-    for page, file in PYTHON_BY.items():
+    for page, file in [*PYTHON_BY.items(), *COMMANDS_OF_PAGE_BY.items()]:
         assert Path(page).name in (ROOT / file).read_text(), f"{file} does not know {page}"
     on_pages = {command for page in PAGES for command, _ in commands_of(page)}
     assert on_pages >= ELSEWHERE

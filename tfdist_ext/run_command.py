@@ -34,6 +34,7 @@ from tfdist_ext.launch.machines.leader import run_leader
 from tfdist_ext.launch.machines.rendezvous import Endpoint
 from tfdist_ext.launch.machines.slurm import Allocation, srun_command
 from tfdist_ext.launch.machines.ssh import run_over_ssh
+from tfdist_ext.launch.options import ports as ports_of
 from tfdist_ext.launch.options import seconds as seconds_of
 from tfdist_ext.launch.options import stop_signal
 from tfdist_ext.launch.plan import found_command
@@ -83,6 +84,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("run")
     seconds = functools.partial(run.add_argument, type=seconds_of, metavar="SECONDS")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
+    run.add_argument(
+        "--ports",
+        type=ports_of,
+        metavar="LOW-HIGH",
+        help="the ports that tasks may listen on, twice as many as a machine has tasks (default:"
+        " any from 10000 that the system does not hand out itself)",
+    )
     to_kill = "from SIGTERM to SIGKILL when a preemption ends the tasks (default 30; Ctrl-C: 5)"
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
@@ -335,7 +343,7 @@ def _planned(run: _Run, numbers: Sequence[int], log_dir: Path | None) -> Iterato
     tasks = {name: getattr(layout, name) for name in ("chief", "ps", "evaluator", "data_workers")}
     tasks["workers"] = len(numbers)
     theirs = [run.shares[number] for number in numbers] if run.shares else []
-    with reserve_ports(addresses_needed(**tasks)) as ports:
+    with reserve_ports(addresses_needed(**tasks), among=run.options.ports) as ports:
         yield plan_local(
             run.command, **tasks, shares=theirs, ports=ports, env=run.env, log_dir=log_dir
         )
@@ -366,6 +374,7 @@ def _on_machines(run: _Run, log_dir: Path, given: Mapping[str, str]) -> int:
             layout,
             command,
             run.shares,
+            options.ports,
             endpoint,
             run.policy,
             log_dir=log_dir,
@@ -376,7 +385,17 @@ def _on_machines(run: _Run, log_dir: Path, given: Mapping[str, str]) -> int:
     again = run.policy.max_restarts > 0
     # Where the output of all machines comes to one place, node 0 alone speaks for all.
     speaks = attachment is None and not options.slurm
-    node = Node(rank, options.node_address, command, run.shares, log_dir, run.env, again, speaks)
+    node = Node(
+        rank,
+        options.node_address,
+        command,
+        run.shares,
+        options.ports,
+        log_dir,
+        run.env,
+        again,
+        speaks,
+    )
     return run_node(node, endpoint, layout.described, run.limits, stop)
 
 

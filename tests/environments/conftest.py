@@ -13,10 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
-TFDIST = str(Path(sys.executable).with_name("tfdist"))
+BIN = Path(sys.executable).parent  # of the Python that pages call python
+TFDIST = str(BIN / "tfdist")
+PATH = f"{BIN}:{os.environ['PATH']}"
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Starter:
         with open(log, "wb") as output:
             popen = subprocess.Popen(
                 words,
-                env={**inherited, "TF_CPP_MIN_LOG_LEVEL": "3", **env},
+                env={**inherited, "PATH": PATH, "TF_CPP_MIN_LOG_LEVEL": "3", **env},
                 cwd=cwd or self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -85,6 +88,13 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 def training(folder: Path, epochs: int, steps: int, pause: float = 0.05) -> list[str]:
     """The command of a training that can be hurt; it writes its weights into the folder."""
     return [sys.executable, str(TRAINING), str(folder), "arrays", *map(str, (epochs, steps, pause))]
+
+
+def write_files_of(page: str, folder: Path) -> None:
+    """Write the files that a page shows into a folder."""
+    for block in blocks_of(page):
+        if block.file:
+            (folder / block.file).write_text(block.program, encoding="utf-8")
 
 
 Result = dict[str, np.ndarray]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import namespaces
 import pytest
-from conftest import TFDIST, Result, Starter, assert_equal, result_in, training
+import ssh_machines
+from conftest import (
+    PATH,
+    TFDIST,
+    Result,
+    Starter,
+    assert_equal,
+    result_in,
+    training,
+    write_files_of,
+)
+from pages import commands_of
 
 pytestmark = [
     pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-"),
@@ -48,3 +60,32 @@ def test_a_machine_that_is_cut_off_and_comes_back(
     assert "the tasks of this machine have ended" in agents[2].output
     assert "going on with all 3 workers" in agents[2].output
     assert_equal(result_in(tmp_path), expected)
+
+
+PAGE = "docs/several_machines.md"
+
+
+def test_the_commands_of_the_page(start: Starter, tmp_path: Path) -> None:
+    """Its two lines on two machines, then the one of ssh, which goes on where they ended."""
+    first, second, by_ssh = (shlex.split(command) for command, _ in commands_of(PAGE))
+    write_files_of(PAGE, tmp_path)
+    with namespaces.hosts(2) as hosts:
+        at = f"{hosts.addresses[0]}:29400"
+        for node, words in enumerate((first, second)):
+            words[words.index("10.0.0.4:29400")] = at
+            start(*hosts.command(node, TFDIST, *words[1:]), cwd=tmp_path)
+        run, other = start.processes
+        assert [run.ended(), other.ended()] == [0, 0], run.output + other.output
+    assert "[worker:0] Epoch 5/5" in run.output
+    assert "tfdist: node 1 (" in other.output
+    (tmp_path / "model.keras").unlink()
+    with ssh_machines.ssh_machines(tmp_path, 2) as machines:
+        hosts_file = tmp_path / "hosts.toml"
+        listed = ", ".join(f'"{address}"' for address in machines.addresses)
+        text = f'hosts = [{listed}]\ndirectory = "{tmp_path}"\ntfdist = "{TFDIST}"\n'
+        text += f'env = {{PATH = "{PATH}"}}\n'
+        hosts_file.write_text(text)
+        again = start(TFDIST, by_ssh[1], "--ssh", machines.ssh, *by_ssh[2:], cwd=tmp_path)
+        assert again.ended() == 0, again.output
+    assert "is complete after 5 epochs; nothing to do" in again.output
+    assert (tmp_path / "model.keras").exists()

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import slurm_cluster
-from conftest import TFDIST, Result, assert_equal, result_in, training
+from conftest import (
+    BIN,
+    TFDIST,
+    Result,
+    Starter,
+    assert_equal,
+    result_in,
+    training,
+    write_files_of,
+)
+from pages import blocks_of, commands_of
 from slurm_cluster import NODES, Slurm
 
 pytestmark = [
@@ -30,10 +39,9 @@ def submit(slurm: Slurm, folder: Path, command: list[str], tables: str, **slurm_
     """The number of a job that `tfdist slurm` has submitted."""
     job = folder / "job.toml"
     listed = ", ".join(f"'{word}'" for word in command)
-    bin_of_python = Path(sys.executable).parent
     job.write_text(
         f"command = [{listed}]\nnodes = 2\n{tables}\n[env]\nTF_CPP_MIN_LOG_LEVEL = '3'\n"
-        f"[slurm]\noutput = '{folder}/output'\nsetup = ['export PATH={bin_of_python}:$PATH']\n"
+        f"[slurm]\noutput = '{folder}/output'\nsetup = ['export PATH={BIN}:$PATH']\n"
         + "".join(f"{key} = {value}\n" for key, value in slurm_keys.items())
     )
     said = slurm(TFDIST, "slurm", "--submit", str(job))
@@ -130,3 +138,37 @@ def test_scancel_is_for_good(slurm: Slurm, tmp_path: Path) -> None:
     assert not left(tmp_path)
     assert "queued again" not in output(tmp_path)
     assert "training stopped by a signal. The last checkpoint is" in output(tmp_path)
+
+
+PAGE = "docs/slurm.md"
+
+
+def test_the_commands_of_the_page(slurm: Slurm, start: Starter, tmp_path: Path) -> None:
+    """A job with its job.toml, but for what this Slurm does not have; then one of salloc."""
+    shown, submitted, interactive = (command for command, _ in commands_of(PAGE))
+    write_files_of("docs/several_machines.md", tmp_path)
+    (job,) = (block.text for block in blocks_of(PAGE) if block.language == "toml")
+    (tmp_path / "job.toml").write_text(job)
+    in_folder = {"cwd": tmp_path, "PATH": f"{BIN}:{slurm.env['PATH']}"}
+    in_folder["SLURM_CONF"] = slurm.env["SLURM_CONF"]
+    assert start("bash", "-c", shown, **in_folder).ended() == 0
+    script = (tmp_path / "job.sbatch").read_text()
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    assert "--workers-per-node 4" in script
+
+    for line in ("gpus_per_node = 4", 'partition = "gpu"'):
+        (of_file,) = (each for each in job.splitlines() if each.startswith(line))
+        job = job.replace(of_file, "")
+    job = job.replace("workers_per_node = 4", "workers_per_node = 1")
+    job = job.replace("source /home/user/venv/bin/activate", f"export PATH={BIN}:$PATH")
+    (tmp_path / "job.toml").write_text(job)
+    said = start("bash", "-c", submitted, **in_folder)
+    assert said.ended() == 0, said.output
+    number = re.findall(r"Submitted batch job (\d+)", said.output)[0]
+    assert slurm.wait_for(number, ("COMPLETED", "FAILED", "CANCELLED"), 100) == "COMPLETED"
+    assert "[worker:0] Epoch 5/5" in (tmp_path / f"job-{number}.out").read_text()
+
+    again = start("bash", "-c", interactive, **in_folder)
+    assert again.ended() == 0, again.output
+    assert re.findall(r"^\[worker:0\] .*complete after 5 epochs", again.output, re.M)
+    assert (tmp_path / "model.keras").exists()

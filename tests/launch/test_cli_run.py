@@ -270,6 +270,11 @@ def test_dry_run_shows_the_data_service(capsys):
         (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
         (["run", "--grace", "nan", "--", "true"], "seconds must be a number from 0, got 'nan'"),
+        (["run", "--ports", "9-8", "--", "true"], "ports must be LOW-HIGH, as 21000-21049"),
+        (
+            ["run", "--ports", "23000-23001", "--workers", "3", "--", "true"],
+            "3 ports must be free, got 2",
+        ),
         (["run", "--workers", "0", "--", "true"], "task must train, got --workers 0 and no chief"),
         (["run", "--ps", "1", "--no-chief", "--", "true"], "must come with a chief, got --ps 1"),
         (["run", "--data-workers", "-1", "--", "true"], "--data-workers must be a number of tasks"),

@@ -100,7 +100,8 @@ def wait_for(path: Path) -> str:
 def test_tasks_are_on_their_machines_and_know_all_addresses(nodes: Nodes) -> None:
     script = """echo "$TF_CONFIG"; [ $job = chief ] && sleep 1 || sleep 30"""
     options = ("--workers-per-node", "2", "--ps", "2", "--evaluator", "--linger", "0")
-    agents = nodes.start(script, *options, count=3)
+    own = {node: ["--ports", f"2{node}100-2{node}119"] for node in range(3)}
+    agents = nodes.start(script, *options, count=3, own=own)
     assert [agent.ended() for agent in agents] == [0, 0, 0]
     assert [agent.tasks for agent in agents] == [
         {"chief:0", "worker:0", "worker:1", "ps:0"},
@@ -119,6 +120,10 @@ def test_tasks_are_on_their_machines_and_know_all_addresses(nodes: Nodes) -> Non
     }
     addresses = [address for each in clusters[0].values() for address in each]
     assert len(set(addresses)) == 9
+    ports = [int(address.rpartition(":")[2]) for address in addresses]
+    assert [20100 <= port < 20120 for port in ports].count(True) == 4
+    assert [21100 <= port < 21120 for port in ports].count(True) == 3
+    assert [22100 <= port < 22120 for port in ports].count(True) == 2
 
 
 def test_the_first_failure_of_all_is_the_cause_on_every_machine(

@@ -40,6 +40,7 @@ class Node:
         host: by which the others reach it; "": the address that it connects to node 0 from.
         command: of each of its tasks.
         shares: what each of its workers gets of the machine; empty: they share it.
+        ports: those that its tasks may listen on; None: any.
         log_dir: as in `run_with_restarts`.
         env: what the tasks' environment starts from.
         restarts: whether the run may start again, so that a break of the connection is waited for.
@@ -50,6 +51,7 @@ class Node:
     host: str
     command: tuple[str, ...]
     shares: Sequence[Share]
+    ports: range | None
     log_dir: Path
     env: Mapping[str, str]
     restarts: bool
@@ -159,8 +161,9 @@ class _Work:
 
     def _reserve(self, count: int, start: Any) -> None:
         self._ports.close()
+        among = self._node.ports
         try:
-            ports = list(self._ports.enter_context(reserve_ports(count)))
+            ports = list(self._ports.enter_context(reserve_ports(count, among=among)))
         except LaunchError as error:
             self._link.send({"reserved": [], "start": start, "failed": str(error)})
             return

@@ -36,6 +36,7 @@ def run_leader(
     layout: Layout,
     command: Sequence[str],
     shares: Sequence[Share],
+    ports: range | None,
     endpoint: Endpoint,
     policy: RestartPolicy,
     *,
@@ -50,12 +51,13 @@ def run_leader(
         layout: which tasks run on which machine.
         command: of the tasks of this machine; the others have their own.
         shares: what each worker of this machine gets of it; empty: they share it.
+        ports: those that the tasks of this machine may listen on; None: any.
 
     Raises:
         LaunchError: it cannot listen at the rendezvous, a machine does not come in time, or a
             program cannot be started.
     """
-    run = _Leader(layout, tuple(command), shares, endpoint, policy, stop, env)
+    run = _Leader(layout, tuple(command), shares, ports, endpoint, policy, stop, env)
     status, error = _USAGE_ERROR, ""
     try:
         status = run_with_restarts(
@@ -101,12 +103,14 @@ class _Leader:
         layout: Layout,
         command: tuple[str, ...],
         shares: Sequence[Share],
+        ports: range | None,
         endpoint: Endpoint,
         policy: RestartPolicy,
         stop: StopSignals,
         env: Mapping[str, str],
     ) -> None:
         self._layout, self._command, self._shares = layout, command, shares
+        self._ports = ports
         self._endpoint, self._policy, self._stop, self._env = endpoint, policy, stop, env
         self._everywhere = _Everywhere()
         self._reserved: queue.SimpleQueue[tuple[Link, Message]] = queue.SimpleQueue()
@@ -177,7 +181,7 @@ class _Leader:
         where = [node for tasks in nodes.values() for node in tasks]
         theirs = self._reserve({node: where.count(node) for node in set(where) if node})
         shares = [self._share(worker) for worker in workers] if self._shares else ()
-        with reserve_ports(where.count(0)) as ports:
+        with reserve_ports(where.count(0), among=self._ports) as ports:
             machines = {0: Machine(self._endpoint.host, ports), **theirs}
             yield plan_tasks(
                 self._command, nodes, machines, shares=shares, log_dir=log_dir, env=self._env

@@ -156,6 +156,9 @@ def check_table(
             raise LaunchError(f"{where}: {key} must be {must}, got {shown(value)}")
         if kind is int and value < least:
             raise LaunchError(f"{where}: {key} must be at least {least}, got {value}")
-        if kind is str and ("\n" in value or "\0" in value):
-            raise LaunchError(f"{where}: {key} must be one line, got {shown(value)}")
+        lines = value if kind is list else [value] if kind is str else []
+        if not all(isinstance(line, str) for line in lines):
+            raise LaunchError(f"{where}: {key} must be a list of text, got {shown(value)}")
+        if any("\n" in line or "\0" in line for line in lines):
+            raise LaunchError(f"{where}: {key} must have no line breaks, got {shown(value)}")
     return dict(table)
