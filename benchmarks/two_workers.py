@@ -4,7 +4,8 @@
 
 What differs from process to process on a busy machine is more than what is to be measured; so both
 train in one pair of processes, and change places each round. Compared are medians over the rounds,
-with the smallest and the largest; the ratio is the median of those of the rounds.
+with the smallest and the largest; the ratio is the median of those of the rounds. "Steps alone" is
+what the long training takes longer than the short one, without what begins and ends them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,8 @@ from report import closing_line, put_into
 PROGRAM = Path(__file__).resolve().parent / "programs" / "two_workers.py"
 MARKERS = ("<!-- two_workers begin -->", "<!-- two_workers end -->")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
-# title -> (model, rows of a global batch, steps of a training)
-SETTINGS = {
-    "MLP, 256 steps": (MLP, 64, 256),
-    "MLP, 1,024 steps": (MLP, 64, 1024),
-    "transformer, 32 steps": (TRANSFORMER, 32, 32),
-    "transformer, 128 steps": (TRANSFORMER, 32, 128),
-}
+# model, rows of a global batch, steps of a short and of a long training
+SETTINGS = [(MLP, 64, 256, 1024), (TRANSFORMER, 32, 32, 128)]
 
 
 def main() -> int:
@@ -37,16 +33,17 @@ def main() -> int:
     arguments = parser.parse_args()
     lines = ["", "| 2 workers | fit, steps/s | by hand, steps/s | of by hand |"]
     lines.append("|---|---|---|---|")
-    for title, setting in SETTINGS.items():
-        rounds = measure(*setting, arguments.rounds)
-        ratios = statistics.median(each["fit"] / each["by hand"] for each in rounds)
-        cells = []
-        for what in ("fit", "by hand"):
-            speeds = [each[what] for each in rounds]
-            spread = f"({min(speeds):.0f} to {max(speeds):.0f})"
-            cells.append(f"{statistics.median(speeds):.1f} {spread}")
-        lines.append(f"| {title} | {' | '.join(cells)} | {ratios:.2f} x |")
-        print(lines[-1], flush=True)
+    for model, rows, short, long in SETTINGS:
+        rounds = measure(model, rows, arguments.rounds, short, long)
+        for steps in (short, long):
+            speeds = [{w: steps / t for w, t in each[str(steps)].items()} for each in rounds]
+            lines.append(line_of(f"{model}, {steps:,} steps", speeds))
+        alone = [
+            {w: (long - short) / (t - each[str(short)][w]) for w, t in each[str(long)].items()}
+            for each in rounds
+        ]
+        lines.append(line_of(f"{model}, steps alone", alone))
+        print("\n".join(lines[-3:]), flush=True)
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(text)
     if arguments.markdown:
@@ -54,14 +51,27 @@ def main() -> int:
     return 0
 
 
-def measure(model: str, rows: int, steps: int, rounds: int) -> list[dict[str, float]]:
-    """Steps/s of each contestant, for each round, as the first worker sees them."""
-    command = [sys.executable, str(PROGRAM), model, *map(str, (rows, steps, rounds))]
+def line_of(title: str, rounds: list[dict[str, float]]) -> str:
+    """A line of the table, of the steps/s of each contestant in each round."""
+    ratio = statistics.median(each["fit"] / each["by hand"] for each in rounds)
+    cells = []
+    for what in ("fit", "by hand"):
+        speeds = [each[what] for each in rounds]
+        spread = f"({min(speeds):.0f} to {max(speeds):.0f})"
+        cells.append(f"{statistics.median(speeds):.1f} {spread}")
+    return f"| {title} | {' | '.join(cells)} | {ratio:.2f} x |"
+
+
+def measure(
+    model: str, rows: int, rounds: int, short: int, long: int
+) -> list[dict[str, dict[str, float]]]:
+    """For each round and number of steps, the seconds of each contestant in the first worker."""
+    command = [sys.executable, str(PROGRAM), model, *map(str, (rows, rounds, short, long))]
     status, outputs = outputs_of_tasks(command, workers=2)
     if status:
         raise SystemExit(f"{' '.join(command)} failed: status {status}")
     (line,) = (line for line in outputs["worker-0"].splitlines() if line.startswith("[{"))
-    found: list[dict[str, float]] = json.loads(line)
+    found: list[dict[str, dict[str, float]]] = json.loads(line)
     return found
 
 

@@ -1,7 +1,7 @@
-"""Trainings by fit and by a loop by hand, in turn in the same worker; steps/s of each, by round.
+"""Trainings by fit and by a loop by hand, in turn in the same worker; seconds of each, by round.
 
-Arguments: the name of a model, rows of a global batch, steps of a training, rounds. The result is
-a line of JSON: a list of rounds.
+Arguments: the name of a model, rows of a global batch, rounds, steps of a short and of a long
+training. The result is a line of JSON: a list of rounds, each {steps: {contestant: seconds}}.
 """
 
 import json
@@ -14,8 +14,8 @@ import hand_loop
 import tfdist_ext as tfd
 
 name = sys.argv[1]
-rows, steps, rounds = map(int, sys.argv[2:])
-x, y = first_models.batch(name, rows * steps)
+rows, rounds, *lengths = map(int, sys.argv[2:])
+data = {steps: first_models.batch(name, rows * steps) for steps in lengths}
 strategy = hand_loop.strategy_of("multi_worker_mirrored", 2)
 
 
@@ -25,25 +25,27 @@ def compiled():
     return model
 
 
-run = hand_loop.hand_loop(strategy, compiled, x, y, rows)
+run = hand_loop.hand_loop(strategy, compiled, *data[lengths[-1]], rows)
 model = tfd.distribute(compiled, strategy)
 trainings = {
-    "fit": lambda: model.fit(x, y, batch_size=rows, verbose=0),
-    "by hand": lambda: run(steps),
+    "fit": lambda steps: model.fit(*data[steps], batch_size=rows, verbose=0),
+    "by hand": run,
 }
 
 
-def speed(what):
+def seconds(what, steps):
     begun = time.perf_counter()
-    trainings[what]()
-    return steps / (time.perf_counter() - begun)
+    trainings[what](steps)
+    return time.perf_counter() - begun
 
 
-def both(number):
+def both(number, steps):
     order = list(trainings) if number % 2 else list(reversed(trainings))
-    return {what: speed(what) for what in order}
+    return {what: seconds(what, steps) for what in order}
 
 
 for number in range(2):
-    both(number)
-print(json.dumps([both(number) for number in range(rounds)]), flush=True)
+    for steps in lengths:
+        both(number, steps)
+found = [{steps: both(number, steps) for steps in lengths} for number in range(rounds)]
+print(json.dumps(found), flush=True)

@@ -92,8 +92,11 @@ def classifier(inputs: Any, x: Any) -> Any:
 # keras.applications
 
 HUGE = {"ConvNeXtLarge", "ConvNeXtXLarge"}  # too large for three copies in float64
-# Smallest sizes that are not 32.
+# Smallest sizes that are not 32. Some are larger: at 32 their BatchNormalization divides by the
+# deviations of a few pixels, and the last bit of the inputs makes up to 2.0 in Keras itself.
 SIZES = {"Xception": 71, "InceptionV3": 75, "InceptionResNetV2": 75}
+SIZES |= {f"EfficientNetV2{name}": 64 for name in ("B0", "B1", "B2", "B3", "S", "M", "L")}
+SIZES |= {f"EfficientNetB{number}": 64 for number in (5, 6, 7)}
 
 
 def applications() -> list[Row]:
