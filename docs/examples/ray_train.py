@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import ray
+import ray.data
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.tensorflow import TensorflowTrainer
@@ -113,12 +114,27 @@ def run(function, storage, name, workers=2, failures=2, datasets=None, **config)
     return trainer.fit()
 
 
-def main(storage="runs/ray_train"):
-    storage = Path(storage).absolute()
-    ray.init(num_cpus=4)
+def on_arrays(storage):
     result = run(train, storage, "arrays", epochs=3)
-    print(f"after epoch {result.metrics['epoch'] + 1}: loss {result.metrics['loss']:.4f}")
-    print(f"checkpoint: {result.checkpoint.path}")
+    print(f"epoch {result.metrics['epoch'] + 1} of arrays: loss {result.metrics['loss']:.4f}")
+    further = run(
+        train_further, storage, "further", workers=1, epochs=2, checkpoint=result.checkpoint
+    )
+    print(f"epoch {further.metrics['epoch'] + 1} further: loss {further.metrics['loss']:.4f}")
+
+
+def on_shards(storage):
+    x, y = examples()
+    data = ray.data.from_items([{"x": a, "y": b} for a, b in zip(x, y, strict=True)])
+    result = run(
+        train_on_shards, storage, "shards", datasets={"train": data}, epochs=3, batch=BATCH
+    )
+    print(f"epoch {result.metrics['epoch'] + 1} of shards: loss {result.metrics['loss']:.4f}")
+
+
+def main(storage="runs/ray_train", kind="arrays"):
+    ray.init(num_cpus=4)  # of this machine; "auto" where there is a cluster
+    {"arrays": on_arrays, "shards": on_shards}[kind](Path(storage).absolute())
     ray.shutdown()
 
 
