@@ -94,14 +94,13 @@ def _ray_train() -> ModuleType:
         import ray.train
     except ModuleNotFoundError as error:
         raise TrainingError(
-            "tfd.ray needs Ray Train, which is not installed: pip install \"tfdist_ext[ray]\""
+            'tfd.ray needs Ray Train, which is not installed: pip install "tfdist_ext[ray]"'
         ) from error
     try:
         ray.train.get_context().get_world_rank()
     except RuntimeError as error:
         raise TrainingError(
-            "ReportCallback must be made in the function that a worker of"
-            f" ray.train.tensorflow.TensorflowTrainer runs, got a process of another kind ({error})."
-            " Outside of Ray, leave it out."
+            "ReportCallback must be made in the function that a worker of a TensorflowTrainer runs,"
+            f" got a process of another kind: {error} Outside of Ray, leave it out."
         ) from error
     return ray.train

@@ -3,8 +3,8 @@
     pip install "ray[train]"
     python docs/examples/ray_train.py
 
-The code that people copy calls `model.fit` in the function of a TensorflowTrainer. With Keras 3 that
-crashes under the TF_CONFIG that Ray sets.
+The code that people copy calls `model.fit` in the function of a TensorflowTrainer. With Keras 3
+that crashes under the TF_CONFIG that Ray sets.
 """
 
 import sys
@@ -50,7 +50,7 @@ def train(config):
         data,
         epochs=config["epochs"],
         verbose=2,
-        callbacks=[tfd.ray.ReportCallback(), *config.get("callbacks", list)()],
+        callbacks=[tfd.ray.ReportCallback()],
         checkpoint_dir=Path(config["folder"], "fit"),
     )
     model.save(Path(config["folder"], "model.keras"))  # the chief writes
@@ -88,8 +88,7 @@ def train_further(config):
     with config["checkpoint"].as_directory() as folder:
         before = model.restore_checkpoint(Path(folder, tfd.ray.CHECKPOINT))
     model.fit(
-        *examples(),
-        batch_size=BATCH,
+        tfd.data.from_arrays(examples(), global_batch_size=BATCH, seed=8),
         initial_epoch=before.epoch,
         epochs=before.epoch + config["epochs"],
         verbose=2,
@@ -123,11 +122,12 @@ def on_arrays(storage):
     print(f"epoch {further.metrics['epoch'] + 1} further: loss {further.metrics['loss']:.4f}")
 
 
-def on_shards(storage):
+def on_shards(storage, batch=BATCH):
+    ray.data.DataContext.get_current().enable_progress_bars = False
     x, y = examples()
     data = ray.data.from_items([{"x": a, "y": b} for a, b in zip(x, y, strict=True)])
     result = run(
-        train_on_shards, storage, "shards", datasets={"train": data}, epochs=3, batch=BATCH
+        train_on_shards, storage, "shards", datasets={"train": data}, epochs=3, batch=batch
     )
     print(f"epoch {result.metrics['epoch'] + 1} of shards: loss {result.metrics['loss']:.4f}")
 

@@ -467,7 +467,9 @@ class Peers(TaskStatus):
             place = _place_of(task)
             since = max(here.since, place.since)
             if place.abandoned and place.number < here.number and time.time() - since > LEAVE_LIMIT:
-                text = f"{task} left at {clock(place.since)}: the thread that trained there has ended"
+                text = (
+                    f"{task} left at {clock(place.since)}: the thread that trained there has ended"
+                )
                 self._decide("left", task, text, here.number - 1)
                 return
 

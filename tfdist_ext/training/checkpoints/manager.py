@@ -118,7 +118,7 @@ class CheckpointManager:
             )
         opened = functools.partial(self._files.open, epochs)
         run_on_chief(reduction, opened, f"open {self._files.path}")
-        # On the tasks that have the callback others may be without it, as one of them writes.
+        # A callback may be on the chief alone; all of them wait for the file.
         self._announces = reduction.any_worker(bool(_with_hook(self._callbacks)))
 
     @property
@@ -261,7 +261,7 @@ class CheckpointManager:
     def announce(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
         """Tell callbacks of the checkpoint of the last epoch, when it is on disk.
 
-        After a resumption that is the one that was restored: the job before may not have come to it.
+        Of the one that was restored, too: the job before may not have come to it.
         """
         if not self._announces:
             return
