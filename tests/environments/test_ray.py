@@ -23,11 +23,8 @@ WHY_NOT = (
 pytestmark = pytest.mark.timeout(240)
 on_ray = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 EPOCHS, STEPS = 3, 30
-ENV = {
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": str(ROOT / "docs" / "examples"),
-}
+ENV = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+EXAMPLES = str(ROOT / "docs" / "examples")
 
 
 def is_there(pid: int) -> bool:
@@ -85,6 +82,20 @@ def test_a_worker_that_is_killed(
     assert not [pid for pid in pids if is_there(pid)]
 
 
+@on_ray
+@pytest.mark.long
+def test_ray_reports_the_worker_that_is_the_cause(start: Starter, tmp_path: Path) -> None:
+    """One that raises, one that gets SIGTERM, and one that returns while another needs it."""
+    programs = ROOT / "tests" / "programs"
+    words = (str(programs / "ray_failures.py"), str(tmp_path), "raises", "terminated", "leaves")
+    wait_for_end(start(sys.executable, *words, **ENV, PYTHONPATH=str(programs)))
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert errors["raises"] == {"1": "ValueError('no such file: data.tfrecord')"}
+    assert list(errors["terminated"]) == ["1"]
+    assert list(errors["leaves"]) == ["0"]
+    assert "PeerError('worker:1 left at" in errors["leaves"]["0"]
+
+
 ON_ONE_DEVICE = """
 import sys
 from pathlib import Path
@@ -111,7 +122,9 @@ print(loss(new_model(), arrays(0, batch=example.ROWS), 0, 3))
 
 def on_one_device(start: Starter) -> list[float]:
     """The losses at the end of the example's trainings; the last one has batches of all rows."""
-    lines = wait_for_end(start(sys.executable, "-c", ON_ONE_DEVICE, **ENV)).splitlines()
+    lines = wait_for_end(
+        start(sys.executable, "-c", ON_ONE_DEVICE, PYTHONPATH=EXAMPLES)
+    ).splitlines()
     return [float(line) for line in lines[-3:]]
 
 
@@ -144,7 +157,7 @@ def test_the_example_on_shards_of_ray(start: Starter, tmp_path: Path) -> None:
         "import pathlib, ray, ray_train as example; ray.init(num_cpus=4);"
         f" example.on_shards(pathlib.Path({str(tmp_path)!r}), batch=example.ROWS); ray.shutdown()"
     )
-    wait_for_end(start(sys.executable, "-c", code, **ENV))
+    wait_for_end(start(sys.executable, "-c", code, **ENV, PYTHONPATH=EXAMPLES))
     report = last_report(tmp_path / "shards")
     assert report["epoch"] == 2
     assert report["loss"] == pytest.approx(on_one_device(start)[2], rel=1e-5)
