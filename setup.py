@@ -28,6 +28,8 @@ setup(
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         "tensorboard": ["tensorboard"],
         "pytest": ["pytest"],
+        # tfd.ray: training in workers of Ray Train.
+        "ray": ["ray[train]"],
         # Pictures of placement plans.
         "plot": ["matplotlib"],
         # keras-hub: models whose class overrides `fit` and `compile`.
@@ -49,6 +51,8 @@ setup(
         ],
         # Models of scripts/compatibility.
         "compatibility": ["keras-hub", "keras-rs", "keras-tuner"],
+        # What the tests of tests/environments run on.
+        "environments": ["ray[train]"],
         "dev": ["ruff", "mypy"],
         "docs": ["sphinx", "myst-parser", "furo"],
     },

@@ -35,6 +35,7 @@ FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
 PYTHON_BY = {
     "docs/cluster.md": "tests/cluster/test_cluster_page.py",
     "docs/launching.md": "tests/launch/test_launching_docs.py",
+    "docs/ray.md": "tests/environments/test_ray.py",
     "docs/strategies.md": "tests/strategies/test_strategies_page.py",
     "docs/testing.md": "tests/testing/test_sample_project.py",
 }
@@ -73,6 +74,7 @@ COMMANDS_BY = {
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],
+    "tests/environments/test_ray.py::test_the_example": ["python docs/examples/ray_train.py"],
     "tests/cluster/test_cluster_environments.py::mpirun": [
         "mpirun -n 4 python train.py",
         'mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2" python train.py',

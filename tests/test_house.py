@@ -29,6 +29,7 @@ FLOORS = [
     "plan_command",
     "run_command",
     "testing",
+    "ray",
     "training",
     "strategies",
     "flags",

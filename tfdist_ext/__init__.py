@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist_ext import data, flags, placement, strategies
+    from tfdist_ext import data, flags, placement, ray, strategies
     from tfdist_ext.cluster import ClusterConfig, Task
     from tfdist_ext.errors import (
         ClusterConfigError,
@@ -74,7 +74,7 @@ _HOME = {
     "run": "tfdist_ext.strategies",
     "training_is_done": "tfdist_ext.training",
 }
-_ROOMS = ("data", "flags", "placement", "strategies")
+_ROOMS = ("data", "flags", "placement", "ray", "strategies")
 
 __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "ClusterConfig",
@@ -100,6 +100,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "flags",
     "placement",
     "plan_placement",
+    "ray",
     "register_strategy",
     "run",
     "strategies",

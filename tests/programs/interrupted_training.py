@@ -1,7 +1,7 @@
 """A training that is hurt and started again, on whatever cluster; writes the weights it ends with.
 
-Arguments: the folder of checkpoints, "arrays" or "tfd.data", epochs, steps of an epoch, and the
-seconds that each step takes at least.
+Arguments: the folder of checkpoints, "arrays" or "tfd.data", epochs, steps of an epoch, the seconds
+that each step takes at least, and "ray" where each epoch is to be reported to Ray.
 """
 
 import sys
@@ -59,6 +59,8 @@ def main() -> None:
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
         keras.callbacks.EarlyStopping("loss", patience=epochs),
     ]
+    if "ray" in sys.argv:
+        callbacks.append(tfd.ray.ReportCallback())
     history = model.fit(
         **data,
         epochs=epochs,

@@ -9,13 +9,17 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import tfdist_ext as tfd
 
 own_handler = []
 if sys.argv[1] == "slow":
     signal.signal(signal.SIGTERM, lambda *_: own_handler.append(True))
-strategy = tfd.create_strategy()
+with ThreadPoolExecutor(1) as thread:  # as in a worker of Ray, whose process lives on
+    in_thread = sys.argv[1] == "leaves its thread"
+    make = tfd.create_strategy
+    strategy = thread.submit(make).result() if in_thread else make()
 
 import keras  # noqa: E402
 import mlp  # noqa: E402
@@ -67,6 +71,20 @@ def different_calls():
         return str(error)
     return "it passed"
 
+
+if event == "leaves its thread":
+    from tfdist_ext.training.agreement import peers
+
+    peers.LEAVE_LIMIT = 3.0
+
+    def train():
+        for _ in range(1 if rank == victim else 2):
+            model.fit(x, y, batch_size=mlp.BATCH, epochs=1, verbose=0)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(train).result()
+    print("NOW", flush=True)
+    time.sleep(60)
 
 history = model.fit(
     x,

@@ -150,6 +150,19 @@ def test_a_worker_that_stops_at_exit_is_named(tmp_path: Path) -> None:
         cluster.wait_for("worker:0", r"worker:0: done; waiting for worker:1 to end", 90.0)
 
 
+def test_a_script_that_has_ended_in_a_process_that_lives_on_is_named(tmp_path: Path) -> None:
+    with tasks(
+        "worker_leaves.py", "leaves its thread", "1", str(tmp_path),
+        folder=tmp_path, workers=2, ps=0,
+    ) as cluster:  # fmt: skip
+        cluster.start("worker:0", "worker:1")
+        error = cluster.wait_for("worker:0", r"PeerError: (worker:1 left at .*)", 90.0)[1]
+        cluster.signal("worker:1", signal.SIGTERM)  # as it was before TensorFlow's own handler
+        assert cluster.status("worker:1", SECONDS) == -signal.SIGTERM
+    assert "the thread that trained there has ended; worker:0 is in fit" in error
+    assert "Every worker must make the same calls" in error
+
+
 @pytest.mark.long
 def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: Path) -> None:
     """The one is slow for longer than anything above takes; its own handler gets the SIGTERM."""

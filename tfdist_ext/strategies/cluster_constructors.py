@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -52,16 +53,15 @@ def multi_worker_mirrored(
             " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    strategy = _made(
-        described,
-        lambda: tf.distribute.MultiWorkerMirroredStrategy(
-            cluster_resolver=resolver_of(cluster), communication_options=options
-        ),
-        wait,
-        first=True,
-    )
-    _restore_sigterm()
-    return strategy
+    with _sigterm_kept():
+        return _made(
+            described,
+            lambda: tf.distribute.MultiWorkerMirroredStrategy(
+                cluster_resolver=resolver_of(cluster), communication_options=options
+            ),
+            wait,
+            first=True,
+        )
 
 
 def parameter_server(
@@ -104,14 +104,20 @@ def parameter_server(
     return strategy
 
 
-def _restore_sigterm() -> None:
-    """Let SIGTERM do what it did before TensorFlow's coordination service replaced its handler.
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Scope after which SIGTERM does what it did before, whatever TensorFlow has made of it.
 
-    The service's own handler takes note of a preemption, and the process continues.
+    Its coordination service sets a handler that takes note of a preemption, and the process
+    continues. Python sets handlers in the main thread alone, and a worker of Ray trains in another.
     """
-    handler = signal.getsignal(signal.SIGTERM)  # Python's; the service has told it nothing
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
+    libc = ctypes.CDLL(None)
+    before = ctypes.create_string_buffer(1024)  # a struct sigaction, of 152 bytes on Linux
+    libc.sigaction(int(signal.SIGTERM), None, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(int(signal.SIGTERM), before, None)
 
 
 def _implementation(communication: Any) -> Any:

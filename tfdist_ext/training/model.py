@@ -270,6 +270,7 @@ class DistributedModel(SavingMixin):
             first = kp.restored_epoch(self._model) or initial_epoch
             if saved.restore_callbacks():
                 first = epochs
+            saved.announce(hooks.callbacks)
             return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
 
     def _train(
@@ -311,6 +312,8 @@ class DistributedModel(SavingMixin):
                 flags = np.array([model.stop_training, peers.told_to_end], np.int32)
                 stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
                 self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
+            peers.enters("callbacks")
+            saved.announce(hooks.callbacks)
             if stop:
                 break
             if told and epoch + 1 < epochs.stop:

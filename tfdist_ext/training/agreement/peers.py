@@ -150,6 +150,7 @@ class Peers(TaskStatus):
         self._shown = False  # the stacks of this process
         self._unchanged: dict[str, tuple[Place, float]] = {}  # others: their place, seconds in it
         self._pid = os.getpid()
+        self._thread = threading.current_thread()  # the one that makes the calls
         for body in (self._listen, self._watch):
             threading.Thread(target=body, daemon=True, name="tfdist-peers").start()
         atexit.register(self._leave)
@@ -158,6 +159,7 @@ class Peers(TaskStatus):
     def call(self, name: str) -> Iterator[None]:
         """Scope of a public call, which every worker must make. SIGTERM ends it."""
         self._calls.append(name)
+        self._thread = threading.current_thread()
         outer = self._here
         self._here = self._between(outer)
         try:
@@ -340,7 +342,9 @@ class Peers(TaskStatus):
             tp.abort_collectives(text)
 
     def _publish(self) -> None:
-        here = self._here
+        thread = self._thread  # the end of the main one is that of the script: see `_leave`
+        abandoned = thread is not threading.main_thread() and not thread.is_alive()
+        here = replace(self._here, abandoned=abandoned)
         if self._phases is not None:
             here = replace(here, phase=self._phases.name, limit=self._phases.limit)
         if here == self._published or not self._store_answers():
@@ -419,6 +423,8 @@ class Peers(TaskStatus):
                 self._look_for_dead(here, silent)
             if self._end is None:
                 self._look_for_other_calls(here)
+            if self._end is None:
+                self._look_for_abandoned(here)
 
     def _look_for_dead(self, here: Place, silent: int) -> None:
         # The leader is the first: where it is gone, others may have ended because of that.
@@ -450,6 +456,21 @@ class Peers(TaskStatus):
                 # One that is on its way to this meeting is named too, and is not the odd one.
                 shown = {t: str(p) for t, p in places.items()} | calls
                 self._decide("differs", odd_one(calls), different_calls(shown), here.number - 1)
+                return
+
+    def _look_for_abandoned(self, here: Place) -> None:
+        """A script that has ended in a process that lives on, as in a worker of Ray.
+
+        Another thread may take over there, so that the others wait as long as they do at the exit.
+        """
+        for task in self._addresses:
+            place = _place_of(task)
+            since = max(here.since, place.since)
+            if place.abandoned and place.number < here.number and time.time() - since > LEAVE_LIMIT:
+                text = (
+                    f"{task} left at {clock(place.since)}: the thread that trained there has ended"
+                )
+                self._decide("left", task, text, here.number - 1)
                 return
 
     def _alarm(self, what: Hashable, here: Place, looks: int = _LOOKS) -> bool:
@@ -576,6 +597,7 @@ class Place:
         since: seconds since 1970; 0 where that is not known.
         phase: of the training, between two meetings.
         limit: seconds that the phase may take; 0 where nobody watches.
+        abandoned: the thread that made the task's calls has ended, and the process has not.
     """
 
     number: int = 0
@@ -585,6 +607,7 @@ class Place:
     since: float = 0.0
     phase: str = ""
     limit: float = 0.0
+    abandoned: bool = False
 
     def __str__(self) -> str:
         call = " inside ".join(reversed(self.call.split(" > "))) if self.call else ""

@@ -7,7 +7,7 @@ import functools
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -100,6 +100,8 @@ class CheckpointManager:
         self._metrics: list[tuple[keras.Variable, np.ndarray]] = []
         self._stopped = False  # one of them has told the training to stop
         self._saved = -1  # epochs that are done in the checkpoint that this fit has written last
+        self._announces = False  # a callback wants to know of each checkpoint
+        self._announced: tuple[str, Progress] | None = None
         if data is not None:
             self._check_every(data.resumes_inside_epochs)
         if self._files is None:
@@ -116,6 +118,8 @@ class CheckpointManager:
             )
         opened = functools.partial(self._files.open, epochs)
         run_on_chief(reduction, opened, f"open {self._files.path}")
+        # A callback may be on the chief alone; all of them wait for the file.
+        self._announces = reduction.any_worker(bool(_with_hook(self._callbacks)))
 
     @property
     def folder(self) -> str:
@@ -253,6 +257,26 @@ class CheckpointManager:
             return False
         self._put_back(metrics=False)
         return restore_callbacks(self._known, self._with_history)
+
+    def announce(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+        """Tell callbacks of the checkpoint of the last epoch, when it is on disk.
+
+        Of the one that was restored, too: the job before may not have come to it.
+        """
+        if not self._announces:
+            return
+        if self._writer is not None:
+            self._by_chief(self._writer.wait)
+            self._is_written()
+        if self._latest is None or self._latest == self._announced:
+            return
+        assert self._files is not None
+        self._announced = self._latest
+        name, progress = self._latest
+        if progress.epoch and not progress.batches and not progress.trained:
+            path = self._files.path / name if self._reduction.is_chief else None
+            for callback in _with_hook(callbacks):
+                callback.on_checkpoint_end(progress.epoch - 1, path)
 
     def epoch_has_begun(self) -> None:
         """After `on_epoch_begin`, which callbacks have seen before in an epoch that goes on."""
@@ -534,6 +558,11 @@ def _may_change_model(callback: keras.callbacks.Callback) -> bool:
         return True
     method = getattr(callback.on_train_end, "__func__", None)
     return method not in [kind.on_train_end for kind in _ONLY_LOOK]
+
+
+def _with_hook(callbacks: Iterable[keras.callbacks.Callback]) -> list[Any]:
+    """Those that are to be told of checkpoints."""
+    return [each for each in callbacks if hasattr(each, "on_checkpoint_end")]
 
 
 def _rates_of(model: keras.Model) -> list[keras.Variable]:

@@ -1,0 +1,106 @@
+"""What a training tells Ray Train, where `ray.train.tensorflow.TensorflowTrainer` runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+
+__all__ = ["CHECKPOINT", "ReportCallback"]
+
+
+CHECKPOINT = "checkpoint.h5"  # the file in a checkpoint of Ray
+
+
+class ReportCallback(keras.callbacks.Callback):
+    """Reports each epoch to Ray Train, from the function that a worker of a trainer runs.
+
+    Give it to `fit` on all workers: Ray waits until all have reported. What is reported after an
+    epoch are its logs, which are of the global batches and equal on all workers, and `epoch`, its
+    number from 0. With `fit(checkpoint_dir=...)` the chief adds the checkpoint of that epoch, as a
+    Ray checkpoint with one file, `tfd.ray.CHECKPOINT`, that `restore_checkpoint` reads; the
+    training waits until it is copied to the storage of the run.
+
+    Raises:
+        TrainingError: Ray is not installed, or this is no worker of a trainer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._train = _ray_train()
+        self._metrics: dict[str, Any] = {}
+        self._is_due = False  # a report of these metrics
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._report_if_due()  # there was no checkpoint
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        values = {name: np.asarray(value).tolist() for name, value in (logs or {}).items()}
+        self._metrics, self._is_due = {**values, "epoch": epoch}, True
+
+    def on_checkpoint_end(self, epoch: int, path: os.PathLike[str] | None) -> None:
+        """Called by `fit` when the checkpoint of an epoch is there; None: the chief has it."""
+        self._report_if_due(path)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._report_if_due()
+
+    def get_state(self) -> dict[str, Any]:
+        return self._metrics
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._metrics = state
+        # The workers before may have ended between a checkpoint and its report.
+        latest = self._train.get_checkpoint()
+        self._is_due = bool(state) and (latest is None or latest.get_metadata() != state)
+
+    def _report_if_due(self, path: os.PathLike[str] | None = None) -> None:
+        if not self._is_due:
+            return
+        self._is_due = False
+        with contextlib.ExitStack() as stack:
+            checkpoint = None
+            if path is not None:
+                folder = stack.enter_context(_folder_with(path))
+                checkpoint = self._train.Checkpoint.from_directory(folder)
+                checkpoint.set_metadata(self._metrics)
+            self._train.report(dict(self._metrics), checkpoint=checkpoint)
+
+
+@contextlib.contextmanager
+def _folder_with(path: os.PathLike[str]) -> Iterator[str]:
+    """A folder that has this file alone, as a link where that can be."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
+        target = Path(folder, CHECKPOINT)
+        try:
+            os.link(path, target)
+        except OSError:  # of another file system
+            tf.io.gfile.copy(os.fspath(path), str(target))
+        yield folder
+
+
+def _ray_train() -> ModuleType:
+    try:
+        import ray.train
+    except ModuleNotFoundError as error:
+        raise TrainingError(
+            'tfd.ray needs Ray Train, which is not installed: pip install "tfdist_ext[ray]"'
+        ) from error
+    try:
+        ray.train.get_context().get_world_rank()
+    except RuntimeError as error:
+        raise TrainingError(
+            "ReportCallback must be made in the function that a worker of a TensorflowTrainer runs,"
+            f" got a process of another kind: {error} Outside of Ray, leave it out."
+        ) from error
+    return ray.train
