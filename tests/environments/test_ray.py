@@ -122,10 +122,8 @@ print(loss(new_model(), arrays(0, batch=example.ROWS), 0, 3))
 
 def on_one_device(start: Starter) -> list[float]:
     """The losses at the end of the example's trainings; the last one has batches of all rows."""
-    lines = wait_for_end(
-        start(sys.executable, "-c", ON_ONE_DEVICE, PYTHONPATH=EXAMPLES)
-    ).splitlines()
-    return [float(line) for line in lines[-3:]]
+    process = start(sys.executable, "-c", ON_ONE_DEVICE, PYTHONPATH=EXAMPLES)
+    return [float(line) for line in wait_for_end(process).splitlines()[-3:]]
 
 
 def last_report(run: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import tfdist_ext as tfd
 
@@ -20,6 +21,8 @@ with ThreadPoolExecutor(1) as thread:  # as in a worker of Ray, whose process li
     in_thread = sys.argv[1] == "leaves its thread"
     make = tfd.create_strategy
     strategy = thread.submit(make).result() if in_thread else make()
+if in_thread:
+    print(Path("/proc/self/status").read_text(), flush=True)  # which signals are caught
 
 import keras  # noqa: E402
 import mlp  # noqa: E402
@@ -83,7 +86,6 @@ if event == "leaves its thread":
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(train).result()
-    print("NOW", flush=True)
     time.sleep(60)
 
 history = model.fit(
