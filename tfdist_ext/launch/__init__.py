@@ -11,6 +11,7 @@ The package is a function, too: `tfd.launch(fn)` runs a function in the tasks of
 binds a package's name to the package, whatever is imported first, so that both are one object.
 """
 
+import inspect
 import sys
 from types import ModuleType
 
@@ -42,6 +43,7 @@ __all__ = [
 
 class _CallablePackage(ModuleType):
     __call__ = staticmethod(launch)
+    __signature__ = inspect.signature(launch)  # `tfd.launch?` of a notebook shows it
 
 
 sys.modules[__name__].__class__ = _CallablePackage

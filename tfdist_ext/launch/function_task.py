@@ -29,13 +29,13 @@ def main(call_file: str, answer: str) -> None:
         function, args = pickle.loads(call["call"])
         result = _pickled(function(*args))
     except Exception as error:
-        # As Python ends a program, but without the frames of this module. Exit functions, and
-        # those of a cluster are, read `last_value`.
+        # As Python ends a program, but without the frame of this module, and with the lines of
+        # cells. Exit functions read `last_value`.
         trace = error.__traceback__ and error.__traceback__.tb_next
-        error = error.with_traceback(trace)
-        Path(answer + TRACEBACK).write_text("".join(traceback.format_exception(error)), "utf-8")
+        text = "".join(traceback.format_exception(error.with_traceback(trace)))
+        Path(answer + TRACEBACK).write_text(text, encoding="utf-8")
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        sys.excepthook(type(error), error, trace)
+        print(text, end="", file=sys.stderr)
         sys.exit(1)
     Path(answer + RESULT).write_bytes(result)
 

@@ -53,8 +53,8 @@ def launch(
 
     Args:
         fn: any function, also one of a notebook cell. What it uses of this process is copied to
-            the tasks by cloudpickle: data as NumPy arrays, and functions. Models, strategies and
-            tensors are to be made in it.
+            the tasks by cloudpickle: functions, and data as NumPy arrays. Tensors, models and
+            strategies are to be made in it.
         args: its arguments, the same for each task.
         workers, ps: how many tasks of that type.
         chief: whether there is a chief. None: exactly when there are parameter servers.
@@ -80,8 +80,8 @@ def launch(
     env.setdefault(COMMAND, _call(fn, tasks))
     env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
     stop = StopSignals()
-    with tempfile.TemporaryDirectory(prefix="tfdist-") as name:  # no one else may write there
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as made:  # no one else may write there
+        folder = Path(made)
         (folder / "call").write_bytes(_pickled(fn, args))
         result_dir = folder if log_dir is None else Path(log_dir)
         status = run_with_restarts(
@@ -95,12 +95,7 @@ def launch(
         if status and stop.first is None:
             ended = json.loads((result_dir / RESULT).read_text(encoding="utf-8"))
             raise _task_error(ended, folder)
-        answers = {name: folder / (name + function_task.RESULT) for name in names}
-        results = {
-            name: pickle.loads(file.read_bytes())
-            for name, file in answers.items()
-            if not status and file.exists()
-        }
+        results = {} if status else _results(folder, names)
     if stop.first is not None:
         signal.raise_signal(stop.first)  # for who handles it when nothing is launched
         raise KeyboardInterrupt
@@ -172,6 +167,12 @@ def _planned(
                 for task in plan.tasks
             ),
         )
+
+
+def _results(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """What the tasks have returned, of those that have."""
+    files = {name: folder / (name + function_task.RESULT) for name in names}
+    return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
 
 
 def _task_error(ended: Mapping[str, Any], folder: Path) -> TaskError:
