@@ -67,6 +67,9 @@ COMMANDS_BY = {
         "tfdist run --workers 2 --dry-run -- python train.py",
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],
+    "tests/launch/test_isolate.py::test_tensorflow": [
+        "tfdist run --isolate --workers 2 -- python train.py",
+    ],
     "tests/cluster/test_cluster_environments.py::mpirun": [
         "mpirun -n 4 python train.py",
         'mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2" python train.py',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pages import ROOT
+from pages import ROOT, blocks_of, commands_of
 
 from tfdist_ext import cli
 from tfdist_ext.launch import isolation
@@ -148,7 +149,6 @@ TRAIN = ("--", "python", "train.py")
 def lines_of(popen: subprocess.Popen[str]) -> dict[str, str]:
     """What the two tasks have said, once they have."""
     said = [popen.stdout.readline() for _ in range(3)]
-    assert all(said), popen.stderr.read()
     return dict(line.split("] ")[1].split(maxsplit=1) for line in said)
 
 
@@ -263,3 +263,38 @@ def test_other_systems_are_told_so(monkeypatch, capsys):
     monkeypatch.setattr(isolation.sys, "platform", "darwin")
     assert cli.main(["run", "--isolate", "--", "python", "train.py"]) == 2
     assert "must have Linux's network namespaces, got darwin" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("isolate", [True, False])
+def test_tensorflow(run, mark, folder, isolate):
+    """The script of docs/security.md, by its command; it ends when it is told to."""
+    (script,) = [each for each in blocks_of("docs/security.md") if each.file == "train.py"]
+    (command,) = [line for line, _ in commands_of("docs/security.md") if "--isolate" in line]
+    assert command == "tfdist run --isolate --workers 2 -- python train.py"
+    wait = "import pathlib, time\nwhile not pathlib.Path('stop').exists():\n    time.sleep(0.1)\n"
+    (folder / "train.py").write_text(f"{script.program}\n{wait}")
+    python = ("--", "python", "-W", "default")  # TensorFlow's own warnings are no errors
+    popen = run(*["--isolate"] * isolate, *python, "train.py")
+    trained = set()
+    for line in popen.stdout:  # until both have
+        trained |= {line} if line.endswith("] trained\n") else set()
+        if len(trained) == 2:
+            break
+    assert trained == {"[worker:0] trained\n", "[worker:1] trained\n"}
+    ports = [int(port) for port in re.findall(r":(\d+)\\?\"", tf_configs(mark))]
+    assert len(set(ports)) == 2
+    for port in ports:
+        assert bool(answers(port)) is not isolate
+    (folder / "stop").touch()
+    assert popen.wait(timeout=30) == 0
+    assert mark.pids() == []
+
+
+def tf_configs(mark) -> str:
+    """The TF_CONFIG of each process."""
+    found = ""
+    for pid in mark.pids():
+        environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        found += "".join(each for each in environ if each.startswith("TF_CONFIG="))
+    return found
