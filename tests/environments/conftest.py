@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slurm_cluster
+from slurm_cluster import Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
@@ -85,6 +87,12 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 def training(folder: Path, epochs: int, steps: int, pause: float = 0.05) -> list[str]:
     """The command of a training that can be hurt; it writes its weights into the folder."""
     return [sys.executable, str(TRAINING), str(folder), "arrays", *map(str, (epochs, steps, pause))]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
 
 
 Result = dict[str, np.ndarray]

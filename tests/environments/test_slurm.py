@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,6 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
-        yield running
 
 
 def submit(slurm: Slurm, folder: Path, command: list[str], tables: str, **slurm_keys: str) -> str:
