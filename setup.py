@@ -15,11 +15,13 @@ setup(
     packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
     package_data={"tfdist_ext": ["py.typed"]},
     # The releases in the table of docs/compatibility.md, which scripts/test_versions prints.
+    # cloudpickle: functions of notebook cells, which pickle does not send to another process.
     # google-crc32c: the checksums of records, which TensorFlow does not give to Python.
     install_requires=[
         "tensorflow>=2.20,<2.22",
         "keras>=3.12,<3.16",
         "absl-py",
+        "cloudpickle",
         "google-crc32c",
         "h5py",
         "rich",
@@ -49,10 +51,15 @@ setup(
             "scikit-learn",
             "tensorboard",
         ],
+        # What tests/environments runs jobs on. nbclient, ipykernel: a notebook.
+        "environments": [
+            "ipykernel",
+            "nbclient",
+            "ray[train]",
+            "submitit",
+        ],
         # Models of scripts/compatibility.
         "compatibility": ["keras-hub", "keras-rs", "keras-tuner"],
-        # What the tests of tests/environments run on.
-        "environments": ["ray[train]"],
         "dev": ["ruff", "mypy"],
         "docs": ["sphinx", "myst-parser", "furo"],
     },

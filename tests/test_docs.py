@@ -75,6 +75,13 @@ COMMANDS_BY = {
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],
     "tests/environments/test_ray.py::test_the_example": ["python docs/examples/ray_train.py"],
+    "tests/launch/test_isolate.py::test_tensorflow": [
+        "tfdist run --isolate --workers 2 -- python train.py",
+    ],
+    "tests/environments/test_submitit.py::test_submitit": [
+        "pip install submitit",
+        "python docs/examples/submitit_train.py runs/line --epochs 20",
+    ],
     "tests/cluster/test_cluster_environments.py::mpirun": [
         "mpirun -n 4 python train.py",
         'mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2" python train.py',

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         PeerError,
         PlacementError,
         StrategyError,
+        TaskError,
         TfDistError,
         TrainingError,
     )
+    from tfdist_ext.launch import launch
     from tfdist_ext.placement import PlacementPlan
     from tfdist_ext.placement.live.learning import plan_placement
     from tfdist_ext.strategies import (
@@ -60,6 +62,7 @@ _HOME = {
     "PlacementPlan": "tfdist_ext.placement",
     "StrategyError": "tfdist_ext.errors",
     "Task": "tfdist_ext.cluster",
+    "TaskError": "tfdist_ext.errors",
     "TfDistError": "tfdist_ext.errors",
     "TrainingError": "tfdist_ext.errors",
     "WorkerTensorBoard": "tfdist_ext.training",
@@ -74,7 +77,7 @@ _HOME = {
     "run": "tfdist_ext.strategies",
     "training_is_done": "tfdist_ext.training",
 }
-_ROOMS = ("data", "flags", "placement", "ray", "strategies")
+_ROOMS = ("data", "flags", "launch", "placement", "ray", "strategies")
 
 __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "ClusterConfig",
@@ -87,6 +90,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "PlacementPlan",
     "StrategyError",
     "Task",
+    "TaskError",
     "TfDistError",
     "TrainingError",
     "WorkerTensorBoard",
@@ -98,6 +102,7 @@ __all__ = [  # the same names as in _HOME and _ROOMS; a test compares them
     "explain",
     "finished_checkpoints",
     "flags",
+    "launch",
     "placement",
     "plan_placement",
     "ray",

@@ -8,6 +8,7 @@
     │   └── PeerError                          another task left, died, or made another call
     ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
     └── LaunchError        (also RuntimeError) processes that could not be planned or started
+        └── TaskError                          a task that ran a function failed
 
 A message says what must hold, what it got, and what to do, as "index must be below 2, got 3; ...".
 """
@@ -21,6 +22,7 @@ __all__ = [
     "PeerError",
     "PlacementError",
     "StrategyError",
+    "TaskError",
     "TfDistError",
     "TrainingError",
 ]
@@ -74,3 +76,15 @@ class DataError(TfDistError, ValueError):
 
 class LaunchError(TfDistError, RuntimeError):
     """The processes of a cluster could not be planned or started."""
+
+
+class TaskError(LaunchError):
+    """A task that ran a function failed, crashed, or did not end in time.
+
+    The message has the task's own traceback.
+
+    Attributes:
+        failed: names of the tasks, the root cause first, as "worker:1".
+    """
+
+    failed: tuple[str, ...] = ()

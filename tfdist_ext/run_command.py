@@ -26,6 +26,7 @@ from tfdist_ext.launch.exit_codes import (
     RestartOn,
     stall_timeout,
 )
+from tfdist_ext.launch.isolation import enter_own_network
 from tfdist_ext.launch.machines.agent import Node, run_node
 from tfdist_ext.launch.machines.attached import Attachment
 from tfdist_ext.launch.machines.hosts_file import read_hosts
@@ -108,6 +109,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     to_end = "with --ps: time for the others to end after the chief (default 5)"
     seconds("--linger", default=5.0, help=to_end)
     seconds("--timeout", help="end the run after this time (124)")
+    run.add_argument(
+        "--isolate",
+        action="store_true",
+        help="in a network of its own: no one outside of this run reaches its tasks, and they reach"
+        " no one (Linux, one machine)",
+    )
     again = parser.add_argument_group("restarts")
     again.add_argument(
         "--max-restarts",
@@ -209,10 +216,15 @@ class _Run:
 
 def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     """The exit status of the run."""
-    if options.hosts is not None:
-        return _on_hosts(options, command)
     # The environment is read here, and handed down.
     given = dict(os.environ)
+    if options.isolate and (options.hosts or options.slurm or options.nodes or given.get(_NODES)):
+        raise LaunchError(
+            "--isolate must come without --nodes, --hosts and --slurm, as machines reach each other"
+            " by a network; leave it out, and close the ports to others by a firewall"
+        )
+    if options.hosts is not None:
+        return _on_hosts(options, command)
     if options.slurm:
         allocation = Allocation.of_environment(given)
         if allocation.node is None:
@@ -257,6 +269,8 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     if options.dry_run:
         _show(run)
         return 0
+    if options.isolate:
+        enter_own_network()
     # Logs are always written, and deleted where no one will read them.
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1

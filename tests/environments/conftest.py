@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import slurm_cluster
 from pages import blocks_of
+from slurm_cluster import Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
@@ -95,6 +97,12 @@ def write_files_of(page: str, folder: Path) -> None:
     for block in blocks_of(page):
         if block.file:
             (folder / block.file).write_text(block.program, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
 
 
 Result = dict[str, np.ndarray]

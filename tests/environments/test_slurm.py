@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,10 @@ from pages import blocks_of, commands_of
 from slurm_cluster import NODES, Slurm
 
 pytestmark = [
+    pytest.mark.xdist_group("slurm"),  # there is one on a machine
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
-        yield running
 
 
 def submit(slurm: Slurm, folder: Path, command: list[str], tables: str, **slurm_keys: str) -> str:

@@ -6,8 +6,16 @@
 
 A plan is made by a pure function and says everything: one command, one TF_CONFIG and one log file
 a task. Running it is another matter, and lives in another module. Nothing here imports TensorFlow.
+
+The package is a function, too: `tfd.launch(fn)` runs a function in the tasks of a cluster. Python
+binds a package's name to the package, whatever is imported first, so that both are one object.
 """
 
+import inspect
+import sys
+from types import ModuleType
+
+from tfdist_ext.launch.functions import launch
 from tfdist_ext.launch.plan import (
     DATA_SERVICE,
     LaunchPlan,
@@ -25,8 +33,17 @@ __all__ = [
     "RunResult",
     "TaskPlan",
     "addresses_needed",
+    "launch",
     "plan_local",
     "reserve_ports",
     "run_plan",
     "shell_line",
 ]
+
+
+class _CallablePackage(ModuleType):
+    __call__ = staticmethod(launch)
+    __signature__ = inspect.signature(launch)  # `tfd.launch?` of a notebook shows it
+
+
+sys.modules[__name__].__class__ = _CallablePackage

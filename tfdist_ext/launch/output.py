@@ -48,7 +48,8 @@ class Printer:
         self._stream: TextIO | None = stream
         try:
             stream.flush()
-            self._fd: int | None = stream.fileno()
+            # Of its buffer: a notebook's stream, which has none, gives that of the kernel's log.
+            self._fd: int | None = stream.buffer.fileno()
         except (AttributeError, OSError, ValueError):  # not a file: a StringIO, a test's capture
             self._fd = None
 

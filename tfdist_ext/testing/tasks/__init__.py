@@ -4,8 +4,8 @@ Here belongs what starts, watches and ends such processes, and what they run fir
 pytest, and imports TensorFlow only in the processes.
 """
 
+from tfdist_ext.errors import TaskError
 from tfdist_ext.testing.tasks.runner import check_timeout, run_tasks, supervise, task_counts
 from tfdist_ext.testing.tasks.supervision import Results
-from tfdist_ext.testing.tasks.task_error import TaskError
 
 __all__ = ["Results", "TaskError", "check_timeout", "run_tasks", "supervise", "task_counts"]

@@ -1,13 +1,13 @@
-"""`TaskError`: the errors of the tasks that failed, and the output of all."""
+"""The error for a run of `run_tasks`: the errors of the tasks that failed, the output of all."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from tfdist_ext.errors import LaunchError
+from tfdist_ext.errors import TaskError
 
-__all__ = ["TaskError", "task_error"]
+__all__ = ["task_error"]
 
 _MAX_OUTPUT = 8000  # characters of each task
 # Frames between the start of the process and the function that the task runs.
@@ -15,16 +15,6 @@ _OUTER_FRAMES = re.compile(
     r'^  File "(.*/(_pytest|pluggy|multiprocessing|tfdist_ext/testing)/.*|<string>)", line .*\n?',
     re.M,
 )
-
-
-class TaskError(LaunchError):
-    """A task failed, crashed, or did not end in time; the message has the errors and all output.
-
-    Attributes:
-        failed: names of the tasks, the root cause first.
-    """
-
-    failed: tuple[str, ...] = ()
 
 
 def task_error(errors: Mapping[str, str], outputs: Mapping[str, str]) -> TaskError:

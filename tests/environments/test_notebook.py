@@ -1,0 +1,228 @@
+"""`tfd.launch` in real notebooks: cells are executed by a kernel, as Jupyter does it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Result, assert_equal, result_in, training
+from pages import blocks_of
+
+pytestmark = pytest.mark.timeout(200)
+
+jupyter = pytest.importorskip("jupyter_client.manager", reason="pip install nbclient ipykernel")
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+MARK = "TFDIST_TEST_NOTEBOOK"
+
+
+@dataclass
+class Ran:
+    """What a cell has left."""
+
+    shown: list[tuple[float, str, str]] = field(default_factory=list)  # seconds, stream, text
+    result: str = ""
+    error: str = ""
+    message: str = ""
+
+    @property
+    def stdout(self) -> str:
+        return "".join(text for _, name, text in self.shown if name == "stdout")
+
+    @property
+    def stderr(self) -> str:
+        return "".join(text for _, name, text in self.shown if name == "stderr")
+
+
+@dataclass
+class Kernel:
+    manager: Any
+    client: Any
+    folder: Path
+
+    def __call__(self, code: str, on: str = "", do: Callable[[], None] = lambda: None) -> Ran:
+        """Execute a cell; call `do` once its output has the text `on`."""
+        request, began, ran = self.client.execute(code), time.monotonic(), Ran()
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=60)
+            except queue.Empty:
+                pytest.fail(f"the cell has been silent for 60 s: {ran}")
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                seconds = time.monotonic() - began
+                ran.shown.append((seconds, content["name"], content["text"]))
+                if on and on in ran.stdout:
+                    on = ""
+                    do()
+            elif kind == "execute_result":
+                ran.result = content["data"]["text/plain"]
+            elif kind == "error":
+                ran.error, ran.message = content["ename"], content["evalue"]
+            elif kind == "status" and content["execution_state"] == "idle":
+                return ran
+
+    def left(self) -> list[int]:
+        """The processes that the kernel has started, and what these have, without itself."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                environ = Path("/proc", name, "environ").read_bytes()
+                if f"{MARK}={self.folder}".encode() in environ.split(b"\0"):
+                    found.append(int(name))
+        return [pid for pid in found if pid != self.manager.provisioner.pid]
+
+    def wait_for_none_left(self) -> None:
+        deadline = time.monotonic() + 5
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    # A kernel says on its terminal that its messages are not encrypted.
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", MARK: str(tmp_path)}
+    with open(tmp_path / "kernel.log", "wb") as log:
+        manager, client = jupyter.start_new_kernel(cwd=tmp_path, env=env, stdout=log, stderr=log)
+        yield Kernel(manager, client, tmp_path)
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_the_page_is_a_notebook(tmp_path: Path) -> None:
+    """docs/notebooks.md, executed cell by cell."""
+    cells = [block.text for block in blocks_of("docs/notebooks.md") if block.language == "python"]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(text) for text in cells],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+    )
+    client = nbclient.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises what a cell raises
+    output = [
+        "".join(each.text for each in cell.outputs if each.output_type == "stream")
+        for cell in notebook.cells
+    ]
+    assert "[worker:0] Epoch 3/3\n" in output[1]
+    assert "['worker:0', 'worker:1']\n" in output[1]
+    assert "worker:1 failed first" in output[-1]
+    assert "killed by SIGKILL" in output[-1]
+    assert output[-1].count("[worker:0] Epoch 3/3\n") == 1
+
+
+def test_output_comes_live_and_a_kernel_may_have_used_tensorflow(kernel: Kernel) -> None:
+    ran = kernel("import tensorflow as tf, tfdist_ext as tfd\nfloat(tf.constant(1.0) + 1)")
+    assert ran.result == "2.0", ran
+    ran = kernel(
+        "import time\n"
+        "def report():\n"
+        "    for number in range(3):\n"
+        "        print('at', number)\n"
+        "        time.sleep(0.5)\n"
+        "    return tfd.ClusterConfig.from_env().task.index\n"
+        "tfd.launch(report, workers=3)"
+    )
+    assert ran.result == "{'worker:0': 0, 'worker:1': 1, 'worker:2': 2}", ran
+    assert ran.stderr == ""
+    for worker in range(3):
+        times = [at for at, _, text in ran.shown if f"[worker:{worker}] at" in text]
+        assert times[-1] - times[0] > 0.4
+    assert ran.stdout.count("[worker:1] at 2\n") == 1
+    assert not kernel.left()
+
+
+def test_tensorflow_reads_the_text_of_cells(kernel: Kernel) -> None:
+    """AutoGraph makes graphs of `if` and `for` from the text of a function."""
+    ran = kernel(
+        "import tfdist_ext as tfd\n"
+        "def absolute(value):\n"
+        "    import tensorflow as tf\n"
+        "    @tf.function\n"
+        "    def graph(x):\n"
+        "        if x < 0:\n"
+        "            return -x\n"
+        "        else:\n"
+        "            return x\n"
+        "    return float(graph(tf.constant(value))), float(graph(tf.constant(-value)))\n"
+        "tfd.launch(absolute, args=(2.0,))"
+    )
+    assert ran.result == "{'worker:0': (2.0, 2.0), 'worker:1': (2.0, 2.0)}", ran
+
+
+def test_an_exception_names_the_task_and_shows_the_line(kernel: Kernel) -> None:
+    ran = kernel(
+        "import time, tfdist_ext as tfd\n"
+        "def fails():\n"
+        "    if tfd.ClusterConfig.from_env().task.index == 1:\n"
+        "        raise ValueError('row 7 is bad')\n"
+        "    time.sleep(60)\n"
+        "tfd.launch(fails)"
+    )
+    assert ran.error == "TaskError"
+    assert ran.message.startswith("worker:1 failed first, exit status 1:\nTraceback")
+    assert "    raise ValueError('row 7 is bad')\n" in ran.message
+    assert ran.message.endswith("ValueError: row 7 is bad")
+    assert "tfdist: worker:1 failed; ending the others\n" in ran.stderr
+    assert not kernel.left()
+
+
+def test_an_interrupt_saves_and_the_cell_goes_on_when_run_again(
+    kernel: Kernel, undisturbed: Callable[[int, int], Result]
+) -> None:
+    epochs, steps = 3, 8
+    _, script, *words = training(kernel.folder, epochs, steps)
+    cell = (
+        "import runpy, sys, tfdist_ext as tfd\n"
+        "def train():\n"
+        f"    sys.argv[1:] = {words}\n"
+        f"    runpy.run_path({script!r}, run_name='__main__')\n"
+        "tfd.launch(train)"
+    )
+    ran = kernel(cell, "[worker:0] STEP 10\n", kernel.manager.interrupt_kernel)
+    assert (ran.error, ran.message) == ("KeyboardInterrupt", ""), ran
+    assert "tfdist: SIGINT: ending 2 tasks, for at most 5 s" in ran.stderr
+    assert "run again: tfd.launch(train, workers=2)" in ran.stdout
+    assert not kernel.left()
+    assert not (kernel.folder / "worker-0.npz").exists()
+
+    ran = kernel(cell)
+    assert ran.result == "{'worker:0': None, 'worker:1': None}", ran
+    first = int(ran.stdout.partition("STEP ")[2].split()[0])
+    assert 10 < first < 20
+    assert_equal(result_in(kernel.folder), undisturbed(epochs, steps))
+
+
+@pytest.mark.parametrize("how", ["restarted", "killed"])
+def test_with_the_kernel_the_tasks_end(kernel: Kernel, how: str) -> None:
+    def end() -> None:
+        assert len(kernel.left()) == 3  # two tasks and their watchdog
+        if how == "killed":
+            os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+        else:
+            kernel.manager.restart_kernel(now=True)
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        kernel(
+            "import time, tfdist_ext as tfd\n"
+            "def sleep():\n"
+            "    print('sleeps')\n"
+            "    time.sleep(60)\n"
+            "tfd.launch(sleep, workers=2)",
+            "sleeps\n",
+            end,
+        )
+    kernel.wait_for_none_left()

@@ -1,0 +1,286 @@
+"""`tfd.launch` from scripts and a Python prompt: results, failures, signals, what is left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch import functions, launch
+
+pytestmark = pytest.mark.timeout(60)
+
+BEGIN = "import os, signal, sys, time\nimport tfdist_ext as tfd\n"
+ME = "me = tfd.ClusterConfig.from_env().task"
+
+
+@pytest.fixture
+def start(mark, tmp_path) -> Callable[..., subprocess.Popen[str]]:
+    """Start a script that launches functions of its own."""
+
+    def started(code: str, *options: str, **how: object) -> subprocess.Popen[str]:
+        script = tmp_path / "script.py"
+        script.write_text(BEGIN + textwrap.dedent(code), encoding="utf-8")
+        # Without PYTHONPATH the tasks find the package by the path of the process alone.
+        return subprocess.Popen(
+            [sys.executable, *(options or [str(script)])],
+            cwd=tmp_path,
+            env={**mark.env, "TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE if options else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return started
+
+
+@pytest.fixture
+def run(start, mark) -> Callable[[str], tuple[int, str, str]]:
+    """Its exit status, what it has printed, and its errors; nothing is left of it."""
+
+    def ran(code: str) -> tuple[int, str, str]:
+        with start(code) as popen:
+            out, err = popen.communicate(timeout=40)
+        assert mark.pids() == []
+        assert not [each for each in Path(popen.args[-1]).parent.glob("tfdist-*")]
+        return popen.returncode, out, err
+
+    return ran
+
+
+def test_results_come_in_the_order_of_the_tasks(run):
+    status, out, err = run(f"""
+        class Point:  # of no module that the tasks could import
+            def __init__(self, x):
+                self.x = x
+
+        scale = 10
+        def place(shift):
+            {ME}
+            time.sleep(0.1 * (me.index == 0))
+            return Point(scale * me.index + shift), str(me)
+
+        found = tfd.launch(place, args=(3,), workers=11, chief=True)
+        assert all(type(point) is Point for point, _ in found.values())
+        print([point.x for point, _ in found.values()])
+        assert list(found) == [name for _, name in found.values()]
+        print(*found)
+    """)
+    assert (status, err) == (0, "")
+    workers = [f"worker:{index}" for index in range(11)]
+    assert out == f"{[3, *range(3, 113, 10)]}\nchief:0 {' '.join(workers)}\n"
+
+
+def test_a_prompt_has_no_file(start, mark):
+    with start("", "-i", "-q") as popen:
+        out, err = popen.communicate(
+            "import tfdist_ext as tfd\n"
+            "def double(x):\n    print('at work')\n    return 2 * x\n\n"
+            "tfd.launch(double, args=(4,), workers=1)\n",
+            timeout=30,
+        )
+    assert out == "[worker:0] at work\n{'worker:0': 8}\n", err
+    assert mark.pids() == []
+
+
+def test_the_tasks_import_what_this_process_can(run, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.py").write_text("def answer():\n    return 42\n")
+    status, out, _ = run("""
+        sys.path.append("lib")
+        import mine
+        print(tfd.launch(mine.answer, workers=1), tfd.launch(lambda: mine.answer(), workers=1))
+    """)
+    assert (status, out) == (0, "{'worker:0': 42} {'worker:0': 42}\n")
+
+
+def test_an_exception_is_raised_with_its_task_and_traceback(run):
+    status, out, _ = run(f"""
+        def fails():
+            {ME}
+            if me.index == 1:
+                raise OSError("no such file: data.tfrecord")
+            time.sleep(60)
+
+        try:
+            tfd.launch(fails, log_dir="logs")
+        except tfd.TaskError as error:
+            assert error.failed == ("worker:1",)
+            print(error)
+        print(open("logs/worker-1.log").read())
+    """)
+    assert status == 0
+    text = out.partition("worker:1 failed first")[2]
+    assert text.startswith(", exit status 1:\nTraceback (most recent call last):\n")
+    assert text.count('    raise OSError("no such file: data.tfrecord")\n') == 2  # and in the log
+    assert "function_task.py" not in out
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("sys.exit('no data')", "worker:0 failed first, exit status 1:\nno data"),
+        ("print('x'); os.kill(os.getpid(), 9)", "worker:0 failed first, exit status 137:\nx"),
+        ("sys.exit(3)", "worker:0 failed first, exit status 3:"),
+    ],
+)
+def test_an_end_that_is_no_exception(run, end, message):
+    status, out, _ = run(f"""
+        def ends():
+            {end}
+        try:
+            tfd.launch(ends, workers=1)
+        except tfd.TaskError as error:
+            print(error)
+    """)
+    assert status == 0
+    assert out.endswith(message + "\n")
+
+
+def test_who_left_is_named_and_who_needed_it_says_why(run):
+    _, out, _ = run(f"""
+        def leaves():
+            {ME}
+            if me.index == 0:
+                time.sleep(0.3)
+                raise tfd.PeerError("worker:1 left at 12:03:04; worker:0 is in fit")
+        try:
+            tfd.launch(leaves)
+        except tfd.TaskError as error:
+            assert error.failed == ("worker:1",)
+            print(error)
+    """)
+    assert "\nworker:1 failed first, exit status 1:\nworker:0 failed because of it:\n" in out
+    assert out.endswith("PeerError: worker:1 left at 12:03:04; worker:0 is in fit\n")
+
+
+def test_it_starts_again(run):
+    """The results are those of the last start."""
+    status, out, err = run(f"""
+        def once():
+            {ME}
+            start = os.environ["TFDIST_RESTARTS"]
+            if me.index == 1 and start == "0":
+                time.sleep(0.5)  # the other has returned
+                os.kill(os.getpid(), 9)
+            return start
+        print(tfd.launch(once, max_restarts=2))
+    """)
+    assert (status, out) == (0, "{'worker:0': '1', 'worker:1': '1'}\n")
+    assert "worker:1 failed first" in err
+
+
+def test_servers_that_never_end_are_ended(run):
+    status, out, _ = run(f"""
+        def serve():
+            {ME}
+            print(me)
+            if me.type == "ps":
+                time.sleep(60)
+            if me.type == "worker":
+                sys.exit()
+            return str(me)
+        found = tfd.launch(serve, workers=1, ps=1, evaluator=True)
+        print(found)
+    """)
+    assert status == 0
+    assert out.endswith("{'chief:0': 'chief:0', 'evaluator:0': 'evaluator:0'}\n")
+    assert "[ps:0]" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_tasks_and_then_does_what_it_does(start, mark, number):
+    with start("""
+        def sleep():
+            print("sleeps")
+            time.sleep(60)
+        try:
+            tfd.launch(sleep)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """) as popen:
+        for _ in range(2):
+            assert "sleeps" in popen.stdout.readline()
+        popen.send_signal(number)
+        began = time.monotonic()
+        out, err = popen.communicate(timeout=20)
+    assert time.monotonic() - began < 5
+    ends_it = number == signal.SIGTERM
+    assert (popen.returncode, out) == ((-number, "") if ends_it else (0, "interrupted\n"))
+    assert f"tfdist: {number.name}: ending 2 tasks" in err
+    assert mark.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "at least one task must train"),
+        ({"workers": -1}, "--workers must be a number of tasks of at least 0, got -1"),
+        ({"max_restarts": -1}, "--max-restarts must be a number of at least 0, got -1"),
+        ({"fn": 3}, "fn must be a function, got 3"),
+        ({"args": (lambda: 0, (each for each in ()))}, "cannot pickle 'generator' object"),
+    ],
+)
+def test_what_cannot_be_launched(arguments, message):
+    with pytest.raises(LaunchError, match=message):
+        launch(**{"fn": print, **arguments})
+
+
+def test_a_result_that_cannot_be_sent(run):
+    _, out, _ = run("""
+        try:
+            tfd.launch(lambda: (each for each in ()), workers=1)
+        except tfd.TaskError as error:
+            print(error)
+    """)
+    assert "what fn returns must be copied to the process that has launched it, got a gen" in out
+
+
+IMPORTS = [
+    "import tfdist_ext as tfd; call = tfd.launch",
+    "import tfdist_ext as tfd; tfd.launch; import tfdist_ext.launch.plan; call = tfd.launch",
+    "import tfdist_ext as tfd, tfdist_ext.launch; call = tfd.launch",
+    "import tfdist_ext.launch, tfdist_ext as tfd; call = tfd.launch",
+    "from tfdist_ext.launch.ports import reserve_ports; from tfdist_ext import launch as call",
+    "import tfdist_ext.testing.tasks, tfdist_ext as tfd; call = tfd.launch",
+    "from tfdist_ext import launch as call; import tfdist_ext.launch",
+    "import tfdist_ext.launch as call",
+    "from tfdist_ext.launch import launch as call",
+    "from tfdist_ext import *; call = launch",
+    "import importlib; call = importlib.import_module('tfdist_ext.launch')",
+    "import tfdist_ext.launch, importlib; call = importlib.reload(tfdist_ext.launch)",
+]
+
+
+@pytest.mark.parametrize("imports", IMPORTS)
+def test_the_package_is_callable_in_every_order_of_imports(mark, imports):
+    code = f"""
+{imports}
+import inspect, tfdist_ext as tfd, tfdist_ext.launch
+from tfdist_ext.launch import run_plan
+from tfdist_ext.launch.functions import launch as function
+assert tfdist_ext.launch.run_plan is run_plan
+for each in (call, tfd.launch, tfdist_ext.launch):
+    assert inspect.signature(each) == inspect.signature(function)
+try:
+    call(None)
+except tfd.LaunchError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=mark.env, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.startswith("fn must be a function, got None"), done.stderr
+
+
+def test_the_line_that_starts_it_again():
+    tasks = {"workers": 2, "chief": None, "ps": 1, "evaluator": False}
+    assert functions._call(launch, tasks) == "tfd.launch(launch, workers=2, ps=1)"
