@@ -22,6 +22,8 @@ setup(
         "absl-py",
         "google-crc32c",
         "h5py",
+        # The manifests of tfdist kubernetes.
+        "pyyaml",
         "rich",
     ],
     extras_require={
@@ -47,6 +49,8 @@ setup(
             "scikit-learn",
             "tensorboard",
         ],
+        # What tests/environments checks jobs against.
+        "environments": ["jsonschema", "kubernetes-validate"],
         # Models of scripts/compatibility.
         "compatibility": ["keras-hub", "keras-rs", "keras-tuner"],
         "dev": ["ruff", "mypy"],

@@ -4,6 +4,7 @@
     ├── ClusterConfigError (also ValueError)   a cluster description that cannot be right
     ├── PlacementError     (also ValueError)   a placement of variables that cannot be
     ├── StrategyError      (also ValueError)   a strategy that does not exist or cannot run here
+    │   └── MissingPeerError (also PeerError)  another task did not come in time
     ├── TrainingError      (also ValueError)   a model, data or call that cannot be distributed
     │   └── PeerError                          another task left, died, or made another call
     ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
@@ -18,6 +19,7 @@ __all__ = [
     "ClusterConfigError",
     "DataError",
     "LaunchError",
+    "MissingPeerError",
     "PeerError",
     "PlacementError",
     "StrategyError",
@@ -63,9 +65,16 @@ class PeerError(TrainingError):
 
     Attributes:
         task: the task because of which it failed, as "worker:1"; "" where it is not one alone.
+        permanent: whether the next start would fail in the same way, as the scripts of the tasks
+            make different calls.
     """
 
     task: str = ""
+    permanent: bool = False
+
+
+class MissingPeerError(StrategyError, PeerError):
+    """A cluster did not start, because another task did not come in time."""
 
 
 class DataError(TfDistError, ValueError):

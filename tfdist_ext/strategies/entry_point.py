@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import PeerError
+from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
@@ -14,6 +19,9 @@ from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
 __all__ = ["run"]
 
 Result = TypeVar("Result")
+
+# What a task ends with only because of another one; TensorFlow's own: that one does not answer.
+_BECAUSE_OF_PEERS = (PeerError, tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 def run(main: Callable[[], Result]) -> Result | None:
@@ -33,8 +41,10 @@ def run(main: Callable[[], Result]) -> Result | None:
         main: a function without arguments.
 
     Raises:
-        SystemExit: with 1, in a `ps`, `worker` or `evaluator` task: the coordinator has failed,
-            or is gone without a message. And what `main` itself raises.
+        SystemExit: with 138 ("start me again"), after the traceback: this task failed because of
+            another one, by a PeerError that is not permanent. The same in a `ps`, `worker` or
+            `evaluator` task: the coordinator has failed, or is gone without a message. And what
+            `main` itself raises.
         ClusterConfigError: the environment describes a cluster that cannot be right.
         StrategyError: a server cannot listen at its address.
     """
@@ -51,3 +61,17 @@ def run(main: Callable[[], Result]) -> Result | None:
         if end.code not in (None, 0):
             ends_as_failure()
         raise
+    except _BECAUSE_OF_PEERS as error:
+        if cluster is None or getattr(error, "permanent", False):
+            raise
+        _end_with(RESTART, error)
+
+
+def _end_with(status: int, error: BaseException) -> NoReturn:
+    """What Python does where nobody catches an exception, with another exit status than 1.
+
+    Without a launcher that knows who failed first, a scheduler has nothing but exit statuses.
+    """
+    sys.last_value = error  # read by what runs at the exit
+    sys.excepthook(type(error), error, error.__traceback__)
+    raise SystemExit(status) from None
