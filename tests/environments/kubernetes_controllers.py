@@ -1,4 +1,4 @@
-"""What Kubernetes does with the ends of pods: the controllers of Job and JobSet, as far as tests go.
+"""What Kubernetes does with the ends of pods: its controllers of Job and JobSet, in short.
 
 Pure. They read a manifest, are told how pods end, and say which pods there should be. After
 kubernetes.io/docs/concepts/workloads/controllers/job and pkg/controllers of
