@@ -4,7 +4,6 @@
     ├── ClusterConfigError (also ValueError)   a cluster description that cannot be right
     ├── PlacementError     (also ValueError)   a placement of variables that cannot be
     ├── StrategyError      (also ValueError)   a strategy that does not exist or cannot run here
-    │   └── MissingPeerError (also PeerError)  another task did not come in time
     ├── TrainingError      (also ValueError)   a model, data or call that cannot be distributed
     │   └── PeerError                          another task left, died, or made another call
     ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
@@ -19,7 +18,6 @@ __all__ = [
     "ClusterConfigError",
     "DataError",
     "LaunchError",
-    "MissingPeerError",
     "PeerError",
     "PlacementError",
     "StrategyError",
@@ -51,7 +49,13 @@ class PlacementError(TfDistError, ValueError):
 
 
 class StrategyError(TfDistError, ValueError):
-    """A strategy is unknown, cannot run here, or was given an option it does not take."""
+    """A strategy is unknown, cannot run here, or was given an option it does not take.
+
+    Attributes:
+        missing: the tasks that did not come in time, because of which it failed; "" for none.
+    """
+
+    missing: str = ""
 
 
 class TrainingError(TfDistError, ValueError):
@@ -71,10 +75,6 @@ class PeerError(TrainingError):
 
     task: str = ""
     permanent: bool = False
-
-
-class MissingPeerError(StrategyError, PeerError):
-    """A cluster did not start, because another task did not come in time."""
 
 
 class DataError(TfDistError, ValueError):

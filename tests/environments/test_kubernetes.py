@@ -2,33 +2,238 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import namespaces
 import pytest
-from conftest import Result, assert_equal, result_in, training
+import yaml
+from conftest import ROOT, Result, assert_equal, result_in, training
+from kubernetes_controllers import JobController, JobSetController, Manifest, Pod
 from kubernetes_pods import played
 
+from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.launch.schedulers.job_file import Job
 from tfdist_ext.launch.schedulers.manifests import manifests
 
 pytestmark = pytest.mark.timeout(280)
 on_hosts = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-")
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 
 EPOCHS, STEPS = 3, 8
 
 
 def job(command: list[str] | None = None, **keys: Any) -> Job:
+    """A job of two workers, and more."""
     settings = {"image": "train:1", **keys.pop("kubernetes", {})}
-    keys.setdefault("nodes", 2)
-    return Job(
-        "train",
-        tuple(command or ["python", "train.py"]),
-        scheduler={"kubernetes": settings},
-        **keys,
-    )
+    tables = {"kubernetes": settings}
+    return Job("train", tuple(command or ["x"]), **{"nodes": 2, **keys}, scheduler=tables)
+
+
+_ALL_KEYS = {
+    "namespace": "research",
+    "cpu": "500m",
+    "memory": "1.5Gi",
+    "volume": {"claim": "checkpoints", "path": "/work"},
+    "active_deadline_seconds": 3600,
+    "service_account": "trainer",
+    "node_selector": {"pool": "gpu"},
+}
+JOBS = {
+    "workers": job(),
+    "every key": job(gpus_per_node=1, env={"A": "b"}, kubernetes=_ALL_KEYS),
+    "evaluator": job(evaluator=True),
+    "chief": job(chief=True),
+    "every role": job(ps=2, evaluator=True, kubernetes={**_ALL_KEYS, "ps": {"memory": "64Gi"}}),
+}
+
+
+# Valid.
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
+@pytest.mark.parametrize("name", JOBS)
+def test_kubernetes_takes_them(name: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")  # of the extra environments
+    for document in manifests(JOBS[name]):
+        checked = [document]
+        if document["kind"] == "JobSet":  # which makes these Jobs
+            checked = [
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+                for spec in specs_of(document)
+            ]
+        for each in checked:
+            kubernetes_validate.validate(each, version, strict=True)
+            damaged = copy.deepcopy(each)
+            damaged["spec"]["unknown"] = 1
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(damaged, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["evaluator", "chief", "every role"])
+def test_jobset_takes_them(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")  # of the extra environments
+    schema = json.loads((Path(__file__).parent / "jobset_v1alpha2.json").read_text())
+    assert "v0.12.0" in schema["$comment"]
+    validator = jsonschema.Draft202012Validator(_strict(schema))
+    jobset = manifests(JOBS[name])[-1]
+    assert not list(validator.iter_errors(jobset))
+    for path in (("spec",), ("spec", "failurePolicy", "rules", 0), ("spec", "replicatedJobs", 0)):
+        damaged: Any = copy.deepcopy(jobset)
+        at = damaged
+        for key in path:
+            at = at[key]
+        at["unknown"] = 1
+        assert list(validator.iter_errors(damaged)), path
+
+
+def _strict(schema: Any) -> Any:
+    """As the server has it: a field that is not known is refused."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(value) for key, value in schema.items()}
+    keeps = schema.get("x-kubernetes-preserve-unknown-fields")
+    if schema.get("type") == "object" and "properties" in schema and not keeps:
+        strict["additionalProperties"] = False
+    return strict
+
+
+def specs_of(document: Manifest) -> Iterator[Manifest]:
+    """The specs of the Jobs of a JobSet."""
+    for each in document["spec"]["replicatedJobs"]:
+        yield each["template"]["spec"]
+
+
+# The policies, without processes.
+
+
+def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
+    controller = JobController("train", manifests(job(max_restarts=1))[-1]["spec"])
+    for disrupted, status in ((True, 137), (False, 143), (False, 143), (True, 1)):
+        for pod in controller.wanted:
+            controller.ended(pod, status, disrupted)
+    assert not controller.counted
+    for pod, status in zip(controller.wanted, (137, 138), strict=True):
+        controller.ended(pod, status, False)  # a failure of one is one of each index
+    assert controller.counted == {0: 1, 1: 1}
+    assert not controller.state
+    controller.ended(controller.wanted[1], 137, False)
+    assert (controller.state, controller.reason) == ("Failed", "MaxFailedIndexesExceeded")
+
+
+def test_the_first_worker_ends_a_job() -> None:
+    controller = JobController("train", manifests(job())[-1]["spec"])
+    first, second = controller.wanted
+    controller.ended(second, 137, False)  # it dies when all is written
+    controller.ended(first, 0, False)
+    assert controller.state == "Complete"
+
+
+def jobset(**keys: Any) -> JobSetController:
+    return JobSetController("train", manifests(job(ps=1, evaluator=True, **keys))[-1]["spec"])
+
+
+def end(controller: JobSetController, hostname: str, status: int) -> None:
+    (pod,) = [pod for pod in controller.wanted if pod.hostname == hostname]
+    controller.ended(pod, status, False)
+
+
+CHIEF, WORKER, PS = "train-chief-0-0", "train-worker-0-1", "train-ps-0-0"
+EVALUATOR = "train-evaluator-0-0"
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "restarts"),
+    [
+        ([(CHIEF, 0)], "", 0),  # there may be a checkpoint to evaluate
+        ([(CHIEF, 0), (EVALUATOR, 0)], "Completed", 0),
+        ([(CHIEF, 143), (PS, 138), (WORKER, 138), (EVALUATOR, 138)] * 5, "", 0),
+        ([(PS, 137), (WORKER, 138), (CHIEF, 138)], "", 1),
+        ([(CHIEF, 137)] * 2, "", 2),
+        ([(CHIEF, 137)] * 3, "Failed", 2),
+        ([(WORKER, 137)] * 2, "", 0),  # it comes back alone
+        ([(WORKER, 137)] * 3, "Failed", 0),
+        ([(CHIEF, 1)], "Failed", 0),
+        ([(EVALUATOR, 127)], "Failed", 0),
+        ([(WORKER, 138), (CHIEF, 3)], "Failed", 0),  # in whatever order they are seen
+    ],
+)
+def test_what_the_controller_of_a_jobset_makes_of_statuses(
+    ends: list[tuple[str, int]], state: str, restarts: int
+) -> None:
+    controller = jobset(max_restarts=2)
+    for hostname, status in ends:
+        end(controller, hostname, status)
+    assert (controller.state, controller.restarts) == (state, restarts)
+
+
+def test_a_restart_makes_every_pod_anew() -> None:
+    controller = jobset()
+    before = set(controller.wanted)
+    end(controller, CHIEF, 137)
+    assert {pod.hostname for pod in before} == {pod.hostname for pod in controller.wanted}
+    assert not before & set(controller.wanted)
+    assert Pod("train-ps-0", 0, (0, 0)) in before
+
+
+# The image, and the page.
+
+
+def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
+    lines = (ROOT / "docs" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    steps = [line.split() for line in lines if line and not line.startswith("#")]
+    allowed = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+    assert {step[0] for step in steps} == allowed
+    for _, *sources, target in (step for step in steps if step[0] == "COPY"):
+        for source in sources:
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, tmp_path / target, ignore=ignored)
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    install, user = (step[1:] for step in steps if step[0] == "RUN")
+    assert install == ["pip", "install", "--no-cache-dir", "."]
+    # What is copied is enough to build the package.
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", "wheels", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    (wheel,) = (tmp_path / "wheels").glob("tfdist_ext-*.whl")
+    assert "tfdist_ext/cli.py" in zipfile.ZipFile(wheel).namelist()
+    ((_, number),) = (step for step in steps if step[0] == "USER")
+    assert user[:3] == ["useradd", "--uid", number]
+    pod = manifests(job())[-1]["spec"]["template"]["spec"]
+    assert str(pod["securityContext"]["runAsUser"]) == number
+
+
+def test_what_a_tfjob_writes_is_read() -> None:
+    """Its TF_CONFIG, as genTFConfigJSONStr of Kubeflow's training-operator v1.9.0 writes it."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    tfjob = yaml.safe_load(text)
+    name, specs = tfjob["metadata"]["name"], tfjob["spec"]["tfReplicaSpecs"]
+    cluster = {
+        role.lower(): [
+            f"{name}-{role.lower()}-{index}.default.svc:2222" for index in range(spec["replicas"])
+        ]
+        for role, spec in specs.items()
+    }
+    for role, addresses in cluster.items():
+        for index, address in enumerate(addresses):
+            task = {"type": role, "index": index}
+            config = json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
+            assert ClusterConfig.from_env({"TF_CONFIG": config}).address == address
+    assert {spec["restartPolicy"] for spec in specs.values()} == {"ExitCode"}
+
+
+# Played.
 
 
 @on_hosts

@@ -223,7 +223,7 @@ def test_a_task_that_is_missing_at_the_start_is_blamed_by_servers_and_workers(tf
     [ $job = chief ] && exec sleep 30
     [ $n = 1 ] && exec sleep 30
     sleep 0.$me; echo 'Traceback (most recent call last):'; echo '  File "a.py", line 1, in run'
-    echo "x.MissingPeerError: all tasks of TF_CONFIG must be there within 3 s (wait), got no answer" \
+    echo "x.StrategyError: all tasks of TF_CONFIG must be there within 3 s (wait), got no answer" \
         "from chief:0 (127.0.0.1:2222). Start them, or allow more seconds."
     exit 1"""
     options = ("--workers", "2", "--ps", "1", "--max-restarts", "3", "--linger", "0.5")

@@ -26,7 +26,7 @@ __all__ = [
 # what TensorFlow logs where one's process is gone.
 _BLAMES = (
     re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
-    re.compile(r"PeerError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
     re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
 )
 

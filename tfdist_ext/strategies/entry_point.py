@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.errors import PeerError
+from tfdist_ext.errors import PeerError, StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
@@ -19,9 +19,6 @@ from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
 __all__ = ["run"]
 
 Result = TypeVar("Result")
-
-# What a task ends with only because of another one; TensorFlow's own: that one does not answer.
-_BECAUSE_OF_PEERS = (PeerError, tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 def run(main: Callable[[], Result]) -> Result | None:
@@ -42,9 +39,9 @@ def run(main: Callable[[], Result]) -> Result | None:
 
     Raises:
         SystemExit: with 138 ("start me again"), after the traceback: this task failed because of
-            another one, by a PeerError that is not permanent. The same in a `ps`, `worker` or
-            `evaluator` task: the coordinator has failed, or is gone without a message. And what
-            `main` itself raises.
+            another one, which did not come, is gone or does not answer. The same in a `ps`,
+            `worker` or `evaluator` task: the coordinator has failed, or is gone without a
+            message. And what `main` itself raises.
         ClusterConfigError: the environment describes a cluster that cannot be right.
         StrategyError: a server cannot listen at its address.
     """
@@ -61,10 +58,20 @@ def run(main: Callable[[], Result]) -> Result | None:
         if end.code not in (None, 0):
             ends_as_failure()
         raise
-    except _BECAUSE_OF_PEERS as error:
-        if cluster is None or getattr(error, "permanent", False):
+    except Exception as error:
+        if cluster is None or not _because_of_another_task(error):
             raise
         _end_with(RESTART, error)
+
+
+def _because_of_another_task(error: Exception) -> bool:
+    """Whether another start may do better: a task did not come, is gone, or does not answer."""
+    match error:
+        case PeerError():
+            return not error.permanent
+        case StrategyError():
+            return bool(error.missing)
+    return isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
 
 
 def _end_with(status: int, error: BaseException) -> NoReturn:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.cluster.cards import card_of, tasks_of
 from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, listening, preflight
-from tfdist_ext.errors import MissingPeerError, StrategyError
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import waiting
 from tfdist_ext.strategies.resolvers import Described
 
@@ -29,8 +29,7 @@ def meet(described: Described, wait: float | None, *, first: bool = False) -> No
         first: the strategy must be made before TensorFlow starts.
 
     Raises:
-        MissingPeerError: names who is missing; the same on every task.
-        StrategyError: names what differs; the same on every task.
+        StrategyError: names who is missing, or what differs; the same on every task.
         RuntimeError: as TensorFlow's own, where it has started.
     """
     wait = WAIT if wait is None else wait
@@ -51,10 +50,12 @@ def meet(described: Described, wait: float | None, *, first: bool = False) -> No
         )
     except PreflightError as error:
         if error.missing:
-            raise MissingPeerError(
+            failure = StrategyError(
                 f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
                 " them, correct their addresses on every task, or allow more seconds."
-            ) from error
+            )
+            failure.missing = error.missing
+            raise failure from error
         raise StrategyError(
             f"all tasks of {source} must be started alike, each at its own address, got: {error}."
             " Correct that task, and start the job again."

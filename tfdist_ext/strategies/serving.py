@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist_ext.errors import MissingPeerError
+from tfdist_ext.errors import StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
@@ -81,8 +81,8 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
 
     Raises:
         RoleEnded: always: with 0 when the coordinator said that it ended well, else with 138.
-        StrategyError: this task cannot listen at its address.
-        MissingPeerError: no sign of the coordinator in time.
+        StrategyError: this task cannot listen at its address, or no sign of the coordinator in
+            time.
     """
     described = describe(cluster)
     assert described.task is not None
@@ -207,11 +207,13 @@ def _last_word(described: Described, wait: float | None) -> str:
         time.sleep(_LOOK_EVERY)
         coordinator.look()
         if not coordinator.seen and time.monotonic() >= deadline:
-            raise MissingPeerError(
+            failure = StrategyError(
                 f"the coordinator must be there within {wait:g} s (wait), got no answer from"
                 f" {coordinator}. Start it, correct its address on every task, or allow more"
                 " seconds."
             )
+            failure.missing = str(coordinator)
+            raise failure
     if word in (_HERE, ""):
         say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
         return word

@@ -309,8 +309,8 @@ def _settings(job: Job, counts: Mapping[str, int], where: str) -> dict[str, Any]
             )
     if job.gpus_per_node % job.workers_per_node and "gpus" not in table.get("worker", {}):
         raise LaunchError(
-            f"{where}: gpus_per_node must be a multiple of workers_per_node, as a pod is a worker, got"
-            f" {job.gpus_per_node} for {job.workers_per_node}; change one of them, or say"
+            f"{where}: gpus_per_node must be a multiple of workers_per_node, as a pod is a worker,"
+            f" got {job.gpus_per_node} for {job.workers_per_node}; change one of them, or say"
             " kubernetes.worker.gpus"
         )
     return {**_USUAL, **table}
