@@ -64,15 +64,15 @@ class Pods:
         """Go on until a pod has written this."""
         deadline = time.monotonic() + seconds
         while text not in self.output(hostname):
-            assert time.monotonic() < deadline, self._told(f"{hostname}: no {text!r}")
-            assert not self.controller.state, self._told(f"{hostname}: no {text!r}")
+            assert time.monotonic() < deadline, self.told(f"{hostname}: no {text!r}")
+            assert not self.controller.state, self.told(f"{hostname}: no {text!r}")
             self.step()
 
     def until_ended(self, seconds: float = 150) -> str:
         """Go on until the job has ended, and its pods are gone; its state."""
         deadline = time.monotonic() + seconds
         while not self.controller.state or self.running:
-            assert time.monotonic() < deadline, self._told("the job did not end")
+            assert time.monotonic() < deadline, self.told("the job did not end")
             self.step()
         return self.controller.state
 
@@ -160,7 +160,8 @@ class Pods:
     def _named(self, hostname: str) -> _Running:
         return next(each for pod, each in self.running.items() if pod.hostname == hostname)
 
-    def _told(self, what: str) -> str:
+    def told(self, what: str) -> str:
+        """What has happened, for a person."""
         logs = {name: self.output(name)[-2500:] for name in self.logs}
         parts = [f"--- {name}\n{log}" for name, log in logs.items()]
         return "\n".join([f"{what}; ends: {self.ends}", *parts])

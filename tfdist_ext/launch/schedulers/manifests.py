@@ -99,6 +99,7 @@ class _Build:
     """Makes the manifests of one job.
 
     Attributes:
+        job_file: what job.toml says.
         counts: role -> tasks.
         settings: the keys of [kubernetes], the usual ones added.
     """
