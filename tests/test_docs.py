@@ -28,6 +28,7 @@ from tfdist_ext import cli, testing
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
+FILES = {*PYTHON, "toml"}
 BUILT = {ROOT / page for page in PAGES if page.startswith("docs/")} - {ROOT / "docs" / "README.md"}
 FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
 
@@ -166,11 +167,11 @@ def test_the_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
     if page in COMMANDS_AFTER_PYTHON:
         run_python_of(page, tmp_path)
     for block in reversed(blocks):  # a page may show a file's text after the first command
-        if block.language in PYTHON and block.file:
+        if block.language in FILES and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")
     run = 0
     for block in blocks:
-        if block.language in PYTHON and block.file:
+        if block.language in FILES and block.file:
             (here / block.file).write_text(block.program, encoding="utf-8")
         for command, lines in block.sessions if block.language == "console" else ():
             if is_run_here(command):
@@ -290,7 +291,7 @@ def test_each_block_is_accounted_for(page: str) -> None:
             compile(side(block.text, "-"), block.where, "exec")
         elif block.language == "console":
             assert block.text.startswith("$ "), f"{block.where} does not begin with a command"
-        if block.language in PYTHON and block.file:
+        if block.language in FILES and block.file:
             assert re.search(rf"\$ .*\b{re.escape(block.file)}", texts), f"unused: {block.where}"
 
 

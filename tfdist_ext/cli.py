@@ -17,7 +17,14 @@ from tfdist_ext import __version__, check_command, run_command
 from tfdist_ext.check_command import add_check_options, run_check_command
 from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
-from tfdist_ext.job_commands import SLURM_EPILOG, add_slurm_options, run_slurm_command
+from tfdist_ext.job_commands import (
+    KUBERNETES_EPILOG,
+    SLURM_EPILOG,
+    add_kubernetes_options,
+    add_slurm_options,
+    run_kubernetes_command,
+    run_slurm_command,
+)
 from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
 from tfdist_ext.run_command import add_run_options, run_run_command
 
@@ -152,6 +159,13 @@ _COMMANDS = {
         add_options=add_slurm_options,
         run=run_slurm_command,
         usage="slurm [--submit] job.toml",
+    ),
+    "kubernetes": _Command(
+        summary="manifests for Kubernetes, of a job that survives killed and preempted pods",
+        epilog=KUBERNETES_EPILOG,
+        add_options=add_kubernetes_options,
+        run=run_kubernetes_command,
+        usage="kubernetes job.toml",
     ),
     "plan": _Command(
         summary="where each variable of a model would live on parameter servers",

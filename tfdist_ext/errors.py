@@ -51,7 +51,13 @@ class PlacementError(TfDistError, ValueError):
 
 
 class StrategyError(TfDistError, ValueError):
-    """A strategy is unknown, cannot run here, or was given an option it does not take."""
+    """A strategy is unknown, cannot run here, or was given an option it does not take.
+
+    Attributes:
+        missing: the tasks that did not come in time, because of which it failed; "" for none.
+    """
+
+    missing: str = ""
 
 
 class TrainingError(TfDistError, ValueError):
@@ -65,9 +71,12 @@ class PeerError(TrainingError):
 
     Attributes:
         task: the task because of which it failed, as "worker:1"; "" where it is not one alone.
+        permanent: whether the next start would fail in the same way, as the scripts of the tasks
+            make different calls.
     """
 
     task: str = ""
+    permanent: bool = False
 
 
 class DataError(TfDistError, ValueError):

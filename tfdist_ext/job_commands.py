@@ -10,8 +10,16 @@ import sys
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.schedulers.batch_script import batch_script
 from tfdist_ext.launch.schedulers.job_file import read_job
+from tfdist_ext.launch.schedulers.manifests import manifests_text
 
-__all__ = ["SLURM_EPILOG", "add_slurm_options", "run_slurm_command"]
+__all__ = [
+    "KUBERNETES_EPILOG",
+    "SLURM_EPILOG",
+    "add_kubernetes_options",
+    "add_slurm_options",
+    "run_kubernetes_command",
+    "run_slurm_command",
+]
 
 SLURM_EPILOG = """\
 example:
@@ -22,6 +30,18 @@ job.toml:
   nodes = 2
   [slurm]
   time = "04:00:00\""""
+
+KUBERNETES_EPILOG = """\
+example:
+  tfdist kubernetes job.toml | kubectl apply -f -
+
+job.toml:
+  command = "python train.py"
+  nodes = 2
+  [kubernetes]
+  image = "registry.example.com/train:1"
+  memory = "16Gi"
+  volume = { claim = "checkpoints", path = "/checkpoints" }"""
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -40,3 +60,14 @@ def run_slurm_command(options: argparse.Namespace, _: list[str]) -> int:
         raise LaunchError("--submit must find sbatch on PATH, got none; run it where Slurm is")
     sys.stdout.flush()
     return subprocess.run(["sbatch"], input=script, text=True).returncode
+
+
+def add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tfdist kubernetes`."""
+    parser.add_argument("job", metavar="JOB.TOML", help="describes the job")
+
+
+def run_kubernetes_command(options: argparse.Namespace, _: list[str]) -> int:
+    """Print manifests."""
+    print(manifests_text(read_job(options.job), options.job), end="")
+    return 0

@@ -70,6 +70,21 @@ def job_pods(size: int, **more: str) -> list[Env]:
     ]
 
 
+def jobset_pods(tasks: str, **more: str) -> list[Env]:
+    """The variables of each pod of a JobSet called train."""
+    sizes = {job: int(size) for job, size in (each.split("=") for each in tasks.split(","))}
+    return [
+        {
+            "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": f"train-{job}-0-{index}",
+            "TFDIST_JOBSET_TASKS": tasks,
+            **more,
+        }
+        for job, size in sizes.items()
+        for index in range(size)
+    ]
+
+
 def training_job(hosts: list[str]) -> list[Env]:
     return [{"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host} for host in hosts]
 
@@ -188,6 +203,7 @@ SOURCES = (
     (srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0], "Slurm (SLURM_JOB_ID=17)"),
     (mpirun([2])[1], "Open MPI (OMPI_COMM_WORLD_RANK=1)"),
     (job_pods(2)[1], "Kubernetes (JOB_COMPLETION_INDEX=1)"),
+    (jobset_pods("worker=2,ps=1,chief=1")[2], "Kubernetes (JobSet train, ps:0)"),
     (training_job(["algo-1", "algo-2"])[1], "SageMaker (SM_CURRENT_HOST=algo-2)"),
 )
 
@@ -197,6 +213,44 @@ def test_a_config_says_where_it_came_from(env: Env, source: str) -> None:
     config = ClusterConfig.from_env(env)
     assert config is not None
     assert config.source == source
+
+
+@pytest.mark.parametrize(
+    ("tasks", "more", "service"),
+    [
+        ("chief=1,worker=2,ps=1,evaluator=1", {}, "train"),
+        ("worker=2,evaluator=1", {"TFDIST_JOB_SERVICE": "net"}, "net"),
+        ("worker=1,evaluator=1", {}, "train"),  # a cluster of one, as with tfdist run
+        (" chief = 1, worker=12 ", {}, "train"),
+    ],
+)
+def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -> None:
+    """Recorded: HOSTNAME and JOB_COMPLETION_INDEX are all that a pod of a JobSet has of its own."""
+    seen: dict[str, ClusterConfig] = {}
+    for env in jobset_pods(tasks.replace(" ", ""), **more):
+        config = ClusterConfig.from_env(env | {"TFDIST_JOBSET_TASKS": tasks})
+        assert config is not None
+        assert config.address == f"{env['HOSTNAME']}.{service}:22222"
+        assert f"-{config.task.type}-0-{config.task.index}" in env["HOSTNAME"]
+        seen[str(config.task)] = config
+    evaluator = seen.pop("evaluator:0", None)
+    (jobs,) = {config.jobs for config in seen.values()}
+    assert sum(map(len, jobs.values())) == len(seen)
+    if evaluator is not None:
+        assert dict(evaluator.jobs) == {
+            **jobs,
+            "evaluator": (f"train-evaluator-0-0.{service}:22222",),
+        }
+
+
+def test_a_pod_of_a_jobset_on_the_network_of_its_machine() -> None:
+    env = jobset_pods("chief=1,worker=2", HOSTNAME="machine7", TFDIST_JOB_NAME="my-train-worker-0")[
+        2
+    ]
+    config = ClusterConfig.from_env(env)
+    assert config is not None
+    assert config.task == Task("worker", 1)
+    assert config.address == "my-train-worker-0-1.my-train:22222"
 
 
 PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
@@ -230,6 +284,7 @@ def test_passed_over(name: str, env: Env, reason: str) -> None:
 _SRUN = srun({"a": [0, 1], "b": [2]}, "a,b", "2,1")[1]
 _CYCLIC = srun({"a": [0, 2], "b": [1, 3]}, "a,b", "2(x2)")
 _PODS = job_pods(2)[1]
+_JOBSET = jobset_pods("chief=1,worker=2,ps=1")[2]
 _MPI = mpirun([2, 1])[1]
 _SM = training_job(["algo-1", "algo-2"])[1]
 REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
@@ -273,6 +328,16 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("only the index", _PODS, {"HOSTNAME": "-1"}, "HOSTNAME must be <job>-1"),
     ("index past the end", _PODS, {"TFDIST_JOB_SIZE": "1"}, "below TFDIST_JOB_SIZE, 1"),
     ("index in words", _PODS, {"JOB_COMPLETION_INDEX": "x"}, "INDEX must be a whole number"),
+    ("no number", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=two"}, "must be job=number of tasks"),
+    ("no tasks", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=2,ps=0"}, "must be job=number of tasks"),
+    ("a role twice", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=2,worker=2"}, "of chief, worker, ps"),
+    ("another role", _JOBSET, {"TFDIST_JOBSET_TASKS": "master=1,worker=2"}, "of chief, worker, ps"),
+    ("a role it has not", _JOBSET, {"TFDIST_JOBSET_TASKS": "chief=1"}, "Call each replicatedJob"),
+    ("too few of its role", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=1"}, "the number of worker"),
+    ("a second replica", _JOBSET, {"HOSTNAME": "train-worker-1-1"}, "with replicas: 1"),
+    ("no jobset", _JOBSET, {"HOSTNAME": "worker-0-1"}, "must be <jobset>-<job>-0-1, of a job"),
+    ("a machine's name", _JOBSET, {"HOSTNAME": "machine7"}, "Set TFDIST_JOB_NAME"),
+    ("ps without workers", jobset_pods("chief=1,ps=1")[0], {}, "cluster.ps must have workers"),
     ("not JSON", _SM, {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS: is not JSON at line 1"),
     ("not a list", _SM, {"SM_HOSTS": '"algo-1"'}, "must be a JSON list of host names"),
     ("no hosts", _SM, {"SM_HOSTS": "[]"}, "must be a JSON list of host names"),
@@ -366,7 +431,7 @@ _VALUES = st.lists(_PIECES | st.text(max_size=3), max_size=8).map("".join) | st.
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_any_values_give_a_cluster_or_none_or_our_error(data: st.DataObject) -> None:
-    env = dict(data.draw(st.sampled_from([_SRUN, _CYCLIC[3], _PODS, _MPI, _SM])))
+    env = dict(data.draw(st.sampled_from([_SRUN, _CYCLIC[3], _PODS, _JOBSET, _MPI, _SM])))
     (owner,) = [name for name in environments.ENVIRONMENTS if set(env) & listed_variables(name)]
     variables = st.sampled_from(sorted(listed_variables(owner)))
     for name in data.draw(st.lists(variables, min_size=1, max_size=3)):
@@ -419,7 +484,7 @@ class _Recording(dict[str, str]):
         ),
         ("Open MPI", mpirun([2, 1], TFDIST_HOSTS="a:2,b")),
         ("SageMaker", training_job(["algo-1", "algo-2"])),
-        ("Kubernetes", job_pods(2)),
+        ("Kubernetes", job_pods(2) + jobset_pods("worker=2")),
         ("TPU", [{"TPU_NAME": "local"}]),
     ],
     ids=["tf_config", "slurm", "mpi", "sagemaker", "kubernetes", "tpu"],

@@ -67,6 +67,8 @@ def hosts(count: int) -> Iterator[Hosts]:
         yield Hosts(names, tuple(f"{net}.{host + 1}" for host in range(count)))
     finally:
         for name in names:
+            # A namespace lives as long as a process in it; its link would, too.
+            _ip("link", "del", f"{name}v", check=False)
             _ip("netns", "del", name, check=False)
         _ip("link", "del", bridge, check=False)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tfdist_ext as tfd
+from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
@@ -158,7 +159,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over(
     assert "epoch-00002.h5 was removed before its turn came" in capsys.readouterr().err
 
 
-def test_a_training_that_crashes_ends_it_with_1(
+def test_a_training_that_crashes_ends_it_with_138(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _saved(tmp_path, 1)
@@ -178,7 +179,7 @@ def test_a_training_that_crashes_ends_it_with_1(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluator.Presence, "__init__", was_seen)
-        assert _follow(model, chief) == 1
+        assert _follow(model, chief) == RESTART
     assert [asked["of"] for asked in model.asked] == [0.5]
     said = capsys.readouterr().err
     assert "is gone, and" in said

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from real_tasks import Tasks, tasks
 
+from tfdist_ext.launch.exit_codes import RESTART
+
 pytestmark = pytest.mark.timeout(150)
 NAMES = ["chief:0", "worker:0", "worker:1", "ps:0"]
 WITHIN = 45.0  # seconds; of them 4 without an answer (6 for the chief), and 10 to end
@@ -42,7 +44,7 @@ def test_the_chief_names_a_frozen_server_and_ends(tmp_path: Path, doing: str, vi
         statuses = freeze(cluster, victim)
         said = cluster.log("chief:0")
     assert statuses.pop("chief:0") in (-signal.SIGTERM, -signal.SIGKILL), said[-3000:]
-    assert set(statuses.values()) == {1}
+    assert set(statuses.values()) == {RESTART}
     assert f"chief:0: {victim} (127.0.0.1:" in said
     assert "has not answered for 4 s: its process is stopped" in said
     assert f"The last checkpoint is {folder}/" in said
@@ -54,7 +56,7 @@ def test_the_servers_name_a_frozen_chief_and_end(tmp_path: Path) -> None:
     ) as cluster:
         statuses = freeze(cluster, "chief:0")
         said = [cluster.log(name) for name in statuses]
-    assert set(statuses.values()) == {1}
+    assert set(statuses.values()) == {RESTART}
     for line in said:
         assert "chief:0 (127.0.0.1:" in line
         assert "has not answered for 6 s" in line

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tensorflow as tf
 from real_tasks import tasks
 
 import tfdist_ext as tfd
+from tfdist_ext.launch.exit_codes import RESTART
 
 pytestmark = pytest.mark.timeout(150)
 WITHIN = 10.0  # seconds after the coordinator
@@ -47,18 +50,18 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
         assert list(of_steps.values()) == list(by_epoch.values())
 
 
-def test_an_exception_on_the_coordinator_ends_every_server_with_1(tmp_path: Path) -> None:
+def test_an_exception_on_the_coordinator_ends_every_server_with_138(tmp_path: Path) -> None:
     with tasks("roles_by_hand.py", "raise", folder=tmp_path, workers=1, ps=1) as cluster:
         cluster.start("chief:0", "worker:0", "ps:0")
         assert cluster.status("chief:0") == 1
         assert "no space left on device" in cluster.log("chief:0")
         for name in ("worker:0", "ps:0"):
-            assert cluster.status(name, 20) == 1
+            assert cluster.status(name, 20) == RESTART
             assert cluster.seconds_after("chief:0", name) < WITHIN
             assert cluster.log(name).endswith("has failed\n")
 
 
-def test_servers_wait_for_a_late_coordinator_and_end_with_1_when_it_is_killed(
+def test_servers_wait_for_a_late_coordinator_and_end_with_138_when_it_is_killed(
     tmp_path: Path,
 ) -> None:
     with tasks("roles_by_hand.py", "wait", folder=tmp_path, workers=2, ps=1) as cluster:
@@ -71,7 +74,7 @@ def test_servers_wait_for_a_late_coordinator_and_end_with_1_when_it_is_killed(
         assert cluster.status("worker:1", 3) == -signal.SIGTERM
         cluster.signal("chief:0", signal.SIGKILL)
         for name in ("worker:0", "ps:0"):
-            assert cluster.status(name, 20) == 1
+            assert cluster.status(name, 20) == RESTART
             assert cluster.seconds_after("chief:0", name) < WITHIN
             assert cluster.log(name).endswith("is gone without a message: it crashed\n")
 
@@ -98,6 +101,56 @@ def test_sys_exit_in_main_is_a_failure_unless_it_is_0(
         tfd.run(main)
     assert end.value.code == code
     assert bool(told) == fails
+
+
+def _missing(task: str) -> tfd.StrategyError:
+    error = tfd.StrategyError(f"all tasks must be there, got no answer from {task}")
+    error.missing = task
+    return error
+
+
+_WORKERS = {"worker": ["localhost:2222", "localhost:2223"]}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tfd.PeerError("worker:1 is gone"),
+        _missing("worker:1"),
+        tf.errors.UnavailableError(None, None, "failed to connect"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_because_of_another_task_asks_to_be_started_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(type(error)):  # this process is alone: nobody else can be at fault
+        tfd.run(main)
+    task = {"cluster": _WORKERS, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+    with pytest.raises(SystemExit) as end:
+        tfd.run(main)
+    assert end.value.code == RESTART
+    assert sys.last_value is error
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"[\w.]*{type(error).__name__}: {error}", last)  # read by launchers
+
+
+def test_different_calls_fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = tfd.PeerError("every worker must make the same calls")
+    error.permanent = True
+
+    def main() -> None:
+        raise error
+
+    task = {"cluster": _WORKERS, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+    with pytest.raises(tfd.PeerError):
+        tfd.run(main)
 
 
 def _scalars(folder: Path) -> dict[str, dict[int, float]]:

@@ -142,7 +142,7 @@ def test_a_worker_of_a_parameter_server_job_that_stands_still(
         cluster.start("chief:0", "worker:0", "worker:1", "ps:0")
         assert cluster.status("chief:0", 90.0) == RESTART
         for name in ("worker:0", "worker:1", "ps:0"):
-            assert cluster.status(name, 30.0) == 1
+            assert cluster.status(name, 30.0) == RESTART
             assert "(most recent call first):" in cluster.log(name)
         said = r"tfdist: chief:0 has stalled: \d+ s in steps .*; it waits for worker:1\."
         assert re.search(said, cluster.log("chief:0"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL
+from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.report import (
@@ -313,7 +313,7 @@ class _Run:
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
         status = shell_status(task.returncode or 0)
-        blame = self.tasks.blame(task.name) if status == FAILED else None
+        blame = self.tasks.blame(task.name) if status in (FAILED, RESTART) else None
         if blame is not None and blame.task != task.name:  # it is not the one to be replaced
             return False
         seconds = time.monotonic() - task.began

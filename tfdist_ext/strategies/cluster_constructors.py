@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,20 @@ def parameter_server(
         described, lambda: PlacedParameterServers(resolver_of(cluster), placer, watcher), wait
     )
     strategy.tell_stalled = tell_servers(described)
+    _Coordinator(strategy)  # TensorFlow keeps it, and would make its own
     return strategy
+
+
+class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
+    """One that lets the process end while a worker is being replaced.
+
+    TensorFlow's own asks then for a lock. The thread that holds it waits for that worker, and does
+    not run any more when Python ends.
+    """
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            super().__del__()
 
 
 @contextlib.contextmanager

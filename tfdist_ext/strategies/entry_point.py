@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.errors import PeerError, StrategyError
+from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
@@ -33,8 +38,10 @@ def run(main: Callable[[], Result]) -> Result | None:
         main: a function without arguments.
 
     Raises:
-        SystemExit: with 1, in a `ps`, `worker` or `evaluator` task: the coordinator has failed,
-            or is gone without a message. And what `main` itself raises.
+        SystemExit: with 138 ("start me again"), after the traceback: this task failed because of
+            another one, which did not come, is gone or does not answer. The same in a `ps`,
+            `worker` or `evaluator` task: the coordinator has failed, or is gone without a
+            message. And what `main` itself raises.
         ClusterConfigError: the environment describes a cluster that cannot be right.
         StrategyError: a server cannot listen at its address.
     """
@@ -51,3 +58,27 @@ def run(main: Callable[[], Result]) -> Result | None:
         if end.code not in (None, 0):
             ends_as_failure()
         raise
+    except Exception as error:
+        if cluster is None or not _because_of_another_task(error):
+            raise
+        _end_with(RESTART, error)
+
+
+def _because_of_another_task(error: Exception) -> bool:
+    """Whether another start may do better: a task did not come, is gone, or does not answer."""
+    match error:
+        case PeerError():
+            return not error.permanent
+        case StrategyError():
+            return bool(error.missing)
+    return isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
+
+
+def _end_with(status: int, error: BaseException) -> NoReturn:
+    """What Python does where nobody catches an exception, with another exit status than 1.
+
+    Without a launcher that knows who failed first, a scheduler has nothing but exit statuses.
+    """
+    sys.last_value = error  # read by what runs at the exit
+    sys.excepthook(type(error), error, error.__traceback__)
+    raise SystemExit(status) from None

@@ -50,10 +50,12 @@ def meet(described: Described, wait: float | None, *, first: bool = False) -> No
         )
     except PreflightError as error:
         if error.missing:
-            raise StrategyError(
+            failure = StrategyError(
                 f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
                 " them, correct their addresses on every task, or allow more seconds."
-            ) from error
+            )
+            failure.missing = error.missing
+            raise failure from error
         raise StrategyError(
             f"all tasks of {source} must be started alike, each at its own address, got: {error}."
             " Correct that task, and start the job again."

@@ -27,6 +27,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.heartbeat import Heartbeat, Watcher, exit_within
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.meeting import meet
@@ -34,7 +35,15 @@ from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolv
 from tfdist_ext.strategies.start_failures import start_failures_in_words
 from tfdist_ext.strategies.waiting import show_stacks
 
-__all__ = ["RoleEnded", "ends_as_failure", "serve", "serves", "tell_servers", "watch_servers"]
+__all__ = [
+    "RoleEnded",
+    "ended_as_failure",
+    "ends_as_failure",
+    "serve",
+    "serves",
+    "tell_servers",
+    "watch_servers",
+]
 
 # A file for each word: in memory, what is written to a file is added to what it holds.
 _HERE, _DONE, _FAILED, _STALLED = (
@@ -53,7 +62,7 @@ _END = 10.0  # seconds for this process to end by itself when another one is fro
 
 
 class RoleEnded(SystemExit):
-    """The end of a task that does not drive the training: status 0, or 1 after a crash."""
+    """The end of a task that does not drive the training: status 0, or 138 after a crash."""
 
 
 def serves(described: Described) -> bool:
@@ -71,7 +80,7 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
         wait: seconds to wait for the coordinator's first sign; None: no limit.
 
     Raises:
-        RoleEnded: always: with 0 when the coordinator said that it ended well, else with 1.
+        RoleEnded: always: with 0 when the coordinator said that it ended well, else with 138.
         StrategyError: this task cannot listen at its address, or no sign of the coordinator in
             time.
     """
@@ -89,12 +98,18 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
         )
     word = _last_word(described, wait)
     del server  # it serves as long as there is a reference
-    raise RoleEnded(0 if word == _DONE else 1)
+    # Not a failure of this task: whoever starts tasks starts it again where the coordinator is.
+    raise RoleEnded(0 if word == _DONE else RESTART)
 
 
 def ends_as_failure() -> None:
     """This process will end with a status that Python does not show before: sys.exit(1)."""
     _failed.set()
+
+
+def ended_as_failure() -> bool:
+    """Whether that was said."""
+    return _failed.is_set()
 
 
 def watch_servers(described: Described) -> Watcher:
@@ -192,11 +207,13 @@ def _last_word(described: Described, wait: float | None) -> str:
         time.sleep(_LOOK_EVERY)
         coordinator.look()
         if not coordinator.seen and time.monotonic() >= deadline:
-            raise StrategyError(
+            failure = StrategyError(
                 f"the coordinator must be there within {wait:g} s (wait), got no answer from"
                 f" {coordinator}. Start it, correct its address on every task, or allow more"
                 " seconds."
             )
+            failure.missing = str(coordinator)
+            raise failure
     if word in (_HERE, ""):
         say(f"{me}: the coordinator, {coordinator}, is gone without a message: it crashed")
         return word

@@ -1,18 +1,27 @@
-"""Kubernetes: the pods of an indexed Job behind a headless Service, one task each.
+"""Kubernetes: the pods of an indexed Job behind a headless Service, or of a JobSet, one task each.
 
-Kubernetes tells a pod its index (JOB_COMPLETION_INDEX) and calls it <job>-<index>. It does not tell
-how many pods there are, nor the Service their names are looked up in: the manifest has to.
+Kubernetes tells a pod its index (JOB_COMPLETION_INDEX) and calls it <job>-<index>; a JobSet calls
+its Jobs <jobset>-<name>-<number>. Neither tells how many pods there are, nor the Service their
+names are looked up in: the manifest has to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist_ext.cluster.environments.reading import ALONE, number, required, size, worker_cluster
-from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.environments.reading import (
+    ALONE,
+    cluster_at,
+    number,
+    required,
+    size,
+    worker_cluster,
+)
+from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Task
 from tfdist_ext.messages import refuse
 
 _INDEX = "JOB_COMPLETION_INDEX"
+_TASKS = "TFDIST_JOBSET_TASKS"
 _SET_SIZE = (
     "Set it in the container's env to spec.completions of the Job;"
     f" pods that work alone unset {_INDEX}."
@@ -21,15 +30,24 @@ _SET_SERVICE = (
     "Set it in the container's env to the headless Service, the subdomain of the pod template."
 )
 _SET_JOB = "Set TFDIST_JOB_NAME in the container's env to metadata.name of the Job."
+_SET_TASKS = (
+    'Write the completions of each replicatedJob, as in "chief=1,worker=2,ps=1,evaluator=1".'
+)
+_SET_ROLE = (
+    f"Call each replicatedJob after its job of {_TASKS}, with replicas: 1; where HOSTNAME is"
+    " another (hostNetwork), set TFDIST_JOB_NAME to <jobset>-<job>-0."
+)
 
 
 def parse(env: Mapping[str, str]) -> ClusterDescription | str:
-    """The cluster of this Job: the pod with index n is worker n."""
+    """The cluster of this Job, or JobSet: the pod with index n is task n of its job."""
     if not env.get(_INDEX):
         return f"{_INDEX} is not set"
     by_kubernetes = "Kubernetes sets it in Jobs with completionMode: Indexed."
     index = number(env, _INDEX, "Kubernetes", by_kubernetes)
     where = f"Kubernetes ({_INDEX}={index})"
+    if env.get(_TASKS, "").strip():
+        return _jobset(env, index)
     total = size(env, "TFDIST_JOB_SIZE", where, _SET_SIZE)
     if index >= total:
         what = f"{_INDEX} must be below TFDIST_JOB_SIZE, {total}"
@@ -40,6 +58,42 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     job = _job_name(env, index, where)
     hosts = [f"{job}-{n}.{service}" for n in range(total)]
     return worker_cluster(env, hosts, index, where)
+
+
+def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
+    where = f"Kubernetes (JobSet, {_INDEX}={index})"
+    sizes = _sizes(env, where)
+    child = _job_name(env, index, where)
+    jobset, _, job = child.removesuffix("-0").rpartition("-")
+    if not child.endswith("-0") or job not in sizes or not jobset:
+        what = f"the name of the pod must be <jobset>-<job>-0-{index}, of a job of {_TASKS}"
+        raise refuse(where, what, f"{child}-{index}", _SET_ROLE)
+    if index >= sizes[job]:
+        what = f"{_INDEX} must be below the number of {job} tasks in {_TASKS}, {sizes[job]}"
+        raise refuse(where, what, index, _SET_TASKS)
+    service = env.get("TFDIST_JOB_SERVICE", "").strip() or jobset
+    # The evaluator is in its own cluster alone: TensorFlow trains on a single worker where the
+    # cluster of a MultiWorkerMirroredStrategy names one.
+    hosts = {
+        each: [f"{jobset}-{each}-0-{n}.{service}" for n in range(count)]
+        for each, count in sizes.items()
+        if each != "evaluator" or job == "evaluator"
+    }
+    return cluster_at(env, hosts, Task(job, index), f"Kubernetes (JobSet {jobset}, {job}:{index})")
+
+
+def _sizes(env: Mapping[str, str], where: str) -> dict[str, int]:
+    """Job -> how many tasks it has."""
+    sizes: dict[str, int] = {}
+    for entry in env[_TASKS].split(","):
+        job, _, count = (word.strip() for word in entry.partition("="))
+        known = job in JOB_NAMES and job not in sizes
+        digits = count.isascii() and count.isdigit() and len(count) <= 7
+        if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
+            what = f"{_TASKS} must be job=number of tasks, each of {', '.join(JOB_NAMES)} once"
+            raise refuse(where, what, env[_TASKS], _SET_TASKS)
+        sizes[job] = int(count)
+    return sizes
 
 
 def _job_name(env: Mapping[str, str], index: int, where: str) -> str:

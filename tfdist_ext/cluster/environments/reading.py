@@ -1,4 +1,4 @@
-"""What the environments share: how they read a variable, and make a cluster of workers."""
+"""What the environments share: how they read a variable, and make a cluster."""
 
 from __future__ import annotations
 
@@ -45,13 +45,25 @@ def worker_cluster(
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
     """Rank r is worker r, on hosts[r]; ports count up from TFDIST_PORT_BASE, or `port_base`."""
-    last = max(layout.local_ids(hosts))
+    return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
+
+
+def cluster_at(
+    env: Mapping[str, str],
+    hosts: Mapping[str, Sequence[str]],
+    task: Task,
+    source: str,
+    port_base: int = DEFAULT_PORT_BASE,
+) -> ClusterDescription:
+    """The cluster of tasks on these hosts, by job; ports as in `worker_cluster`."""
+    everyone = [host for of_job in hosts.values() for host in of_job]
+    last = max(layout.local_ids(everyone))
     if env.get("TFDIST_PORT_BASE", "").strip():
         advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
         port_base = number(env, "TFDIST_PORT_BASE", source, advice)
         if not 1 <= port_base <= 65535 - last:
             what = f"TFDIST_PORT_BASE must leave room for {last + 1} ports"
             raise refuse(source, what, port_base, advice)
-    workers = layout.addresses(hosts, port_base)
-    jobs = Jobs({"worker": workers}, source)
-    return ClusterDescription(jobs, Task("worker", rank), source)
+    addresses = iter(layout.addresses(everyone, port_base))
+    jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
+    return ClusterDescription(Jobs(jobs, source), task, source)

@@ -37,6 +37,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PeerError, TrainingError
 from tfdist_ext.strategies.liveness import say
+from tfdist_ext.strategies.serving import ended_as_failure
 from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE, show_stacks
 from tfdist_ext.training import _tf_private as tp
 from tfdist_ext.training.agreement.stalls import (
@@ -251,6 +252,7 @@ class Peers(TaskStatus):
                 )
             self._failure = PeerError(text)
             self._failure.task = task
+            self._failure.permanent = end["kind"] in ("left", "differs")
         return self._failure
 
     def _all_have_left(self) -> str:
@@ -519,6 +521,8 @@ class Peers(TaskStatus):
             text = f"{self._me} got SIGTERM {at} and ended{after}"
         elif error is not None:
             text = f"{self._me} failed {at}{after}: {summary(error)}"
+        elif ended_as_failure():
+            text = f"{self._me} failed {at}{after}: its script ended with a status other than 0"
         else:
             kind, text = "left", f"{self._me} left {at}{after}: its script ended"
         return kind, self._me, text, self._completed

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
@@ -60,7 +61,7 @@ def evaluate_checkpoints(
 
     Raises:
         RoleEnded: always: with 0 when the training is done and all its checkpoints are evaluated,
-            with 1 when the task that leads it is gone before.
+            with 138 when the task that leads it is gone before.
         TrainingError: no `checkpoint_dir`, one that is no folder, or no validation data; or the
             scalars cannot be written.
     """
@@ -127,7 +128,7 @@ def _restored(
             return
         elif gone:
             say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
-            raise RoleEnded(1)
+            raise RoleEnded(RESTART)
         else:
             time.sleep(_LOOK_EVERY)
             if leader is not None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import PeerError
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
 
@@ -87,7 +87,7 @@ class Calls:
         """Scope that ends when every call made in it has returned.
 
         Raises:
-            TrainingError: a parameter server is gone.
+            PeerError: a parameter server is gone.
             tf.errors.OpError: an operation of a call failed; named in one line.
         """
         try:
@@ -101,7 +101,7 @@ class Calls:
                         self._wait()  # what is under way would disturb what comes next
                         raise
         except tf.errors.UnavailableError as error:
-            raise TrainingError(
+            raise PeerError(
                 "a parameter server does not answer, and its part of the model is lost:"
                 f" {' '.join(str(error).split())[:300]} Start the cluster again, and resume from a"
                 " checkpoint."

@@ -1,0 +1,346 @@
+"""The manifests of `tfdist kubernetes`: valid, and played with a process for each pod."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+import yaml
+from conftest import ROOT, Result, assert_equal, result_in, training
+from kubernetes_controllers import JobController, JobSetController, Manifest, Pod
+from kubernetes_pods import played
+
+from tfdist_ext.cluster import ClusterConfig
+from tfdist_ext.launch.schedulers.job_file import Job
+from tfdist_ext.launch.schedulers.manifests import manifests
+
+pytestmark = pytest.mark.timeout(280)
+on_hosts = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-")
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+
+EPOCHS, STEPS = 3, 8
+
+
+def job(command: list[str] | None = None, **keys: Any) -> Job:
+    """A job of two workers, and more."""
+    settings = {"image": "train:1", **keys.pop("kubernetes", {})}
+    tables = {"kubernetes": settings}
+    return Job("train", tuple(command or ["x"]), **{"nodes": 2, **keys}, scheduler=tables)
+
+
+_ALL_KEYS = {
+    "namespace": "research",
+    "cpu": "500m",
+    "memory": "1.5Gi",
+    "volume": {"claim": "checkpoints", "path": "/work"},
+    "active_deadline_seconds": 3600,
+    "service_account": "trainer",
+    "node_selector": {"pool": "gpu"},
+}
+JOBS = {
+    "workers": job(),
+    "every key": job(gpus_per_node=1, env={"A": "b"}, kubernetes=_ALL_KEYS),
+    "evaluator": job(evaluator=True),
+    "chief": job(chief=True),
+    "every role": job(ps=2, evaluator=True, kubernetes={**_ALL_KEYS, "ps": {"memory": "64Gi"}}),
+}
+
+
+# Valid.
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
+@pytest.mark.parametrize("name", JOBS)
+def test_kubernetes_takes_them(name: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")  # of the extra environments
+    for document in manifests(JOBS[name]):
+        checked = [document]
+        if document["kind"] == "JobSet":  # which makes these Jobs
+            checked = [
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+                for spec in specs_of(document)
+            ]
+        for each in checked:
+            kubernetes_validate.validate(each, version, strict=True)
+            damaged = copy.deepcopy(each)
+            damaged["spec"]["unknown"] = 1
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(damaged, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["evaluator", "chief", "every role"])
+def test_jobset_takes_them(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")  # of the extra environments
+    schema = json.loads((Path(__file__).parent / "jobset_v1alpha2.json").read_text())
+    assert "v0.12.0" in schema["$comment"]
+    validator = jsonschema.Draft202012Validator(_strict(schema))
+    jobset = manifests(JOBS[name])[-1]
+    assert not list(validator.iter_errors(jobset))
+    for path in (("spec",), ("spec", "failurePolicy", "rules", 0), ("spec", "replicatedJobs", 0)):
+        damaged: Any = copy.deepcopy(jobset)
+        at = damaged
+        for key in path:
+            at = at[key]
+        at["unknown"] = 1
+        assert list(validator.iter_errors(damaged)), path
+
+
+def _strict(schema: Any) -> Any:
+    """As the server has it: a field that is not known is refused."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(value) for key, value in schema.items()}
+    keeps = schema.get("x-kubernetes-preserve-unknown-fields")
+    if schema.get("type") == "object" and "properties" in schema and not keeps:
+        strict["additionalProperties"] = False
+    return strict
+
+
+def specs_of(document: Manifest) -> Iterator[Manifest]:
+    """The specs of the Jobs of a JobSet."""
+    for each in document["spec"]["replicatedJobs"]:
+        yield each["template"]["spec"]
+
+
+# The policies, without processes.
+
+
+def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
+    controller = JobController("train", manifests(job(max_restarts=1))[-1]["spec"])
+    for disrupted, status in ((True, 137), (False, 143), (False, 143), (True, 1)):
+        for pod in controller.wanted:
+            controller.ended(pod, status, disrupted)
+    assert not controller.counted
+    for pod, status in zip(controller.wanted, (137, 138), strict=True):
+        controller.ended(pod, status, False)  # a failure of one is one of each index
+    assert controller.counted == {0: 1, 1: 1}
+    assert not controller.state
+    controller.ended(controller.wanted[1], 137, False)
+    assert (controller.state, controller.reason) == ("Failed", "MaxFailedIndexesExceeded")
+
+
+def test_the_first_worker_ends_a_job() -> None:
+    controller = JobController("train", manifests(job())[-1]["spec"])
+    first, second = controller.wanted
+    controller.ended(second, 137, False)  # it dies when all is written
+    controller.ended(first, 0, False)
+    assert controller.state == "Complete"
+
+
+def jobset(**keys: Any) -> JobSetController:
+    return JobSetController("train", manifests(job(ps=1, evaluator=True, **keys))[-1]["spec"])
+
+
+def end(controller: JobSetController, hostname: str, status: int) -> None:
+    (pod,) = [pod for pod in controller.wanted if pod.hostname == hostname]
+    controller.ended(pod, status, False)
+
+
+CHIEF, WORKER, PS = "train-chief-0-0", "train-worker-0-1", "train-ps-0-0"
+EVALUATOR = "train-evaluator-0-0"
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "restarts"),
+    [
+        ([(CHIEF, 0)], "", 0),  # there may be a checkpoint to evaluate
+        ([(CHIEF, 0), (EVALUATOR, 0)], "Completed", 0),
+        ([(CHIEF, 143), (PS, 138), (WORKER, 138), (EVALUATOR, 138)] * 5, "", 0),
+        ([(PS, 137), (WORKER, 138), (CHIEF, 138)], "", 1),
+        ([(CHIEF, 137)] * 2, "", 2),
+        ([(CHIEF, 137)] * 3, "Failed", 2),
+        ([(WORKER, 137)] * 2, "", 0),  # it comes back alone
+        ([(WORKER, 137)] * 3, "Failed", 0),
+        ([(CHIEF, 1)], "Failed", 0),
+        ([(EVALUATOR, 127)], "Failed", 0),
+        ([(WORKER, 138), (CHIEF, 3)], "Failed", 0),  # in whatever order they are seen
+    ],
+)
+def test_what_the_controller_of_a_jobset_makes_of_statuses(
+    ends: list[tuple[str, int]], state: str, restarts: int
+) -> None:
+    controller = jobset(max_restarts=2)
+    for hostname, status in ends:
+        end(controller, hostname, status)
+    assert (controller.state, controller.restarts) == (state, restarts)
+
+
+def test_a_restart_makes_every_pod_anew() -> None:
+    controller = jobset()
+    before = set(controller.wanted)
+    end(controller, CHIEF, 137)
+    assert {pod.hostname for pod in before} == {pod.hostname for pod in controller.wanted}
+    assert not before & set(controller.wanted)
+    assert Pod("train-ps-0", 0, (0, 0)) in before
+
+
+# The image, and the page.
+
+
+def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
+    lines = (ROOT / "docs" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    steps = [line.split() for line in lines if line and not line.startswith("#")]
+    allowed = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+    assert {step[0] for step in steps} == allowed
+    for _, *sources, target in (step for step in steps if step[0] == "COPY"):
+        for source in sources:
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, tmp_path / target, ignore=ignored)
+            else:
+                shutil.copy(ROOT / source, tmp_path / target)
+    install, user = (step[1:] for step in steps if step[0] == "RUN")
+    assert install == ["pip", "install", "--no-cache-dir", "."]
+    # What is copied is enough to build the package.
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", "wheels", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    (wheel,) = (tmp_path / "wheels").glob("tfdist_ext-*.whl")
+    assert "tfdist_ext/cli.py" in zipfile.ZipFile(wheel).namelist()
+    ((_, number),) = (step for step in steps if step[0] == "USER")
+    assert user[:3] == ["useradd", "--uid", number]
+    pod = manifests(job())[-1]["spec"]["template"]["spec"]
+    assert str(pod["securityContext"]["runAsUser"]) == number
+
+
+def test_what_a_tfjob_writes_is_read() -> None:
+    """Its TF_CONFIG, as genTFConfigJSONStr of Kubeflow's training-operator v1.9.0 writes it."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    tfjob = yaml.safe_load(text)
+    name, specs = tfjob["metadata"]["name"], tfjob["spec"]["tfReplicaSpecs"]
+    cluster = {
+        role.lower(): [
+            f"{name}-{role.lower()}-{index}.default.svc:2222" for index in range(spec["replicas"])
+        ]
+        for role, spec in specs.items()
+    }
+    for role, addresses in cluster.items():
+        for index, address in enumerate(addresses):
+            task = {"type": role, "index": index}
+            config = json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
+            assert ClusterConfig.from_env({"TF_CONFIG": config}).address == address
+    assert {spec["restartPolicy"] for spec in specs.values()} == {"ExitCode"}
+
+
+# Played.
+
+
+@on_hosts
+def test_a_worker_that_is_killed_comes_back(
+    tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    documents = manifests(job(training(tmp_path, EPOCHS, STEPS, 0.1)))
+    with played(documents, tmp_path, 6) as pods:
+        pods.until("train-1", "STEP 10\n")
+        pods.kill("train-1")
+        state = pods.until_ended()
+        assert state == "Complete", pods.told("")
+        assert pods.ends[:2] == [("train-1", 137), ("train-0", 138)]
+        assert pods.controller.counted == {0: 1, 1: 1}
+    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
+
+
+@on_hosts
+def test_a_worker_that_is_preempted_is_not_counted(
+    tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    documents = manifests(job(training(tmp_path, EPOCHS, STEPS, 0.1), max_restarts=0, grace=20))
+    with played(documents, tmp_path, 6) as pods:
+        pods.until("train-1", "STEP 5\n")
+        pods.evict("train-1")
+        assert pods.until_ended() == "Complete"
+        assert sorted(pods.ends[:2]) == [("train-0", 143), ("train-1", 143)]
+        assert not pods.controller.counted
+        assert "STEP 1\n" not in pods.logs["train-0"][1].read_text()  # it goes on
+    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
+
+
+_FAILS = """
+import keras, numpy
+import tfdist_ext as tfd
+
+def build():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+def main():
+    strategy = tfd.create_strategy(wait=60)
+    model = tfd.distribute(build, strategy)
+    if tfd.ClusterConfig.from_env().task.index == 1:
+        raise ValueError("no such column")
+    model.fit(numpy.ones([8, 4]), numpy.ones([8, 1]), batch_size=8, verbose=0)
+
+tfd.run(main)
+"""
+
+
+@on_hosts
+def test_a_permanent_failure_ends_all(tmp_path: Path) -> None:
+    """Whichever pod is seen to end first: the other one fails because of it, and says so."""
+    (tmp_path / "train.py").write_text(_FAILS)
+    with played(manifests(job([sys.executable, "train.py"])), tmp_path, 4) as pods:
+        assert pods.until_ended() == "Failed"
+        assert pods.controller.reason == "PodFailurePolicy"
+        ends = dict(pods.ends)
+        assert ends.pop("train-1") == 1
+        assert ends in ({"train-0": 138}, {"train-0": 143})  # ended by Kubernetes meanwhile
+        assert "ValueError: no such column" in pods.output("train-1")
+
+
+@on_hosts
+@pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])
+def test_all_roles(killed: str, tmp_path: Path) -> None:
+    """What holds the state of the training takes all with it; a worker comes back alone."""
+    documents = manifests(job(training(tmp_path, 4, STEPS, 0.1), ps=1, evaluator=True))
+    with played(documents, tmp_path, 12) as pods:
+        pods.until("train-chief-0-0", "STEP 10\n")
+        pods.kill(killed)
+        state = pods.until_ended()
+        assert state == "Completed", pods.told("")
+        assert pods.controller.restarts == (0 if "worker" in killed else 1)
+        assert pods.ends[0] == (killed, 137)
+    assert result_in(tmp_path)["iterations"] == 4 * STEPS
+
+
+@on_hosts
+def test_a_chief_that_is_preempted_is_not_counted(tmp_path: Path) -> None:
+    """Its servers and the evaluator end because of it, and come back with it."""
+    documents = manifests(
+        job(training(tmp_path, 4, STEPS, 0.1), ps=1, evaluator=True, max_restarts=0, grace=20)
+    )
+    with played(documents, tmp_path, 12) as pods:
+        pods.until("train-chief-0-0", "STEP 10\n")
+        pods.evict("train-chief-0-0")
+        assert pods.until_ended() == "Completed", pods.told("")
+        assert pods.ends[0] == ("train-chief-0-0", 143)
+        assert {status for _, status in pods.ends} <= {0, 138, 143}
+        assert "STEP 1\n" not in pods.logs["train-chief-0-0"][1].read_text()
+    assert result_in(tmp_path)["iterations"] == 4 * STEPS
+
+
+@on_hosts
+def test_a_chief_and_workers(tmp_path: Path, undisturbed: Callable[[int, int], Result]) -> None:
+    documents = manifests(
+        job(training(tmp_path, EPOCHS, STEPS, 0.1), nodes=1, chief=True, grace=20)
+    )
+    with played(documents, tmp_path, 8) as pods:
+        pods.until("train-chief-0-0", "STEP 5\n")
+        pods.evict("train-worker-0-0", disrupted=True)
+        pods.until("train-chief-0-0", "STEP 12\n")
+        assert not pods.controller.restarts
+        pods.kill("train-worker-0-0")
+        assert pods.until_ended() == "Completed", pods.told("")
+        assert pods.controller.restarts == 1
+    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
