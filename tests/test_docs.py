@@ -60,7 +60,7 @@ COMMANDS_OF_PAGE_BY = {
 
 # What runs commands besides this file: scripts, and tests.
 COMMANDS_BY = {
-    ".ci/run": ["scripts/test", "scripts/demo", "scripts/docs"],
+    ".ci/run": ["scripts/test", "scripts/environments", "scripts/demo", "scripts/docs"],
     "scripts/test": ["scripts/check"],
     "tests/test_configs.py::test_config_trains": [
         "tfdist run --workers 2 -- python docs/examples/digits.py"
