@@ -6,9 +6,11 @@ The nodes have loopback addresses of their own. Their names stand in /etc/hosts 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +94,15 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """A Slurm whose files are in this folder."""
+    """A Slurm whose files are in this folder; there is one at a time on a machine."""
+    with open(Path(tempfile.gettempdir(), "tfdist-slurm.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _running(folder) as running:
+            yield running
+
+
+@contextlib.contextmanager
+def _running(folder: Path) -> Iterator[Slurm]:
     for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o700)
     key = folder / "munge" / "key"

@@ -24,9 +24,10 @@ from pages import blocks_of, commands_of
 from slurm_cluster import NODES, Slurm
 
 pytestmark = [
-    pytest.mark.xdist_group("slurm"),  # there is one on a machine
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(
+        300, func_only=True
+    ),  # other tests may use the Slurm of this machine before
 ]
 
 

@@ -19,9 +19,10 @@ from slurm_cluster import Slurm
 pytest.importorskip("submitit", reason="pip install submitit")
 
 pytestmark = [
-    pytest.mark.xdist_group("slurm"),  # there is one on a machine
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
-    pytest.mark.timeout(250),
+    pytest.mark.timeout(
+        250, func_only=True
+    ),  # other tests may use the Slurm of this machine before
 ]
 EXAMPLES = str(ROOT / "docs" / "examples")
 SLOWLY = """
