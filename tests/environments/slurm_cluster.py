@@ -82,11 +82,14 @@ class Slurm:
         return shown.partition("JobState=")[2].split()[0]
 
     def wait_for(self, job: str, states: tuple[str, ...], seconds: float) -> str:
-        """Wait until a job is in one of these states; a job that is queued again starts at once."""
+        """Wait until a job is in one of these states; a job that is queued again starts soon."""
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
-            if state == "PENDING":  # Slurm would wait two minutes
+            if state == "PENDING":
+                # Slurm would wait two minutes. At once it may take the end of the script that has
+                # queued the job again for that of the next run, which then is FAILED.
+                time.sleep(4)
                 self("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             time.sleep(0.5)
         return state
