@@ -455,14 +455,11 @@ def test_slots_past_the_key() -> None:
 
 
 def test_collectives_past_their_keys() -> None:
-    here = StepContext(
-        tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), turn=lambda: tf.constant(3)
-    )
+    here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), between_workers=True)
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
-    with tf.distribute.MultiWorkerMirroredStrategy().scope(), said, here._keys_of_turn():
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope(), said, here._keys_of_sizes(1, [tf.zeros([4])]):
         pass
-    with mirrored().scope(), here._keys_of_turn():
-        pass  # where another strategy sums, it has keys of its own
 
 
 def test_the_message_says_what_to_do() -> None:

@@ -54,18 +54,19 @@ def all_reduce(
     op: tf.distribute.ReduceOp,
     values: Sequence[_tf_private.Value],
     what: Sequence[Reduced],
-    scope: Callable[[], Any] = contextlib.nullcontext,
+    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
 ) -> Sequence[_tf_private.Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
 
     Args:
-        scope: makes a context manager, entered in the thread that makes the collectives.
+        scope: makes a context manager for the values, of one replica or of all, entered in the
+            thread that makes the collectives.
     """
     context = tf.distribute.get_replica_context()
     if reduce := _tf_private.all_reduce_in_replica(context.strategy.extended):
-        with scope():
+        with scope(values):
             options = tf.distribute.experimental.CommunicationOptions()
             return list(reduce(op, list(values), options))
 
@@ -80,12 +81,12 @@ def reduce_parts(
     op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
-    scope: Callable[[], Any] = contextlib.nullcontext,
+    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
 ) -> list[Any]:
     """Values per replica, each reduced to where it came from; in cross-replica context."""
     # With one replica a part is a tensor, and its destination is told by its device.
     pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-    with scope():
+    with scope(parts):
         return batch_reduce_to(strategy, op, pairs, what)
 
 

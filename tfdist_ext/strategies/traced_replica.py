@@ -137,13 +137,14 @@ def is_traced_once() -> bool:
 def sum_up(
     values: Sequence[Value],
     what: Sequence[Reduced],
-    scope: Callable[[], Any] = contextlib.nullcontext,
+    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
 ) -> list[Value]:
     """The sum of each value over all replicas. It has no gradient.
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        scope: makes a context manager, entered in the thread that makes the collectives.
+        scope: makes a context manager for the values of all replicas, entered in the thread that
+            makes the collectives.
     """
 
     op = tf.distribute.ReduceOp.SUM

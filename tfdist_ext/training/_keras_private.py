@@ -325,8 +325,8 @@ REPLACED = (
     Replaced(
         "collective_key",
         "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
-        "each turn of a loop in the graph has collectives of its own: what is gathered may have"
-        " another size in the last one",
+        "all turns of a loop in the graph have one key for a collective: what is gathered may have"
+        " several sizes",
     ),
 )
 

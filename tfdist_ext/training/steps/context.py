@@ -8,6 +8,7 @@ result counts. `tfd.all_rows` gives the rows of all parts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import threading
 import warnings
@@ -20,6 +21,12 @@ import tensorflow as tf
 
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.strategies.collective_sizes import (
+    key_of_size,
+    padded_slices,
+    padded_vector,
+    size_at_least,
+)
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
@@ -49,9 +56,6 @@ __all__ = [
 ]
 
 
-_COLLECTIVES = 1 << 16  # of one function at most; its keys are consecutive
-
-
 _Values = TypeVar("_Values")
 _Answer = TypeVar("_Answer")
 
@@ -71,8 +75,7 @@ class StepContext:
         local_replicas: parts on this worker.
         batch: what the replica's step gets, a structure of tensors.
         keras_step: it is Keras's own, which gives its gradients to an optimizer as they are.
-        turn: gives the number of the step in a loop in the graph, or None where there is no loop;
-            None where it does not matter.
+        between_workers: TensorFlow's collectives sum over workers.
         timer: of a step whose time is wanted.
         cut_evenly: the parts are as `shards.bounds` cuts the global batch.
         batch_size: rows of a whole global batch; None where it is not known.
@@ -96,7 +99,7 @@ class StepContext:
     local_replicas: int
     batch: Structure
     keras_step: bool = False
-    turn: Callable[[], tf.Tensor | None] | None = None
+    between_workers: bool = False
     timer: ReplicaTimer | None = None
     cut_evenly: bool = True
     batch_size: int | None = None
@@ -118,6 +121,8 @@ class StepContext:
         self._gathered: list[tf.Tensor] = []  # results of all_rows
         self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
         self._place: tuple[tf.Tensor, tf.Tensor] | None = None
+        self._counts: tf.Tensor | None = None  # rows of each part
+        self._of_row: dict[int, int] = {}  # id of the indices of slices -> how many for a row
         self.asked_batch_size = False
         self._row_numbers: list[tf.Tensor] = []
         self._is_batch: tf.Tensor | None = None  # of a shape with a number, while it is drawn
@@ -168,12 +173,12 @@ class StepContext:
         of_all, of_part = int(self.place()[1]), int(self.rows_read)
         return of_all > of_part and sizes[0] is not None and sizes[0] % of_all == 0
 
-    def trace(self, targets: Sequence[tf.Tensor]) -> RowTrace | None:
+    def trace(self, targets: Sequence[tf.Tensor], primes_from: int = 0) -> RowTrace | None:
         """The places of this part's rows in tensors of a graph; None where unknown."""
         if not self._batch or not all(map(tf.is_symbolic_tensor, targets)):
             return None
         try:
-            return RowTrace(targets, self._batch, self._gathered, self._summed)
+            return RowTrace(targets, self._batch, self._gathered, self._summed, primes_from)
         except ValueError:  # a shape that cannot be with these numbers of rows
             return None
 
@@ -270,37 +275,90 @@ class StepContext:
 
     def _all_reduce(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         summed: list[Gradient] = [None] * len(values)
-        kinds = [_kind_of_sum(value) for value in values]
+        kinds = [self._kind_of_sum(place, value) for place, value in enumerate(values)]
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
-            varies = kind != "dense" and self.turn is not None
-            scope = self._keys_of_turn if varies else contextlib.nullcontext
             mine = [values[place] for place in places], [what[place] for place in places]
-            totals = sum_up(*mine, scope)
+            totals = _SUMS[kind.split()[0]](self, *mine)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
 
-    @contextlib.contextmanager
-    def _keys_of_turn(self) -> Iterator[None]:
-        """Scope in which collectives have other keys in each turn of a loop in the graph.
+    def _kind_of_sum(self, place: int, value: Gradient) -> str:
+        """What is summed together, in one collective for each dtype, or for each of slices.
 
-        Each call of a function gets new keys, and all turns of a loop in it the same ones. What is
-        gathered under a key must have one shape, and a worker's slices of a gradient have not: the
-        last batch is smaller.
+        Between workers, first of all by what the size follows from: "fixed" is the same in all
+        steps, "by_rows" follows from the rows of the batch; see `collective_sizes` for the others.
         """
+        slices = isinstance(value, tf.IndexedSlices)
+        size = value.indices.shape if slices else value.shape
+        if not self.between_workers or self._graph is None or size.is_fully_defined():
+            return "fixed slices" if slices else f"fixed {size.is_fully_defined()}"
+        if not slices:
+            return f"elements {value.dtype.name}"
+        return "by_rows slices" if self._slices_of_row(value) else f"any {place}"
 
-        turn = None if self.turn is None else self.turn()
-        shift = 0 if turn is None else turn * _COLLECTIVES
+    def _slices_of_row(self, slices: tf.IndexedSlices) -> int:
+        """How many slices there are for each row of the part; 0 where that is unknown."""
+        key = id(slices.indices)
+        if key not in self._of_row:
+            # With one number of rows alone, 11 * 12 slices could be so many of each row.
+            traces = [self.trace([slices.indices], primes_from=begin) for begin in (0, 2)]
+            found = {None if trace is None else trace.entries_of_row() for trace in traces}
+            self._of_row[key] = found.pop() or 0 if len(found) == 1 else 0
+        return self._of_row[key]
 
-        def key(original: Callable[[object], int], launcher: object) -> int | tf.Tensor:
-            return original(launcher) + shift
+    def _sum_of_elements(
+        self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
+    ) -> list[tf.Tensor]:
+        """Dense tensors of one dtype; each has one shape on all workers."""
+        scope = functools.partial(self._keys_of_sizes, 1)
+        (total,) = sum_up([padded_vector(list(values))], what[:1], scope)
+        pieces = tf.split(
+            total[: tf.add_n([tf.size(value) for value in values])],
+            tf.stack([tf.size(value) for value in values]),
+            num=len(values),
+        )
+        return [
+            tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
+            for piece, value in zip(pieces, values, strict=True)
+        ]
+
+    def _sum_of_slices_by_rows(
+        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
+    ) -> list[Gradient]:
+        of_row = [self._slices_of_row(slices) for slices in values]
+        most = tf.reduce_max(self._rows_of_replicas())
+        rows = size_at_least(tf.maximum(most, 1))  # a part of 0 rows has read one
+        padded = [padded_slices(s, rows * n) for s, n in zip(values, of_row, strict=True)]
+        return sum_up(padded, what, functools.partial(self._keys_of_sizes, of_row[0]))
+
+    def _sum_of_any_slices(
+        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
+    ) -> list[Gradient]:
+        (slices,) = values
+        most = tf.reduce_max(self._of_replicas(tf.size(slices.indices, tf.int64)))
+        padded = [padded_slices(slices, size_at_least(most))]
+        return sum_up(padded, what, functools.partial(self._keys_of_sizes, 1))
+
+    @contextlib.contextmanager
+    def _keys_of_sizes(self, unit: int, values: Sequence[Any]) -> Iterator[None]:
+        """Scope in which collectives have a key for each of `collective_sizes.SIZES`.
+
+        Args:
+            unit: the first value has one of these sizes, times this.
+            values: what is summed, from all local replicas.
+        """
+        first = tf.distribute.get_strategy().experimental_local_results(values[0])[0]
+        first = first.indices if isinstance(first, tf.IndexedSlices) else first
+        size = tf.size(first, tf.int64) // unit
+
+        def key(original: Callable[[object], int], launcher: object) -> tf.Tensor:
+            return key_of_size(original(launcher), size)
 
         with substitutes({"collective_key": key}, self.called):
             yield
-        strategy = tf.distribute.get_strategy()
-        by_tensorflow = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        if by_tensorflow and "collective_key" not in self.called:
+        if "collective_key" not in self.called:
             raise not_called("collective_key")
 
     @contextlib.contextmanager
@@ -433,10 +491,24 @@ class StepContext:
         return self._place
 
     def _counted_place(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        others = tf.range(self.replicas)
-        mine = tf.where(others == number, self.rows, 0)
-        (counts,) = self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])
+        counts, others = self._rows_of_replicas(), tf.range(self.replicas)
         return tf.reduce_sum(tf.where(others < number, counts, 0)), tf.reduce_sum(counts)
+
+    def _rows_of_replicas(self) -> tf.Tensor:
+        """Rows of each part (int64), over all workers."""
+        if self._counts is None:
+            if self.cut_evenly:
+                of, numbers = tf.cast(self.of, tf.int64), tf.range(self.replicas, dtype=tf.int64)
+                low, high = bounds(of, numbers, self.replicas)
+                self._counts = high - low
+            else:
+                self._counts = self._of_replicas(self.rows)
+        return self._counts
+
+    def _of_replicas(self, number: tf.Tensor) -> tf.Tensor:
+        """The number that each replica has."""
+        mine = tf.where(tf.range(self.replicas) == replica_number(), number, 0)
+        return self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])[0]
 
     def blocks_of_rows(self, shape: tf.Tensor, known: tf.TensorShape) -> int:
         """How many tensors of this part's rows, one after another, a shape begins with, or 0.
@@ -558,11 +630,13 @@ def _sizes(value: Any) -> list[int | None]:
     return value.shape.as_list()
 
 
-def _kind_of_sum(value: Gradient) -> str:
-    """What is summed in one collective; all but "dense" may have another size in another step."""
-    if isinstance(value, tf.IndexedSlices):
-        return "slices"
-    return "dense" if value.shape.is_fully_defined() else "rows"
+# How what is summed together is summed, by the first word of its kind.
+_SUMS: dict[str, Callable[..., Sequence[Gradient]]] = {
+    "fixed": lambda here, values, what: sum_up(values, what),
+    "elements": StepContext._sum_of_elements,
+    "by_rows": StepContext._sum_of_slices_by_rows,
+    "any": StepContext._sum_of_any_slices,
+}
 
 
 def _set_shape(value: Gradient, what: Reduced) -> None:

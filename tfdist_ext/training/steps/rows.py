@@ -107,6 +107,7 @@ class RowTrace:
         batch: the tensors of this replica's part of the batch; axis 0 is the rows.
         gathered: results of `tfd.all_rows`.
         fixed: other tensors that are the same on all replicas.
+        primes_from: which of the free primes are taken.
 
     Raises:
         ValueError: the shapes cannot be inferred.
@@ -118,11 +119,12 @@ class RowTrace:
         batch: Sequence[tf.Tensor],
         gathered: Sequence[tf.Tensor] = (),
         fixed: Iterable[tf.Tensor] = (),
+        primes_from: int = 0,
     ):
         graph = batch[0].graph
         roots, of_all = set(map(_key, batch)), set(map(_key, gathered))
         found = _Slice(targets, roots | of_all | set(map(_key, fixed)), graph)
-        self._rows, self._all_rows = found.free_primes()
+        self._rows, self._all_rows = found.free_primes(primes_from)
         kinds = {tensor.op.type for tensor in batch} - {"Placeholder"}
         # Of another replica's batch: what is made of it is the same on all replicas.
         self.crosses_replicas = any(
@@ -162,6 +164,11 @@ class RowTrace:
         """Whether the first target has one entry for each of this replica's rows."""
         shape = self.targets[0].shape
         return bool(shape.rank) and shape[0] == self._rows
+
+    def entries_of_row(self) -> int | None:
+        """How many entries the first target has for each of this replica's rows, if so many."""
+        size = self.targets[0].shape.num_elements()
+        return None if size is None or size % self._rows else size // self._rows
 
     def compares_rows(self) -> tf.Operation | None:
         """An operation that makes a dimension of this replica's rows beside another one."""
@@ -277,12 +284,12 @@ class _Slice:
         """An operation as it is in the scratch graph."""
         return copied_node(op, self._name(op), map(self.name, op.inputs))
 
-    def free_primes(self) -> tuple[int, int]:
+    def free_primes(self, begin: int) -> tuple[int, int]:
         """Two primes that divide no known size."""
         outputs = [output for op in self.operations for output in op.outputs]
         shapes = [each.shape for each in (*outputs, *self.cut.values()) if each.shape.rank]
         sizes = {size for shape in shapes for size in shape.as_list() if size}
-        free = [prime for prime in _PRIMES if all(size % prime for size in sizes)]
+        free = [prime for prime in _PRIMES if all(size % prime for size in sizes)][begin:]
         if len(free) < 2:
             raise ValueError("no two primes are left for the rows")
         return free[0], free[1]

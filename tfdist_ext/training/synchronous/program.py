@@ -137,7 +137,6 @@ class SynchronousProgram(ProgramBase):
         self._of_metrics: set[str] = set()  # names of logs, of eager steps
         self._stacked = StackedStates(self._metrics)
         self._states: States = []  # stacked
-        self._turn: tf.Tensor | None = None  # of the loop in the graph
         self._passed = False  # the check of what a step has called
 
     def _forget_traces(self) -> None:
@@ -253,7 +252,6 @@ class SynchronousProgram(ProgramBase):
             def body(
                 i: tf.Tensor, _: tf.Tensor, before: Carried
             ) -> tuple[tf.Tensor, tf.Tensor, Carried]:
-                self._turn = i
                 more, after = next_step(batches, before)
                 return i + tf.cast(more, tf.int32), more, after
 
@@ -329,8 +327,6 @@ class SynchronousProgram(ProgramBase):
         timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
             on = self.reduction
-            # Keys are those of collectives between workers.
-            turn = (lambda: self._turn) if on.multi_worker else None
             here = _context(
                 on,
                 part,
@@ -339,7 +335,7 @@ class SynchronousProgram(ProgramBase):
                 self._seeds,
                 self._weight_shapes,
                 keras_step=self._keras_step,
-                turn=turn,
+                between_workers=on.between_workers,
                 timer=timer,
                 batch_size=self._batch_size,
             )
@@ -414,7 +410,6 @@ class SynchronousProgram(ProgramBase):
             return {}
 
         def outputs(iterator: BatchIterator) -> Outputs:
-            self._turn = None
             return self._one_step(next(self.timer.timed_iterator(iterator)), states)[1]
 
         trace = tf.function(outputs, autograph=False)  # never runs

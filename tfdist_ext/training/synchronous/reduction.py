@@ -49,6 +49,8 @@ class SynchronousReduction:
         self.local_replicas = len(local)
         self.first_replica = int(local[0])  # of this worker, in the order of all
         self.multi_worker = self.replicas > self.local_replicas
+        by_tensorflow = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self.between_workers = self.multi_worker and by_tensorflow  # its collectives
         self.workers = self.replicas // self.local_replicas
         self.worker = self.first_replica // self.local_replicas  # which of them this task is
         self.devices = _devices(strategy)  # of this worker's replicas

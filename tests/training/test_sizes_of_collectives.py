@@ -1,0 +1,166 @@
+"""Workers sum tensors and slices of tables whose sizes differ from step to step, in one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfdist_ext as tfd
+from tfdist_ext.strategies.collective_sizes import (
+    SIZES,
+    key_of_size,
+    padded_slices,
+    padded_vector,
+    size_at_least,
+)
+from tfdist_ext.testing import run_tasks
+from tfdist_ext.training.steps.rows import RowTrace
+
+
+@given(st.integers(0, SIZES[-1]))
+def test_at_most_a_quarter_more(size: int) -> None:
+    found = int(size_at_least(tf.constant(size, tf.int64)))
+    assert size <= found <= max(1, 1.25 * size)
+    assert int(size_at_least(tf.constant(found, tf.int64))) == found
+
+
+KEYS = st.tuples(st.integers(1, 2**24 - 1), st.sampled_from(SIZES))
+
+
+@given(KEYS, KEYS)
+def test_each_key_and_size_have_a_key(one: tuple[int, int], other: tuple[int, int]) -> None:
+    first, second = (int(key_of_size(key, tf.constant(size))) for key, size in (one, other))
+    assert (first == second) == (one == other)
+    assert -(2**31) <= first < 0  # TensorFlow's own are above
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_padding_is_zeros_of_an_index_that_is_there(count: int) -> None:
+    slices = tf.IndexedSlices(tf.ones((count, 2)), tf.constant([5, 4, 6][:count], tf.int32), [9, 2])
+    padded = padded_slices(slices, tf.constant(3, tf.int64))
+    assert padded.indices.numpy().tolist() == ([5, 4, 6][:count] + 3 * [5 if count else 0])[:3]
+    dense = tf.convert_to_tensor(padded).numpy()
+    np.testing.assert_array_equal(dense, tf.convert_to_tensor(slices).numpy())
+
+
+def test_elements_one_after_another() -> None:
+    values = [tf.reshape(tf.range(1.0, 7.0), (2, 3)), tf.zeros((0, 4)), tf.constant(7.0)]
+    np.testing.assert_array_equal(padded_vector(values), [1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(padded_vector([tf.ones(9)]), [1] * 9 + [0])
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (lambda x: x, (3, 3)),
+        (lambda x: tf.gather(x, [0, 2], axis=1), (2, 2)),
+        (lambda x: x[:, None] * x[None, :, :], (33, 51)),  # not so many for each row
+        (lambda x: tf.boolean_mask(x, x > 1), (None, None)),
+        (lambda x: tf.range(tf.shape(x)[1]), (None, None)),
+    ],
+)
+def test_how_many_entries_a_row_has(entries: Any, expected: Any) -> None:
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, (None, 3))
+        traces = [RowTrace([entries(x)], [x], primes_from=begin) for begin in (0, 2)]
+    assert tuple(trace.entries_of_row() for trace in traces) == expected
+
+
+ROWS, BATCH = 41, 12
+RNG = np.random.default_rng(0)
+X = {"two": RNG.integers(0, 9, (ROWS, 2)), "three": RNG.integers(0, 9, (ROWS, 3))}
+Y = RNG.normal(size=(ROWS, 1)).astype("float32")
+LENGTHS = [4, 9, 2, 9, 1, 7, 3, 3]
+
+
+def tables() -> keras.Model:
+    """Two tables, with two and with three slices for each row."""
+    inputs = {name: keras.Input(x.shape[1:], dtype="int32", name=name) for name, x in X.items()}
+    rows = [keras.layers.Embedding(9, 4)(inputs[name]) for name in X]
+    found = [keras.ops.tanh(keras.ops.sum(each, axis=1)) for each in rows]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.ops.concatenate(found, axis=-1)))
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=8)
+    return model
+
+
+class Positions(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.table = keras.layers.Embedding(9, 4)
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]))
+
+
+def sentences() -> keras.Model:
+    """Batches of words have another length in each step, and so have those of positions."""
+    words = keras.Input([None], dtype="int32")
+    rows = keras.ops.tanh(Positions()(keras.layers.Embedding(9, 4)(words)))
+    model = keras.Model(words, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=8)
+    return model
+
+
+def of_lengths() -> tf.data.Dataset:
+    def batches() -> Iterator[Any]:
+        random = np.random.default_rng(1)
+        for length in LENGTHS:
+            yield random.integers(0, 9, (6, length)), random.normal(size=(6, 1))
+
+    spec = tf.TensorSpec((None, None), tf.int32), tf.TensorSpec((None, 1))
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+def own_batches(shard: tfd.data.Shard) -> tf.data.Dataset:
+    """Of each 8 rows the first 3, or the other 5; all of them for one worker."""
+    of = {(0, 1): slice(8), (0, 2): slice(3), (1, 2): slice(3, 8)}[shard.index, shard.count]
+    every = tf.data.Dataset.from_tensor_slices((X, Y)).take(40).batch(8)
+    return every.map(lambda x, y: ({name: rows[of] for name, rows in x.items()}, y[of]))
+
+
+def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -> dict[str, Any]:
+    """Weights after training in each way."""
+    found = {}
+    for name in ("rows", "lengths", "own"):
+        keras.utils.set_random_seed(7)
+        model = tfd.distribute(sentences if name == "lengths" else tables, strategy)
+        if name == "rows":
+            model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
+            before_more()
+            model.fit(X, Y, batch_size=BATCH, epochs=6, verbose=0)
+        elif name == "lengths":
+            model.fit(of_lengths(), epochs=2, verbose=0)
+        else:
+            model.fit(tfd.data.from_dataset_fn(own_batches), epochs=2, verbose=0)
+        found[name] = model.get_weights()
+    return found
+
+
+def as_worker() -> dict[str, Any]:
+    strategy = tfd.create_strategy()
+
+    def after_hours() -> None:
+        """TensorFlow has given 65,536 keys, less some that the next fits get."""
+        (launcher,) = strategy.extended._cross_device_ops._launchers
+        keys, group = launcher._collective_keys, launcher._group_key
+        for _ in range(2**16 - 80):
+            keys.get_instance_key(group, launcher._device)
+
+    return trained(strategy, after_hours)
+
+
+def test_workers_train_as_one_device() -> None:
+    workers = list(run_tasks(as_worker, {"worker": 2}, 120).values())
+    expected = trained(tfd.create_strategy("default"))
+    assert len(workers) == 2
+    for name, weights in expected.items():
+        for wanted, *found in zip(weights, *(worker[name] for worker in workers), strict=True):
+            for mine in found:
+                np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=2e-6, err_msg=name)
+            np.testing.assert_array_equal(*found, err_msg=name)

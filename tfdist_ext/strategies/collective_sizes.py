@@ -1,0 +1,60 @@
+"""What workers sum or gather, where its size may differ from step to step: padded to a few sizes.
+
+All turns of a loop in the graph make a collective with one key, and what goes under a key must
+have one shape. So each size needs a key of its own. TensorFlow keeps what it knows of a key as
+long as the process lives, and asks the first worker about each new one: keys must be few. Values
+are padded to one of `SIZES`, of which there are four in an octave.
+
+Padding changes no result: slices of zeros, of an index that the gradient has already.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+__all__ = ["SIZES", "key_of_size", "padded_slices", "padded_vector", "size_at_least"]
+
+# 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+SIZES = tuple(sorted({factor << octave for factor in range(1, 8) for octave in range(29)}))
+
+_NUMBERS = 128  # more than there are sizes
+_KEYS = 2**31 // _NUMBERS
+
+
+def size_at_least(size: tf.Tensor) -> tf.Tensor:
+    """The smallest of `SIZES` that is not below `size`, an int64 scalar."""
+    return tf.gather(tf.constant(SIZES, tf.int64), _number(size))
+
+
+def key_of_size(key: int | tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """The key (int32) of a collective for one of `SIZES`, from that which TensorFlow gave it.
+
+    It is negative, as TensorFlow's are not. It is another one for each key and size, until
+    TensorFlow has given 2**24 keys, which are weeks of training.
+    """
+    return -1 - (key % _KEYS * _NUMBERS + tf.cast(_number(size), tf.int32))
+
+
+def _number(size: tf.Tensor) -> tf.Tensor:
+    sizes = tf.constant(SIZES, tf.int64)
+    return tf.searchsorted(sizes, tf.reshape(tf.cast(size, tf.int64), [1]))[0]
+
+
+def padded_slices(slices: tf.IndexedSlices, length: tf.Tensor) -> tf.IndexedSlices:
+    """The slices, and after them slices of zeros, so that there are `length` (int64) of them."""
+    more = length - tf.size(slices.indices, tf.int64)
+    index = tf.concat([slices.indices[:1], tf.zeros([1], slices.indices.dtype)], 0)[0]
+    rest = tf.shape(slices.values, tf.int64)[1:]
+    zeros = tf.zeros(tf.concat([[more], rest], 0), slices.values.dtype)
+    return tf.IndexedSlices(
+        tf.concat([slices.values, zeros], 0),
+        tf.concat([slices.indices, tf.fill([more], index)], 0),
+        slices.dense_shape,
+    )
+
+
+def padded_vector(values: list[tf.Tensor]) -> tf.Tensor:
+    """The elements of tensors of one dtype, one after another, and zeros up to one of `SIZES`."""
+    flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+    size = tf.size(flat, tf.int64)
+    return tf.pad(flat, [[0, size_at_least(size) - size]])
