@@ -207,10 +207,12 @@ def _dataset_fn(
             # Python makes the key: once in a pass, as each call costs a small step's time.
             key = key_in_graph(seed, turn) if permuted else tf.zeros([3], tf.uint32)
             first = tf.where(turn == start // steps, start % steps, 0)
-            return tf.data.Dataset.range(first, steps).map(lambda step: (step, turn, key))
+            # Not `map`: TensorFlow would prepare another function, in each pass anew.
+            same = tf.data.Dataset.from_tensors((turn, key)).repeat()
+            return tf.data.Dataset.zip(tf.data.Dataset.range(first, steps), same)
 
         of_step = tf.autograph.experimental.do_not_convert(
-            lambda step, turn, key: parts(step, turn, key, seed, arrays)
+            lambda step, of_pass: parts(step, of_pass[0], of_pass[1], seed, arrays)
         )
         passes = tf.data.Dataset.range(start // steps, 2**62 // steps)
         each = passes.flat_map(tf.autograph.experimental.do_not_convert(steps_of_pass))

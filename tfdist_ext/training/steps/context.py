@@ -275,28 +275,28 @@ class StepContext:
 
     def _all_reduce(self, values: Sequence[Gradient], what: Sequence[Reduced]) -> list[Gradient]:
         summed: list[Gradient] = [None] * len(values)
-        kinds = [self._kind_of_sum(place, value) for place, value in enumerate(values)]
+        kinds = list(map(self._kind_of_sum, values))
         for kind in sorted(set(kinds)):
             places = [place for place, other in enumerate(kinds) if other == kind]
             mine = [values[place] for place in places], [what[place] for place in places]
-            totals = _SUMS[kind.split()[0]](self, *mine)
+            totals = _SUMS[kind[0]](self, *mine)
             for place, total in zip(places, totals, strict=True):
                 summed[place] = total
         return summed
 
-    def _kind_of_sum(self, place: int, value: Gradient) -> str:
-        """What is summed together, in one collective for each dtype, or for each of slices.
+    def _kind_of_sum(self, value: Gradient) -> tuple[str, str]:
+        """(what the size follows from, what else is alike) of what is summed together.
 
-        Between workers, first of all by what the size follows from: "fixed" is the same in all
-        steps, "by_rows" follows from the rows of the batch; see `collective_sizes` for the others.
+        "fixed": the same in all steps, or not between workers; "rows": of slices, those of the
+        batch; see `collective_sizes` for "any", and for "elements" of dense tensors.
         """
         slices = isinstance(value, tf.IndexedSlices)
-        size = value.indices.shape if slices else value.shape
-        if not self.between_workers or self._graph is None or size.is_fully_defined():
-            return "fixed slices" if slices else f"fixed {size.is_fully_defined()}"
+        shape = value.indices.shape if slices else value.shape
+        if not self.between_workers or self._graph is None or shape.is_fully_defined():
+            return "fixed", "slices" if slices else f"shape {shape.is_fully_defined()}"
         if not slices:
-            return f"elements {value.dtype.name}"
-        return "by_rows slices" if self._slices_of_row(value) else f"any {place}"
+            return "elements", value.dtype.name
+        return "rows" if self._slices_of_row(value) else "any", "slices"
 
     def _slices_of_row(self, slices: tf.IndexedSlices) -> int:
         """How many slices there are for each row of the part; 0 where that is unknown."""
@@ -336,10 +336,13 @@ class StepContext:
     def _sum_of_any_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[Gradient]:
-        (slices,) = values
-        most = tf.reduce_max(self._of_replicas(tf.size(slices.indices, tf.int64)))
-        padded = [padded_slices(slices, size_at_least(most))]
-        return sum_up(padded, what, functools.partial(self._keys_of_sizes, 1))
+        counts = tf.stack([tf.size(slices.indices, tf.int64) for slices in values])
+        most = tf.unstack(tf.reduce_max(self._of_replicas(counts), axis=0), len(values))
+        scope = functools.partial(self._keys_of_sizes, 1)
+        return [  # one by one, as each has a size of its own
+            sum_up([padded_slices(slices, size_at_least(count))], [each], scope)[0]
+            for slices, count, each in zip(values, most, what, strict=True)
+        ]
 
     @contextlib.contextmanager
     def _keys_of_sizes(self, unit: int, values: Sequence[Any]) -> Iterator[None]:
@@ -502,12 +505,12 @@ class StepContext:
                 low, high = bounds(of, numbers, self.replicas)
                 self._counts = high - low
             else:
-                self._counts = self._of_replicas(self.rows)
+                self._counts = self._of_replicas(self.rows[tf.newaxis])[:, 0]
         return self._counts
 
-    def _of_replicas(self, number: tf.Tensor) -> tf.Tensor:
-        """The number that each replica has."""
-        mine = tf.where(tf.range(self.replicas) == replica_number(), number, 0)
+    def _of_replicas(self, numbers: tf.Tensor) -> tf.Tensor:
+        """The numbers (int64, a vector) of each replica, one below the other."""
+        mine = tf.one_hot(replica_number(), self.replicas, dtype=tf.int64)[:, tf.newaxis] * numbers
         return self.synchronize(lambda mine: self.all_reduce(mine, [OTHER]), [mine])[0]
 
     def blocks_of_rows(self, shape: tf.Tensor, known: tf.TensorShape) -> int:
@@ -630,11 +633,11 @@ def _sizes(value: Any) -> list[int | None]:
     return value.shape.as_list()
 
 
-# How what is summed together is summed, by the first word of its kind.
+# How it is summed, by what the size follows from.
 _SUMS: dict[str, Callable[..., Sequence[Gradient]]] = {
     "fixed": lambda here, values, what: sum_up(values, what),
     "elements": StepContext._sum_of_elements,
-    "by_rows": StepContext._sum_of_slices_by_rows,
+    "rows": StepContext._sum_of_slices_by_rows,
     "any": StepContext._sum_of_any_slices,
 }
 
