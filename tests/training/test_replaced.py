@@ -458,7 +458,7 @@ def test_collectives_past_their_keys() -> None:
     here = StepContext(tf.constant(1), tf.constant(2), 2, 1, tf.zeros((1, 2)), between_workers=True)
     said = pytest.raises(tfd.TfDistError, match=r"must call \S+_next_instance_key")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), said, here._keys_of_sizes(1, [tf.zeros([4])]):
+    with strategy.scope(), said, here._keys_of_size(tf.constant(4)):
         pass
 
 

@@ -9,21 +9,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies.collective_sizes import (
     SIZES,
     key_of_size,
-    padded_slices,
-    padded_vector,
+    padded,
     size_at_least,
 )
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.steps.rows import RowTrace
 
 
+@settings(deadline=None)
 @given(st.integers(0, SIZES[-1]))
 def test_at_most_a_quarter_more(size: int) -> None:
     found = int(size_at_least(tf.constant(size, tf.int64)))
@@ -34,6 +34,7 @@ def test_at_most_a_quarter_more(size: int) -> None:
 KEYS = st.tuples(st.integers(1, 2**24 - 1), st.sampled_from(SIZES))
 
 
+@settings(deadline=None)
 @given(KEYS, KEYS)
 def test_each_key_and_size_have_a_key(one: tuple[int, int], other: tuple[int, int]) -> None:
     first, second = (int(key_of_size(key, tf.constant(size))) for key, size in (one, other))
@@ -44,16 +45,14 @@ def test_each_key_and_size_have_a_key(one: tuple[int, int], other: tuple[int, in
 @pytest.mark.parametrize("count", [0, 2, 3])
 def test_padding_is_zeros_of_an_index_that_is_there(count: int) -> None:
     slices = tf.IndexedSlices(tf.ones((count, 2)), tf.constant([5, 4, 6][:count], tf.int32), [9, 2])
-    padded = padded_slices(slices, tf.constant(3, tf.int64))
-    assert padded.indices.numpy().tolist() == ([5, 4, 6][:count] + 3 * [5 if count else 0])[:3]
-    dense = tf.convert_to_tensor(padded).numpy()
+    longer = padded(slices, tf.constant(3, tf.int64))
+    assert longer.indices.numpy().tolist() == ([5, 4, 6][:count] + 3 * [5 if count else 0])[:3]
+    dense = tf.convert_to_tensor(longer).numpy()
     np.testing.assert_array_equal(dense, tf.convert_to_tensor(slices).numpy())
 
 
-def test_elements_one_after_another() -> None:
-    values = [tf.reshape(tf.range(1.0, 7.0), (2, 3)), tf.zeros((0, 4)), tf.constant(7.0)]
-    np.testing.assert_array_equal(padded_vector(values), [1, 2, 3, 4, 5, 6, 7])
-    np.testing.assert_array_equal(padded_vector([tf.ones(9)]), [1] * 9 + [0])
+def test_a_vector_is_padded() -> None:
+    np.testing.assert_array_equal(padded(tf.ones(9), tf.constant(10, tf.int64)), [1] * 9 + [0])
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,14 @@ Y = RNG.normal(size=(ROWS, 1)).astype("float32")
 LENGTHS = [4, 9, 2, 9, 1, 7, 3, 3]
 
 
-def tables() -> keras.Model:
+def tables(jit_compile: bool = False) -> keras.Model:
     """Two tables, with two and with three slices for each row."""
     inputs = {name: keras.Input(x.shape[1:], dtype="int32", name=name) for name, x in X.items()}
     rows = [keras.layers.Embedding(9, 4)(inputs[name]) for name in X]
     found = [keras.ops.tanh(keras.ops.sum(each, axis=1)) for each in rows]
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.ops.concatenate(found, axis=-1)))
-    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=8)
+    optimizer = keras.optimizers.Adam(0.1)
+    model.compile(optimizer, "mse", steps_per_execution=8, jit_compile=jit_compile)
     return model
 
 
@@ -127,13 +127,21 @@ def own_batches(shard: tfd.data.Shard) -> tf.data.Dataset:
 def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -> dict[str, Any]:
     """Weights after training in each way."""
     found = {}
-    for name in ("rows", "lengths", "own"):
+    builders = {
+        "rows": tables,
+        "compiled": lambda: tables(jit_compile=True),
+        "lengths": sentences,
+        "own": tables,
+    }
+    for name, build in builders.items():
         keras.utils.set_random_seed(7)
-        model = tfd.distribute(sentences if name == "lengths" else tables, strategy)
+        model = tfd.distribute(build, strategy)
         if name == "rows":
             model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
             before_more()
             model.fit(X, Y, batch_size=BATCH, epochs=6, verbose=0)
+        elif name == "compiled":
+            model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
         elif name == "lengths":
             model.fit(of_lengths(), epochs=2, verbose=0)
         else:

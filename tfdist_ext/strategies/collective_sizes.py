@@ -10,9 +10,13 @@ Padding changes no result: slices of zeros, of an index that the gradient has al
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
 import tensorflow as tf
 
-__all__ = ["SIZES", "key_of_size", "padded_slices", "padded_vector", "size_at_least"]
+__all__ = ["SIZES", "Padding", "key_of_size", "padded", "size_at_least"]
 
 # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
 SIZES = tuple(sorted({factor << octave for factor in range(1, 8) for octave in range(29)}))
@@ -40,21 +44,30 @@ def _number(size: tf.Tensor) -> tf.Tensor:
     return tf.searchsorted(sizes, tf.reshape(tf.cast(size, tf.int64), [1]))[0]
 
 
-def padded_slices(slices: tf.IndexedSlices, length: tf.Tensor) -> tf.IndexedSlices:
-    """The slices, and after them slices of zeros, so that there are `length` (int64) of them."""
-    more = length - tf.size(slices.indices, tf.int64)
-    index = tf.concat([slices.indices[:1], tf.zeros([1], slices.indices.dtype)], 0)[0]
-    rest = tf.shape(slices.values, tf.int64)[1:]
-    zeros = tf.zeros(tf.concat([[more], rest], 0), slices.values.dtype)
+class Padding(NamedTuple):
+    """How values are padded, where all replicas meet to sum them.
+
+    Attributes:
+        most: the largest size that the values have on any replica, in units; an int64 scalar.
+        units: for each value, how many elements or slices a unit is.
+        keys: makes a scope in which collectives have the keys of a size.
+    """
+
+    most: tf.Tensor
+    units: Sequence[int]
+    keys: Callable[[tf.Tensor], AbstractContextManager[None]]
+
+
+def padded(value: tf.Tensor | tf.IndexedSlices, length: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    """A vector, or slices, and after them zeros, so that there are `length` (int64) of them."""
+    if not isinstance(value, tf.IndexedSlices):
+        return tf.pad(value, [[0, length - tf.size(value, tf.int64)]])
+    more = length - tf.size(value.indices, tf.int64)
+    index = tf.concat([value.indices[:1], tf.zeros([1], value.indices.dtype)], 0)[0]
+    rest = tf.shape(value.values, tf.int64)[1:]
+    zeros = tf.zeros(tf.concat([[more], rest], 0), value.values.dtype)
     return tf.IndexedSlices(
-        tf.concat([slices.values, zeros], 0),
-        tf.concat([slices.indices, tf.fill([more], index)], 0),
-        slices.dense_shape,
+        tf.concat([value.values, zeros], 0),
+        tf.concat([value.indices, tf.fill([more], index)], 0),
+        value.dense_shape,
     )
-
-
-def padded_vector(values: list[tf.Tensor]) -> tf.Tensor:
-    """The elements of tensors of one dtype, one after another, and zeros up to one of `SIZES`."""
-    flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-    size = tf.size(flat, tf.int64)
-    return tf.pad(flat, [[0, size_at_least(size) - size]])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from tfdist_ext.strategies import _tf_private
+from tfdist_ext.strategies.collective_sizes import Padding, padded, size_at_least
 
 __all__ = [
     "METRIC",
@@ -54,26 +54,22 @@ def all_reduce(
     op: tf.distribute.ReduceOp,
     values: Sequence[_tf_private.Value],
     what: Sequence[Reduced],
-    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
+    padding: Padding | None = None,
 ) -> Sequence[_tf_private.Value]:
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
-
-    Args:
-        scope: makes a context manager for the values, of one replica or of all, entered in the
-            thread that makes the collectives.
     """
     context = tf.distribute.get_replica_context()
     if reduce := _tf_private.all_reduce_in_replica(context.strategy.extended):
-        with scope(values):
-            options = tf.distribute.experimental.CommunicationOptions()
-            return list(reduce(op, list(values), options))
+        options = tf.distribute.experimental.CommunicationOptions()
+        return list(reduce(op, list(values), options))
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
-        return reduce_parts(strategy, op, parts, what, scope)
+        return reduce_parts(strategy, op, parts, what, padding)
 
-    return list(context.merge_call(of_all, args=tuple(values)))
+    most = () if padding is None else (padding.most,)
+    return list(context.merge_call(of_all, args=(*values, *most)))
 
 
 def reduce_parts(
@@ -81,13 +77,34 @@ def reduce_parts(
     op: tf.distribute.ReduceOp,
     parts: Sequence[Any],
     what: Sequence[Reduced],
-    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
+    padding: Padding | None = None,
 ) -> list[Any]:
-    """Values per replica, each reduced to where it came from; in cross-replica context."""
+    """Values per replica, each reduced to where it came from; in cross-replica context.
+
+    Args:
+        parts: with a padding, its `most` is the last one.
+    """
+    if padding is None:
+        return batch_reduce_to(strategy, op, _to_their_places(parts), what)
+    *parts, most = parts
+    size = size_at_least(strategy.experimental_local_results(most)[0])
+
+    def fitted(part: Any, unit: int) -> Any:
+        mine = strategy.experimental_local_results(part)
+        made = []
+        for value in mine:
+            with tf.device(value.device):
+                made.append(padded(value, size * unit))
+        return made[0] if mine[0] is part else _tf_private.per_replica(made)
+
+    parts = [fitted(part, unit) for part, unit in zip(parts, padding.units, strict=True)]
+    with padding.keys(size):
+        return batch_reduce_to(strategy, op, _to_their_places(parts), what)
+
+
+def _to_their_places(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
     # With one replica a part is a tensor, and its destination is told by its device.
-    pairs = [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
-    with scope(parts):
-        return batch_reduce_to(strategy, op, pairs, what)
+    return [(part, part.device if isinstance(part, tf.Tensor) else part) for part in parts]
 
 
 def tells_what_it_reduces(strategy: tf.distribute.Strategy) -> bool:

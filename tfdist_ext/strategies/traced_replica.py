@@ -7,13 +7,13 @@ of the trace, and where replicas meet the trace has marks, which `SharedStep` re
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
 from tfdist_ext.strategies._tf_private import Value
+from tfdist_ext.strategies.collective_sizes import Padding
 from tfdist_ext.strategies.reductions import (
     OTHER,
     Reduced,
@@ -137,20 +137,19 @@ def is_traced_once() -> bool:
 def sum_up(
     values: Sequence[Value],
     what: Sequence[Reduced],
-    scope: Callable[[Sequence[Any]], Any] = contextlib.nullcontext,
+    padding: Padding | None = None,
 ) -> list[Value]:
     """The sum of each value over all replicas. It has no gradient.
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        scope: makes a context manager for the values of all replicas, entered in the thread that
-            makes the collectives.
+        padding: of values that may have other sizes in another step.
     """
 
     op = tf.distribute.ReduceOp.SUM
     context = tf.distribute.get_replica_context()
     if not isinstance(context, TracedReplica):
-        return list(all_reduce(op, values, what, scope))
+        return list(all_reduce(op, values, what, padding))
     values = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
     # The hook of a StrategyTemplate is told what each value is.
     together = [] if tells_what_it_reduces(context.strategy) else _small_ones(values)
@@ -160,9 +159,11 @@ def sum_up(
     kinds = [*(what[place] for place in alone), *(OTHER for _ in flat)]
 
     def hold(of_all: Sequence[Any]) -> list[Any]:
-        return reduce_parts(context.strategy, op, of_all, kinds, scope)
+        return reduce_parts(context.strategy, op, of_all, kinds, padding)
 
-    summed = context.meet(brought, [_mark_of_sum(value) for value in brought], hold)
+    marks = [_mark_of_sum(value) for value in brought]
+    most = [] if padding is None else [padding.most]
+    summed = context.meet([*brought, *most], marks, hold)
     found = dict(zip(alone, summed, strict=False))
     for places, total in zip(together, summed[len(alone) :], strict=True):
         shapes = [values[place].shape for place in places]

@@ -8,7 +8,6 @@ result counts. `tfd.all_rows` gives the rows of all parts.
 from __future__ import annotations
 
 import contextlib
-import functools
 import numbers
 import threading
 import warnings
@@ -21,12 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.collective_sizes import (
-    key_of_size,
-    padded_slices,
-    padded_vector,
-    size_at_least,
-)
+from tfdist_ext.strategies.collective_sizes import Padding, key_of_size
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
@@ -312,13 +306,11 @@ class StepContext:
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
     ) -> list[tf.Tensor]:
         """Dense tensors of one dtype; each has one shape on all workers."""
-        scope = functools.partial(self._keys_of_sizes, 1)
-        (total,) = sum_up([padded_vector(list(values))], what[:1], scope)
-        pieces = tf.split(
-            total[: tf.add_n([tf.size(value) for value in values])],
-            tf.stack([tf.size(value) for value in values]),
-            num=len(values),
-        )
+        sizes = [tf.size(value) for value in values]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        padding = Padding(tf.size(flat, tf.int64), [1], self._keys_of_size)
+        (total,) = sum_up([flat], what[:1], padding)
+        pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
             for piece, value in zip(pieces, values, strict=True)
@@ -327,34 +319,24 @@ class StepContext:
     def _sum_of_slices_by_rows(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[Gradient]:
-        of_row = [self._slices_of_row(slices) for slices in values]
-        most = tf.reduce_max(self._rows_of_replicas())
-        rows = size_at_least(tf.maximum(most, 1))  # a part of 0 rows has read one
-        padded = [padded_slices(s, rows * n) for s, n in zip(values, of_row, strict=True)]
-        return sum_up(padded, what, functools.partial(self._keys_of_sizes, of_row[0]))
+        of_row = list(map(self._slices_of_row, values))
+        # A part of 0 rows has read one.
+        most = tf.maximum(tf.reduce_max(self._rows_of_replicas()), 1)
+        return sum_up(values, what, Padding(most, of_row, self._keys_of_size))
 
     def _sum_of_any_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
     ) -> list[Gradient]:
         counts = tf.stack([tf.size(slices.indices, tf.int64) for slices in values])
         most = tf.unstack(tf.reduce_max(self._of_replicas(counts), axis=0), len(values))
-        scope = functools.partial(self._keys_of_sizes, 1)
         return [  # one by one, as each has a size of its own
-            sum_up([padded_slices(slices, size_at_least(count))], [each], scope)[0]
+            sum_up([slices], [each], Padding(count, [1], self._keys_of_size))[0]
             for slices, count, each in zip(values, most, what, strict=True)
         ]
 
     @contextlib.contextmanager
-    def _keys_of_sizes(self, unit: int, values: Sequence[Any]) -> Iterator[None]:
-        """Scope in which collectives have a key for each of `collective_sizes.SIZES`.
-
-        Args:
-            unit: the first value has one of these sizes, times this.
-            values: what is summed, from all local replicas.
-        """
-        first = tf.distribute.get_strategy().experimental_local_results(values[0])[0]
-        first = first.indices if isinstance(first, tf.IndexedSlices) else first
-        size = tf.size(first, tf.int64) // unit
+    def _keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
+        """Scope in which collectives have the keys of one of `collective_sizes.SIZES`."""
 
         def key(original: Callable[[object], int], launcher: object) -> tf.Tensor:
             return key_of_size(original(launcher), size)
