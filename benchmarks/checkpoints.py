@@ -102,6 +102,7 @@ def main() -> int:
             rows[name].append((still, still / copy, slowed))
             print(f"{number}: {name}: {still:.2f} s, {still / copy:.2f} copies, {slowed:.2f}")
     lines = [
+        "",
         "| checkpoint | fit stands still (s) | beside a plain copy | steps beside no checkpoint |",
         "|---|---|---|---|",
     ]

@@ -1,4 +1,4 @@
-"""Workers sum tensors and slices of tables whose sizes differ from step to step, in one loop."""
+"""Sums over workers of gradients whose size changes from step to step."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class StepContext:
         self._summed: list[tf.Tensor] = []  # other values that are the same on all replicas
         self._place: tuple[tf.Tensor, tf.Tensor] | None = None
         self._counts: tf.Tensor | None = None  # rows of each part
-        self._of_row: dict[int, int] = {}  # id of the indices of slices -> how many for a row
+        self._of_row: dict[str, int] = {}  # name of the indices of slices -> how many for a row
         self.asked_batch_size = False
         self._row_numbers: list[tf.Tensor] = []
         self._is_batch: tf.Tensor | None = None  # of a shape with a number, while it is drawn
@@ -294,13 +294,13 @@ class StepContext:
 
     def _slices_of_row(self, slices: tf.IndexedSlices) -> int:
         """How many slices there are for each row of the part; 0 where that is unknown."""
-        key = id(slices.indices)
-        if key not in self._of_row:
+        name = slices.indices.name
+        if name not in self._of_row:
             # With one number of rows alone, 11 * 12 slices could be so many of each row.
             traces = [self.trace([slices.indices], primes_from=begin) for begin in (0, 2)]
             found = {None if trace is None else trace.entries_of_row() for trace in traces}
-            self._of_row[key] = found.pop() or 0 if len(found) == 1 else 0
-        return self._of_row[key]
+            self._of_row[name] = found.pop() or 0 if len(found) == 1 else 0
+        return self._of_row[name]
 
     def _sum_of_elements(
         self, values: Sequence[tf.Tensor], what: Sequence[Reduced]
