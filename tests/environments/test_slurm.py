@@ -85,11 +85,13 @@ def test_a_time_limit_is_gone_past(
     """It saves before its time is over, is queued again, and ends with the same weights."""
     command = training(tmp_path, 4, 40, 0.25)
     job = submit(slurm, tmp_path, command, "grace = 20", time="'00:01:00'")
+    wait_for(tmp_path, "tfdist: queued again, 1 of 20 times", 120)
+    # Of a minute, a slow machine has nothing left when its tasks have started.
+    slurm("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert slurm.wait_for(job, ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), 250) == "COMPLETED"
     said = output(tmp_path)
-    assert "tfdist: queued again, 1 of 20 times" in said
-    assert "tfdist: SIGUSR1: ending 2 tasks" in said
-    assert said.count("tfdist: SIGUSR1") == said.count("tfdist: queued again")  # by node 0 alone
+    assert said.count("tfdist: SIGUSR1: ending 2 tasks") == 1
+    assert said.count("tfdist: queued again") == 1  # by node 0 alone
     assert f"JobId={job} " in slurm("scontrol", "show", "job", job)
     assert_equal(result_in(tmp_path), undisturbed(4, 40))
     assert not left(tmp_path)
