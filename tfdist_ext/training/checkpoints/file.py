@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,11 @@ def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
     return (rows[start:stop] for start, stop in blocks_of(array.shape, array.dtype.itemsize))
 
 
+# What is written goes to the disk at once, and leaves the memory, which is for the data of the
+# training: memory that nothing has used yet took 2.5 s of a processor for 1 GB, not 0.3 s.
+_SYNC_BYTES = 16 * 2**20
+
+
 class _Sink(io.FileIO):
     """A new file that HDF5 writes to; what fails is raised when it is closed.
 
@@ -212,16 +218,27 @@ class _Sink(io.FileIO):
     def __init__(self, path: Path):
         super().__init__(path, "w+")
         self._error: OSError | None = None
+        self._unsynced = 0
 
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
         size = len(left)
         try:
             while left and self._error is None:
-                left = left[super().write(left) :]
+                wrote = super().write(left[:_SYNC_BYTES])
+                left = left[wrote:]
+                self._unsynced += wrote
+                if self._unsynced >= _SYNC_BYTES:
+                    self._sync()
         except OSError as error:
             self._error = error
         return size
+
+    def _sync(self) -> None:
+        os.fsync(self.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unsynced = 0
 
     def truncate(self, size: int | None = None) -> int:
         try:
