@@ -71,7 +71,7 @@ class Slurm:
     def __call__(self, *words: str, check: bool = True) -> str:
         """What one of its commands prints."""
         done = subprocess.run(
-            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
+            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
         )
         assert not check or not done.returncode, f"{words}: {done.stderr}"
         return done.stdout.strip()

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from training_cases import of_words
 
 import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
@@ -39,14 +40,6 @@ class Average(keras.layers.Layer):
         return x - before
 
 
-class Positions(keras.layers.Layer):
-    def build(self, shape: Any) -> None:
-        self.table = keras.layers.Embedding(4, 4)
-
-    def call(self, x: Any) -> Any:
-        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]))
-
-
 class Normalized(keras.optimizers.Adam):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = [g / (keras.ops.norm(g) + 0.1) for g in grads]
@@ -72,21 +65,13 @@ def of_rows() -> keras.Model:
     return model
 
 
-def of_ids() -> keras.Model:
-    ids = keras.Input([None], dtype="int32")
-    rows = keras.ops.tanh(Positions()(keras.layers.Embedding(9, 4)(ids)))
-    model = keras.Model(ids, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))
-    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=5)
-    return model
-
-
 def trained(strategy: tf.distribute.Strategy, seed: int) -> dict[str, list[Any]]:
     """Losses and weights after training in each way."""
     keras.utils.set_random_seed(seed)
     rows = tfd.distribute(of_rows, strategy)
     losses = rows.fit(Batches(), epochs=3, verbose=0).history["loss"]
     keras.utils.set_random_seed(7)
-    table = tfd.distribute(of_ids, strategy)
+    table = tfd.distribute(of_words, strategy)
     table.fit(IDS, Y[:40], batch_size=BATCH, epochs=2, verbose=0)
     return {
         "loss": losses,

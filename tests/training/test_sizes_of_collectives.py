@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_cases import of_words
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies.collective_sizes import (
@@ -90,23 +91,6 @@ def tables(jit_compile: bool = False) -> keras.Model:
     return model
 
 
-class Positions(keras.layers.Layer):
-    def build(self, shape: Any) -> None:
-        self.table = keras.layers.Embedding(9, 4)
-
-    def call(self, x: Any) -> Any:
-        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]))
-
-
-def sentences() -> keras.Model:
-    """Batches of words have another length in each step, and so have those of positions."""
-    words = keras.Input([None], dtype="int32")
-    rows = keras.ops.tanh(Positions()(keras.layers.Embedding(9, 4)(words)))
-    model = keras.Model(words, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))
-    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=8)
-    return model
-
-
 def of_lengths() -> tf.data.Dataset:
     def batches() -> Iterator[Any]:
         random = np.random.default_rng(1)
@@ -130,7 +114,7 @@ def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -
     builders = {
         "rows": tables,
         "compiled": lambda: tables(jit_compile=True),
-        "lengths": sentences,
+        "lengths": of_words,
         "own": tables,
     }
     for name, build in builders.items():

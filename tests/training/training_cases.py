@@ -57,6 +57,25 @@ def classifier(optimizer: str = "sgd", **compile_settings: Any) -> Callable[[], 
 CLASSIFIER = classifier()  # `distributed_fit` has one model of it for all tests
 
 
+class Positions(keras.layers.Layer):
+    """Adds a row of a table to each place of a sequence."""
+
+    def build(self, shape: Any) -> None:
+        self.table = keras.layers.Embedding(9, 4)
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]))
+
+
+def of_words() -> keras.Model:
+    """Sequences of up to 9 words, of 9 words in all, in; a number out."""
+    words = keras.Input([None], dtype="int32")
+    rows = keras.ops.tanh(Positions()(keras.layers.Embedding(9, 4)(words)))
+    model = keras.Model(words, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=5)
+    return model
+
+
 def batches(rows: int = 64, batch: int = 16) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(batch)
 
