@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -347,6 +348,30 @@ def test_a_full_disk_is_an_error_wherever_it_is_noticed(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert saved.read_bytes() == held
     assert not list(saved.parent.glob(".*"))
+    fill(model, 7)
+    model.restore_checkpoint(saved)
+    np.testing.assert_equal(copies_of(model), good)
+
+
+def test_a_disk_that_fails_while_it_is_written_to(
+    model: tfd.DistributedModel, saved: Path, good: list[np.ndarray], monkeypatch: Any
+) -> None:
+    """What is written goes to the disk in pieces; the disk may refuse any of them."""
+    held, ordinary, calls = saved.read_bytes(), os.fsync, itertools.count(1)
+
+    def failing(descriptor: int) -> None:
+        if next(calls) == 3:
+            raise OSError(5, "Input/output error")
+        ordinary(descriptor)
+
+    monkeypatch.setattr(file, "_SYNC_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match=r"Input/output error: .*unfinished"):
+        model.save_checkpoint(saved)
+    assert next(calls) == 4  # nothing was written after it
+    assert saved.read_bytes() == held
+    model.save_checkpoint(saved)
+    assert next(calls) > 8  # a file that is synced at its end alone has two
     fill(model, 7)
     model.restore_checkpoint(saved)
     np.testing.assert_equal(copies_of(model), good)
