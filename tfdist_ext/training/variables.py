@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,29 +62,55 @@ __all__ = [
 class LocalCopies(keras.StatelessScope):
     """Scope in which each Keras variable is a plain tf.Variable, read and assigned at once.
 
+    The number of the step and the learning rate of an optimizer are read once in each graph until
+    they are assigned. Keras reads them for each variable; TensorFlow computes what follows from one
+    read, as the corrections of Adam, once for all variables.
+
     Args:
         copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
+        optimizers: whose updates are in the scope.
     """
 
-    def __init__(self, copy_of: Callable[[keras.Variable], tf.Variable]):
+    def __init__(
+        self,
+        copy_of: Callable[[keras.Variable], tf.Variable],
+        optimizers: Iterable[keras.optimizers.Optimizer],
+    ):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._used: dict[int, keras.Variable] = {}
+        # Variable -> graph -> its value there: one of an inner graph is none outside of it.
+        self._read_once: dict[int, dict[tf.Graph, tf.Tensor]] = {
+            id(variable): {}
+            for optimizer in optimizers
+            for variable in kp.step_variables(optimizer)
+            if variable is not None
+        }
 
     @property
     def used(self) -> list[keras.Variable]:
         """The Keras variables that were read or assigned."""
         return list(self._used.values())
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Variable:
-        self._used[id(variable)] = variable
-        copy, piece = self._copy_of(variable), piece_number.get()
-        return copy if piece is None or not is_partitioned(copy) else copy.variables[piece]
+    def get_current_value(self, variable: keras.Variable) -> tf.Variable | tf.Tensor:
+        values = self._read_once.get(id(variable))
+        if values is None:
+            return self._copy(variable)
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in values:
+            values[graph] = self._copy(variable).read_value()
+        return values[graph]
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
-        copy = self.get_current_value(variable)
+        copy = self._copy(variable)
         copy.assign(tf.cast(value, copy.dtype))
+        self._read_once.get(id(variable), {}).clear()
+
+    def _copy(self, variable: keras.Variable) -> tf.Variable:
+        self._used[id(variable)] = variable
+        copy, piece = self._copy_of(variable), piece_number.get()
+        return copy if piece is None or not is_partitioned(copy) else copy.variables[piece]
 
 
 class UpdatesVariables(ABC):

@@ -217,7 +217,7 @@ def _with_sums(
             owned = [variables[i] for i in apart]
             summed = _on_owners(parts, values[0], owned, strategy)
             summed += [strategy.experimental_local_results(each)[0] for each in values[1]]
-            copies = LocalCopies(lambda variable: owner_copy(variable, strategy))
+            copies = LocalCopies(lambda variable: owner_copy(variable, strategy), optimizers)
             updates = UpdatesInPlace(optimizer)
             with (
                 running_step(None),
@@ -237,7 +237,7 @@ def _with_sums(
     what = [reduced_for("gradient", variables[i]) for i in apart]
     summed = here.synchronize(lambda gradients: here.all_reduce(gradients, what), weighted)
     number = copy_number()
-    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number))
+    copies = LocalCopies(lambda variable: local_copy(variable, strategy, number), optimizers)
     with running_step(None), default_strategy_scope(optimizers), copies:
         return apply_to([*summed, *(grads[i] for i in equal)])
 
