@@ -1,4 +1,4 @@
-"""Sums over workers of gradients whose size changes from step to step."""
+"""Workers sum gradients whose shapes change from step to step."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class LocalCopies(keras.StatelessScope):
 
     Args:
         copy_of: Keras variable -> the plain variable to use for it, which may be in pieces.
-        optimizers: whose updates are in the scope.
+        optimizers: those that update variables in this scope.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class LocalCopies(keras.StatelessScope):
         super().__init__(initialize_variables=False)
         self._copy_of = copy_of
         self._used: dict[int, keras.Variable] = {}
-        # Variable -> graph -> its value there: one of an inner graph is none outside of it.
+        # id of a variable -> graph -> its value. A cond or a loop has a graph of its own, whose
+        # tensors cannot be used outside of it.
         self._read_once: dict[int, dict[tf.Graph, tf.Tensor]] = {
             id(variable): {}
             for optimizer in optimizers
