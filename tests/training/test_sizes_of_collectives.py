@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.python.ops import collective_ops
 from training_cases import of_words
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies.collective_sizes import (
     SIZES,
+    from_vectors,
+    in_one_vector,
     key_of_size,
     padded,
     size_at_least,
@@ -54,6 +58,35 @@ def test_padding_is_zeros_of_an_index_that_is_there(count: int) -> None:
 
 def test_a_vector_is_padded() -> None:
     np.testing.assert_array_equal(padded(tf.ones(9), tf.constant(10, tf.int64)), [1] * 9 + [0])
+
+
+INDICES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(INDICES, st.sampled_from([(), (3,), (2, 2)])), min_size=1, max_size=3))
+def test_slices_travel_in_one_vector(dtype: str, tables: list[tuple[list[int], Any]]) -> None:
+    """To the bit: an index may look like any number, a NaN or one that is flushed to zero."""
+
+    def of_replica(number: int) -> list[tf.IndexedSlices]:
+        found = []
+        for place, (indices, inner) in enumerate(tables):
+            kind = tf.int32 if place % 2 else tf.int64
+            values = tf.cast(tf.random.stateless_normal([len(indices), *inner], [number, 0]), dtype)
+            mine = tf.constant([index ^ number for index in indices], kind)
+            found.append(tf.IndexedSlices(values, mine, [9, *inner]))
+        return found
+
+    parts = [of_replica(number) for number in range(3)]
+    vectors = [padded(in_one_vector(part), tf.constant(99, tf.int64)) for part in parts]
+    for found, *of_table in zip(
+        from_vectors(tf.concat(vectors, 0), 3, parts[1]), *parts, strict=True
+    ):
+        assert found.indices.dtype == of_table[0].indices.dtype
+        for name in ("values", "indices"):
+            wanted = tf.concat([getattr(slices, name) for slices in of_table], 0)
+            np.testing.assert_array_equal(getattr(found, name), wanted)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +167,12 @@ def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -
     return found
 
 
-def as_worker() -> dict[str, Any]:
+def as_worker() -> tuple[int, dict[str, Any]]:
+    """(collectives that gather, in a step with two tables; the weights)."""
     strategy = tfd.create_strategy()
+    gather = collective_ops.all_gather_v2
+    with mock.patch.object(collective_ops, "all_gather_v2", wraps=gather) as gathers:
+        tfd.distribute(tables, strategy).fit(X, Y, batch_size=BATCH, verbose=0)
 
     def after_hours() -> None:
         """TensorFlow has given 65,536 keys, less some that the next fits get."""
@@ -144,11 +181,12 @@ def as_worker() -> dict[str, Any]:
         for _ in range(2**16 - 80):
             keys.get_instance_key(group, launcher._device)
 
-    return trained(strategy, after_hours)
+    return gathers.call_count, trained(strategy, after_hours)
 
 
 def test_workers_train_as_one_device() -> None:
-    workers = list(run_tasks(as_worker, {"worker": 2}, 120).values())
+    gathers, workers = zip(*run_tasks(as_worker, {"worker": 2}, 120).values(), strict=True)
+    assert gathers == (1, 1)
     expected = trained(tfd.create_strategy("default"))
     assert len(workers) == 2
     for name, weights in expected.items():

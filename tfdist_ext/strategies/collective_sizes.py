@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["SIZES", "Padding", "key_of_size", "padded", "size_at_least"]
+__all__ = [
+    "SIZES",
+    "Padding",
+    "from_vectors",
+    "in_one_vector",
+    "key_of_size",
+    "padded",
+    "size_at_least",
+]
 
 # 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
 SIZES = tuple(sorted({factor << octave for factor in range(1, 8) for octave in range(29)}))
@@ -45,17 +53,18 @@ def _number(size: tf.Tensor) -> tf.Tensor:
 
 
 class Padding(NamedTuple):
-    """How values are padded, where all replicas meet to sum them.
+    """How a vector is sent whose size may be another one in the next step.
+
+    It has as many elements as on the other replicas.
 
     Attributes:
-        most: the largest size that the values have on any replica, in units; an int64 scalar.
-        units: for each value, how many elements or slices a unit is.
         keys: makes a scope in which collectives have the keys of a size.
+        gathers: in that scope `tf.IndexedSlices` are not reduced: their values are put one after
+            another, which needs one collective, not three.
     """
 
-    most: tf.Tensor
-    units: Sequence[int]
     keys: Callable[[tf.Tensor], AbstractContextManager[None]]
+    gathers: bool = False
 
 
 def padded(value: tf.Tensor | tf.IndexedSlices, length: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
@@ -71,3 +80,41 @@ def padded(value: tf.Tensor | tf.IndexedSlices, length: tf.Tensor) -> tf.Tensor 
         tf.concat([value.indices, tf.fill([more], index)], 0),
         value.dense_shape,
     )
+
+
+def in_one_vector(gradients: Sequence[tf.IndexedSlices]) -> tf.Tensor:
+    """The values and the indices of gradients of one dtype, in a vector of that dtype.
+
+    An index is 64 bits, which are nobody's number on the way.
+    """
+    pieces = []
+    for slices in gradients:
+        words = tf.bitcast(tf.cast(slices.indices, tf.int64), slices.dtype)
+        pieces += [tf.reshape(slices.values, [-1]), tf.reshape(words, [-1])]
+    return tf.concat(pieces, 0)
+
+
+def from_vectors(
+    gathered: tf.Tensor, replicas: int, gradients: Sequence[tf.IndexedSlices]
+) -> list[tf.IndexedSlices]:
+    """The slices of all replicas for each gradient, those of the first replica first.
+
+    Args:
+        gathered: the vectors of all replicas, each of them padded.
+        gradients: this replica's, as `in_one_vector` got them; the others have as many slices.
+    """
+    vectors = tf.reshape(gathered, [replicas, -1])
+    words = max(1, tf.int64.size // vectors.dtype.size)  # of an index
+    sizes = []
+    for slices in gradients:
+        sizes += [tf.size(slices.values), tf.size(slices.indices) * words]
+    rest = tf.shape(vectors)[1] - tf.add_n(sizes)
+    pieces = tf.split(vectors, tf.stack([*sizes, rest]), axis=1, num=len(sizes) + 1)
+    found = []
+    for slices, values, indices in zip(gradients, pieces[::2], pieces[1::2], strict=False):
+        shape = tf.concat([[replicas * tf.size(slices.indices)], tf.shape(slices.values)[1:]], 0)
+        values = tf.ensure_shape(tf.reshape(values, shape), [None, *slices.values.shape[1:]])
+        indices = tf.bitcast(tf.reshape(indices, [-1, words] if words > 1 else [-1]), tf.int64)
+        indices = tf.cast(indices, slices.indices.dtype)
+        found.append(tf.IndexedSlices(values, indices, slices.dense_shape))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,17 +59,23 @@ def all_reduce(
     """`ReplicaContext.all_reduce` of a list, which tells a StrategyTemplate what the values are.
 
     It has no gradient.
+
+    Args:
+        padding: of a single vector.
     """
     context = tf.distribute.get_replica_context()
     if reduce := _tf_private.all_reduce_in_replica(context.strategy.extended):
         options = tf.distribute.experimental.CommunicationOptions()
-        return list(reduce(op, list(values), options))
+        if padding is None:
+            return list(reduce(op, list(values), options))
+        size = size_at_least(tf.size(values[0], tf.int64))
+        with padding.keys(size):
+            return [_vector(reduce(op, [_sent(values[0], size, padding)], options)[0])]
 
     def of_all(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
         return reduce_parts(strategy, op, parts, what, padding)
 
-    most = () if padding is None else (padding.most,)
-    return list(context.merge_call(of_all, args=(*values, *most)))
+    return list(context.merge_call(of_all, args=tuple(values)))
 
 
 def reduce_parts(
@@ -82,24 +88,35 @@ def reduce_parts(
     """Values per replica, each reduced to where it came from; in cross-replica context.
 
     Args:
-        parts: with a padding, its `most` is the last one.
+        padding: of a single vector.
     """
     if padding is None:
         return batch_reduce_to(strategy, op, _to_their_places(parts), what)
-    *parts, most = parts
-    size = size_at_least(strategy.experimental_local_results(most)[0])
-
-    def fitted(part: Any, unit: int) -> Any:
-        mine = strategy.experimental_local_results(part)
-        made = []
-        for value in mine:
-            with tf.device(value.device):
-                made.append(padded(value, size * unit))
-        return made[0] if mine[0] is part else _tf_private.per_replica(made)
-
-    parts = [fitted(part, unit) for part, unit in zip(parts, padding.units, strict=True)]
+    vectors = strategy.experimental_local_results(parts[0])
+    size = size_at_least(tf.size(vectors[0], tf.int64))
+    sent = _on_each(lambda vector: _sent(vector, size, padding), vectors)
     with padding.keys(size):
-        return batch_reduce_to(strategy, op, _to_their_places(parts), what)
+        (reduced,) = batch_reduce_to(strategy, op, _to_their_places([sent]), what)
+    return [_on_each(_vector, strategy.experimental_local_results(reduced))]
+
+
+def _sent(vector: tf.Tensor, size: tf.Tensor, padding: Padding) -> _tf_private.Value:
+    """What is reduced: a padded vector, or, to be gathered, slices whose values it is."""
+    vector = padded(vector, size)
+    return tf.IndexedSlices(vector, tf.zeros([1], tf.int64)) if padding.gathers else vector
+
+
+def _vector(reduced: _tf_private.Value) -> tf.Tensor:
+    return reduced.values if isinstance(reduced, tf.IndexedSlices) else reduced
+
+
+def _on_each(function: Callable[[Any], tf.Tensor], values: Sequence[Any]) -> Any:
+    """Values of this worker's replicas, each made where its own is."""
+    made = []
+    for value in values:
+        with tf.device(_vector(value).device):
+            made.append(function(value))
+    return made[0] if len(made) == 1 else _tf_private.per_replica(made)
 
 
 def _to_their_places(parts: Sequence[Any]) -> list[tuple[Any, Any]]:

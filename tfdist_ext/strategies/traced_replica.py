@@ -143,7 +143,7 @@ def sum_up(
 
     Args:
         what: what each value is, for a StrategyTemplate.
-        padding: of values that may have other sizes in another step.
+        padding: of a single vector, which may have another size in another step.
     """
 
     op = tf.distribute.ReduceOp.SUM
@@ -161,9 +161,11 @@ def sum_up(
     def hold(of_all: Sequence[Any]) -> list[Any]:
         return reduce_parts(context.strategy, op, of_all, kinds, padding)
 
-    marks = [_mark_of_sum(value) for value in brought]
-    most = [] if padding is None else [padding.most]
-    summed = context.meet([*brought, *most], marks, hold)
+    if padding is None:
+        marks = [_mark_of_sum(value) for value in brought]
+    else:
+        marks = [_mark(value, [None]) for value in brought]
+    summed = context.meet(brought, marks, hold)
     found = dict(zip(alone, summed, strict=False))
     for places, total in zip(together, summed[len(alone) :], strict=True):
         shapes = [values[place].shape for place in places]

@@ -328,6 +328,12 @@ REPLACED = (
         "all turns of a loop in the graph have one key for a collective: what is gathered may have"
         " several sizes",
     ),
+    Replaced(
+        "reduce_slices",
+        "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce_indexed_slices",
+        "workers know that they have equally many slices: one collective gathers those of all"
+        " tables, instead of three for each",
+    ),
 )
 
 

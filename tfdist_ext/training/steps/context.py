@@ -20,11 +20,17 @@ import tensorflow as tf
 
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.strategies.collective_sizes import Padding, key_of_size
+from tfdist_ext.strategies.collective_sizes import (
+    Padding,
+    from_vectors,
+    in_one_vector,
+    key_of_size,
+    padded,
+)
 from tfdist_ext.strategies.reductions import OTHER, STATISTIC, Kind, Reduced
 from tfdist_ext.strategies.traced_replica import copy_number, replica_number, sum_up
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training._tf_private import is_recording
+from tfdist_ext.training._tf_private import gathered_values, is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
@@ -279,18 +285,19 @@ class StepContext:
         return summed
 
     def _kind_of_sum(self, value: Gradient) -> tuple[str, str]:
-        """(what the size follows from, what else is alike) of what is summed together.
+        """(how it is summed, what else is alike) of what is summed together.
 
-        "fixed": the same in all steps, or not between workers; "rows": of slices, those of the
-        batch; see `collective_sizes` for "any", and for "elements" of dense tensors.
+        "fixed": the size is the same in all steps, or nothing is summed between workers; see
+        `collective_sizes` for "slices", and for "elements" of dense tensors.
         """
         slices = isinstance(value, tf.IndexedSlices)
-        shape = value.indices.shape if slices else value.shape
-        if not self.between_workers or self._graph is None or shape.is_fully_defined():
-            return "fixed", "slices" if slices else f"shape {shape.is_fully_defined()}"
-        if not slices:
+        between_workers = self.between_workers and self._graph is not None
+        if slices and between_workers:
+            return "slices", value.dtype.name
+        known = slices or value.shape.is_fully_defined()
+        if between_workers and not known:
             return "elements", value.dtype.name
-        return "rows" if self._slices_of_row(value) else "any", "slices"
+        return "fixed", "slices" if slices else f"shape {known}"
 
     def _slices_of_row(self, slices: tf.IndexedSlices) -> int:
         """How many slices there are for each row of the part; 0 where that is unknown."""
@@ -308,40 +315,44 @@ class StepContext:
         """Dense tensors of one dtype; each has one shape on all workers."""
         sizes = [tf.size(value) for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        padding = Padding(tf.size(flat, tf.int64), [1], self._keys_of_size)
-        (total,) = sum_up([flat], what[:1], padding)
+        (total,) = sum_up([flat], what[:1], Padding(self._keys_of_size))
         pieces = tf.split(total[: tf.size(flat)], tf.stack(sizes), num=len(values))
         return [
             tf.ensure_shape(tf.reshape(piece, tf.shape(value)), value.shape)
             for piece, value in zip(pieces, values, strict=True)
         ]
 
-    def _sum_of_slices_by_rows(
+    def _sum_of_slices(
         self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
-    ) -> list[Gradient]:
-        of_row = list(map(self._slices_of_row, values))
-        # A part of 0 rows has read one.
-        most = tf.maximum(tf.reduce_max(self._rows_of_replicas()), 1)
-        return sum_up(values, what, Padding(most, of_row, self._keys_of_size))
+    ) -> list[tf.IndexedSlices]:
+        """Slices of one dtype: those of all replicas, of all tables in one collective."""
+        most = self._most_slices(values)
+        alike = [padded(slices, number) for slices, number in zip(values, most, strict=True)]
+        padding = Padding(self._keys_of_size, gathers=True)
+        (gathered,) = sum_up([in_one_vector(alike)], what[:1], padding)
+        return from_vectors(gathered, self.replicas, alike)
 
-    def _sum_of_any_slices(
-        self, values: Sequence[tf.IndexedSlices], what: Sequence[Reduced]
-    ) -> list[Gradient]:
-        counts = tf.stack([tf.size(slices.indices, tf.int64) for slices in values])
-        most = tf.unstack(tf.reduce_max(self._of_replicas(counts), axis=0), len(values))
-        return [  # one by one, as each has a size of its own
-            sum_up([slices], [each], Padding(count, [1], self._keys_of_size))[0]
-            for slices, count, each in zip(values, most, what, strict=True)
-        ]
+    def _most_slices(self, values: Sequence[tf.IndexedSlices]) -> list[tf.Tensor]:
+        """The most slices that any replica has of each (int64)."""
+        of_row = list(map(self._slices_of_row, values))
+        most: dict[int, tf.Tensor] = {}
+        if any(of_row):  # a part of 0 rows has read one
+            rows = tf.maximum(tf.reduce_max(self._rows_of_replicas()), 1)
+            most = {place: rows * number for place, number in enumerate(of_row) if number}
+        if others := [place for place, number in enumerate(of_row) if not number]:
+            counts = tf.stack([tf.size(values[place].indices, tf.int64) for place in others])
+            of_all = tf.reduce_max(self._of_replicas(counts), axis=0)
+            most |= dict(zip(others, tf.unstack(of_all, len(others)), strict=True))
+        return [most[place] for place in range(len(values))]
 
     @contextlib.contextmanager
     def _keys_of_size(self, size: tf.Tensor) -> Iterator[None]:
         """Scope in which collectives have the keys of one of `collective_sizes.SIZES`."""
 
-        def key(original: Callable[[object], int], launcher: object) -> tf.Tensor:
+        def key(original: Callable[..., int], launcher: object) -> tf.Tensor:
             return key_of_size(original(launcher), size)
 
-        with substitutes({"collective_key": key}, self.called):
+        with substitutes({"collective_key": key, "reduce_slices": gathered_values}, self.called):
             yield
         if "collective_key" not in self.called:
             raise not_called("collective_key")
@@ -619,8 +630,7 @@ def _sizes(value: Any) -> list[int | None]:
 _SUMS: dict[str, Callable[..., Sequence[Gradient]]] = {
     "fixed": lambda here, values, what: sum_up(values, what),
     "elements": StepContext._sum_of_elements,
-    "rows": StepContext._sum_of_slices_by_rows,
-    "any": StepContext._sum_of_any_slices,
+    "slices": StepContext._sum_of_slices,
 }
 
 
