@@ -22,8 +22,9 @@ from report import closing_line, put_into
 PROGRAM = Path(__file__).resolve().parent / "programs" / "two_workers.py"
 MARKERS = ("<!-- two_workers begin -->", "<!-- two_workers end -->")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
+TABLES = "26 tables of 1,000 x 16"
 # model, rows of a global batch, steps of a short and of a long training
-SETTINGS = [(MLP, 64, 256, 1024), (TRANSFORMER, 32, 32, 128)]
+SETTINGS = [(MLP, 64, 256, 1024), (TRANSFORMER, 32, 32, 128), (TABLES, 128, 32, 128)]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The models of first_step.py and short_fits.py, and a batch of data for each."""
+"""The models of first_step.py, short_fits.py and two_workers.py, and a batch of data for each."""
 
 import keras
 import numpy as np
@@ -34,11 +34,21 @@ def embedding():
     return keras.Model(ids, layers.Dense(10)(layers.Dense(64, activation="relu")(x)))
 
 
+def recommender():
+    layers = keras.layers
+    ids = keras.Input((TABLES,), dtype="int32")
+    rows = [layers.Embedding(1000, 16)(ids[:, table]) for table in range(TABLES)]
+    hidden = layers.Dense(64, activation="relu")(layers.Concatenate()(rows))
+    return keras.Model(ids, layers.Dense(10)(hidden))
+
+
+TABLES = 26
 MODELS = {
     "MLP 64-256-10": mlp,
     "4-layer transformer, d=128": transformer,
     "ResNet50": resnet,
     "Embedding of 100,000 x 32": embedding,
+    "26 tables of 1,000 x 16": recommender,
 }
 
 
@@ -58,4 +68,5 @@ def batch(name, rows):
         return random.random((rows, 32, 32, 3), "float32"), labels
     if name == "Embedding of 100,000 x 32":
         return random.integers(0, 100_000, (rows, 4)).astype("int32"), labels
-    return random.integers(0, 1000, (rows, 32)).astype("int32"), labels
+    width = TABLES if name.startswith("26 tables") else 32
+    return random.integers(0, 1000, (rows, width)).astype("int32"), labels
