@@ -1,11 +1,16 @@
 """Short trainings on two workers: fit beside a loop by hand, in turn in the same processes.
 
     .venv/bin/python benchmarks/two_workers.py [--rounds 21] [--markdown docs/performance.md]
+    .venv/bin/python benchmarks/two_workers.py --apart --rounds 3 --markdown docs/performance.md
 
-What differs from process to process on a busy machine is more than what is to be measured; so both
-train in one pair of processes, and change places each round. Compared are medians over the rounds,
-with the smallest and the largest; the ratio is the median of those of the rounds. "Steps alone" is
-what the long training takes longer than the short one, without what begins and ends them.
+With --apart each has a pair of processes of its own, a new one each round, as a user would start
+them: fit under what create_strategy makes, the loop under TensorFlow's own strategy. Without it
+both train in one pair, and change places each round: what differs from process to process on a
+busy machine is more than what the code of one and of the other differs by.
+
+Compared are medians over the rounds, with the smallest and the largest; the ratio is the median of
+those of the rounds. "Steps alone" is what the long training takes longer than the short one,
+without what begins and ends them.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from report import closing_line, put_into
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "two_workers.py"
 MARKERS = ("<!-- two_workers begin -->", "<!-- two_workers end -->")
+MARKERS_APART = ("<!-- two_workers_apart begin -->", "<!-- two_workers_apart end -->")
+CONTESTANTS = ("fit", "by hand")
 MLP, TRANSFORMER = "MLP 64-256-10", "4-layer transformer, d=128"
 TABLES = "26 tables of 1,000 x 16"
 # model, rows of a global batch, steps of a short and of a long training
@@ -31,11 +38,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--markdown", type=Path, help="also write the table into this page")
+    parser.add_argument("--apart", action="store_true", help="a pair of processes for each")
     arguments = parser.parse_args()
+    measured = measure_apart if arguments.apart else measure
     lines = ["", "| 2 workers | fit, steps/s | by hand, steps/s | of by hand |"]
     lines.append("|---|---|---|---|")
     for model, rows, short, long in SETTINGS:
-        rounds = measure(model, rows, arguments.rounds, short, long)
+        rounds = measured(model, rows, arguments.rounds, short, long)
         for steps in (short, long):
             speeds = [{w: steps / t for w, t in each[str(steps)].items()} for each in rounds]
             lines.append(line_of(f"{model}, {steps:,} steps", speeds))
@@ -48,7 +57,7 @@ def main() -> int:
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(text)
     if arguments.markdown:
-        put_into(arguments.markdown, MARKERS, text)
+        put_into(arguments.markdown, MARKERS_APART if arguments.apart else MARKERS, text)
     return 0
 
 
@@ -56,7 +65,7 @@ def line_of(title: str, rounds: list[dict[str, float]]) -> str:
     """A line of the table, of the steps/s of each contestant in each round."""
     ratio = statistics.median(each["fit"] / each["by hand"] for each in rounds)
     cells = []
-    for what in ("fit", "by hand"):
+    for what in CONTESTANTS:
         speeds = [each[what] for each in rounds]
         spread = f"({min(speeds):.0f} to {max(speeds):.0f})"
         cells.append(f"{statistics.median(speeds):.1f} {spread}")
@@ -64,15 +73,29 @@ def line_of(title: str, rounds: list[dict[str, float]]) -> str:
 
 
 def measure(
-    model: str, rows: int, rounds: int, short: int, long: int
+    model: str, rows: int, rounds: int, short: int, long: int, *contestants: str
 ) -> list[dict[str, dict[str, float]]]:
     """For each round and number of steps, the seconds of each contestant in the first worker."""
-    command = [sys.executable, str(PROGRAM), model, *map(str, (rows, rounds, short, long))]
+    which = ",".join(contestants or CONTESTANTS)
+    command = [sys.executable, str(PROGRAM), model, which, *map(str, (rows, rounds, short, long))]
     status, outputs = outputs_of_tasks(command, workers=2)
     if status:
         raise SystemExit(f"{' '.join(command)} failed: status {status}")
     (line,) = (line for line in outputs["worker-0"].splitlines() if line.startswith("[{"))
     found: list[dict[str, dict[str, float]]] = json.loads(line)
+    return found
+
+
+def measure_apart(
+    model: str, rows: int, rounds: int, short: int, long: int
+) -> list[dict[str, dict[str, float]]]:
+    """The same, each contestant in processes of its own."""
+    found = []
+    for number in range(rounds):
+        order = CONTESTANTS if number % 2 else CONTESTANTS[::-1]
+        alone = [measure(model, rows, 1, short, long, each)[0] for each in order]
+        both = {steps: {**alone[0][steps], **alone[1][steps]} for steps in map(str, (short, long))}
+        found.append(both)
     return found
 
 

@@ -1,7 +1,8 @@
 """Trainings by fit and by a loop by hand, in turn in the same worker; seconds of each, by round.
 
-Arguments: the name of a model, rows of a global batch, rounds, steps of a short and of a long
-training. The result is a line of JSON: a list of rounds, each {steps: {contestant: seconds}}.
+Arguments: the name of a model, the contestants with commas between them ("fit,by hand"), rows of a
+global batch, rounds, steps of a short and of a long training. The result is a line of JSON: a list
+of rounds, each {steps: {contestant: seconds}}.
 """
 
 import json
@@ -13,10 +14,13 @@ import hand_loop
 
 import tfdist_ext as tfd
 
-name = sys.argv[1]
-rows, rounds, *lengths = map(int, sys.argv[2:])
+name, contestants = sys.argv[1], sys.argv[2].split(",")
+rows, rounds, *lengths = map(int, sys.argv[3:])
 data = {steps: first_models.batch(name, rows * steps) for steps in lengths}
-strategy = hand_loop.strategy_of("multi_worker_mirrored", 2)
+if contestants == ["fit"]:
+    strategy = tfd.create_strategy()
+else:
+    strategy = hand_loop.strategy_of("multi_worker_mirrored", 2)
 
 
 def compiled():
@@ -25,12 +29,12 @@ def compiled():
     return model
 
 
-run = hand_loop.hand_loop(strategy, compiled, *data[lengths[-1]], rows)
-model = tfd.distribute(compiled, strategy)
-trainings = {
-    "fit": lambda steps: model.fit(*data[steps], batch_size=rows, verbose=0),
-    "by hand": run,
-}
+trainings = {}
+if "by hand" in contestants:
+    trainings["by hand"] = hand_loop.hand_loop(strategy, compiled, *data[lengths[-1]], rows)
+if "fit" in contestants:
+    model = tfd.distribute(compiled, strategy)
+    trainings["fit"] = lambda steps: model.fit(*data[steps], batch_size=rows, verbose=0)
 
 
 def seconds(what, steps):

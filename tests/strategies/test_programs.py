@@ -17,6 +17,7 @@ from warm_programs import Program, run_program
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
 from tfdist_ext.launch import reserve_ports
+from tfdist_ext.strategies.devices import cores_of_each
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -226,3 +227,17 @@ def _limited() -> int:
 
 def test_workers_that_come_in_time_do_not_notice_the_limit() -> None:
     assert run_tasks(_limited, 2) == {"worker:0": 2, "worker:1": 2}
+
+
+def _threads() -> int:
+    tfd.create_strategy()
+    return tf.config.threading.get_intra_op_parallelism_threads()
+
+
+def test_workers_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    share = cores_of_each(2, cores=cores, usable=usable) or 0  # 0: TensorFlow decides
+    assert set(run_tasks(_threads, 2).values()) == {share}
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "2")
+    assert set(run_tasks(_threads, 2).values()) == {0}

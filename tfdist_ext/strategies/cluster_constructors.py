@@ -11,7 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.devices import share_cores
 from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
@@ -28,7 +30,10 @@ _CONNECT = 60.0
 def multi_worker_mirrored(
     *, cluster: Cluster = None, communication: Any = "auto", wait: float | None = None
 ) -> tf.distribute.Strategy:
-    """A copy on each worker of the cluster; blocks until all are there, for `wait` seconds."""
+    """A copy on each worker of the cluster; blocks until all are there, for `wait` seconds.
+
+    Workers on one machine share its cores.
+    """
     implementation = _implementation(communication)
     if cluster is None:
         raise StrategyError(
@@ -54,6 +59,8 @@ def multi_worker_mirrored(
             " SimpleClusterResolver(spec, task_type='worker', task_id=0)."
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    here = identity(described.address)[0]
+    share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
     with _sigterm_kept():
         return _made(
             described,
