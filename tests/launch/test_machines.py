@@ -176,7 +176,9 @@ def test_a_program_that_is_missing_on_one_machine_is_named_on_all(nodes: Nodes) 
 
 
 def test_all_machines_start_again(nodes: Nodes) -> None:
-    script = 'echo $n "$TF_CONFIG"; [ $n = 1 ] && exit 0; [ $me = 1 ] && kill -9 $$; sleep 30'
+    # It dies when the other one has long printed its line, too.
+    script = """echo $n "$TF_CONFIG"; [ $n = 1 ] && exit 0
+    [ $me = 1 ] && sleep 1 && kill -9 $$; sleep 30"""
     agents = nodes.start(script, "--max-restarts", "2")
     assert [agent.ended() for agent in agents] == [0, 0]
     for me, agent in enumerate(agents):
