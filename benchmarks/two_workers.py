@@ -43,7 +43,7 @@ def main() -> int:
     measured = measure_apart if arguments.apart else measure
     lines = ["", "| 2 workers | fit, steps/s | by hand, steps/s | of by hand |"]
     lines.append("|---|---|---|---|")
-    # With many tables what the processes are does not matter.
+    # By hand, many tables take 20 s to trace in each new pair of processes.
     for model, rows, short, long in SETTINGS[:2] if arguments.apart else SETTINGS:
         rounds = measured(model, rows, arguments.rounds, short, long)
         for steps in (short, long):

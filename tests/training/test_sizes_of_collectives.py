@@ -1,4 +1,4 @@
-"""Workers sum gradients whose shapes change from step to step."""
+"""Two workers sum gradients whose shapes differ from one step to the next."""
 
 from __future__ import annotations
 

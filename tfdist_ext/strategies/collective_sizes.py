@@ -5,7 +5,9 @@ have one shape. So each size needs a key of its own. TensorFlow keeps what it kn
 long as the process lives, and asks the first worker about each new one: keys must be few. Values
 are padded to one of `SIZES`, of which there are four in an octave.
 
-Padding changes no result: slices of zeros, of an index that the gradient has already.
+Sparse gradients (`tf.IndexedSlices`) of one dtype are put into one vector, so that one collective
+gathers all of them. Padding changes no result: slices of zeros, of an index that the gradient has
+already.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ def _number(size: tf.Tensor) -> tf.Tensor:
 
 
 class Padding(NamedTuple):
-    """How a vector is sent whose size may be another one in the next step.
+    """How to sum or gather a vector whose length may differ from one step to the next.
 
-    It has as many elements as on the other replicas.
+    In one step it is equally long on all replicas.
 
     Attributes:
         keys: makes a scope in which collectives have the keys of a size.
@@ -85,7 +87,7 @@ def padded(value: tf.Tensor | tf.IndexedSlices, length: tf.Tensor) -> tf.Tensor 
 def in_one_vector(gradients: Sequence[tf.IndexedSlices]) -> tf.Tensor:
     """The values and the indices of gradients of one dtype, in a vector of that dtype.
 
-    An index is 64 bits, which are nobody's number on the way.
+    An index becomes one or more elements with its 64 bits, which no one may compute with.
     """
     pieces = []
     for slices in gradients:

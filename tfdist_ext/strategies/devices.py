@@ -1,4 +1,4 @@
-"""Devices by name or by number, checked against those that TensorFlow sees."""
+"""What this process computes on: devices by name or number, and its share of the cores."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def reduce_parts(
 
 
 def _sent(vector: tf.Tensor, size: tf.Tensor, padding: Padding) -> _tf_private.Value:
-    """What is reduced: a padded vector, or, to be gathered, slices whose values it is."""
+    """The padded vector; where it is to be gathered, as the values of a `tf.IndexedSlices`."""
     vector = padded(vector, size)
     return tf.IndexedSlices(vector, tf.zeros([1], tf.int64)) if padding.gathers else vector
 
