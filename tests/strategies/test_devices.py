@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tfdist_ext import StrategyError
 from tfdist_ext.strategies.devices import (
-    cores_of_each,
     how_many,
     make_logical_cpus,
     normal_name,
@@ -40,22 +39,6 @@ def test_every_spelling_is_one_device(prefix: str, kind: str, index: int) -> Non
 def test_what_is_no_name_of_a_device_here(name: Any) -> None:
     with pytest.raises(StrategyError, match=r"must be names .* of devices of this process"):
         normal_name(name)
-
-
-@pytest.mark.parametrize(
-    ("processes", "cores", "usable", "share"),
-    [
-        (1, 8, 8, None),
-        (2, 8, 8, 4),
-        (3, 8, 8, 2),
-        (16, 8, 8, 1),
-        (2, 8, 4, None),  # bound to its share, by `tfdist run --process-per-device` or Slurm
-    ],
-)
-def test_processes_of_a_machine_share_its_cores(
-    processes: int, cores: int, usable: int, share: int | None
-) -> None:
-    assert cores_of_each(processes, cores=cores, usable=usable) == share
 
 
 def test_the_devices_seen() -> None:

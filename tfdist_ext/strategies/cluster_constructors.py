@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.strategies.devices import share_cores
+from tfdist_ext.strategies.cores import share_cores
 from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of

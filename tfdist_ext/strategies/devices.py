@@ -1,9 +1,7 @@
-"""What this process computes on: devices by name or number, and its share of the cores."""
+"""Devices of this process: by name or by number, checked against those that TensorFlow sees."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Sequence
 from numbers import Integral
@@ -14,13 +12,11 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 
 __all__ = [
-    "cores_of_each",
     "how_many",
     "make_logical_cpus",
     "normal_name",
     "pick_devices",
     "seen_devices",
-    "share_cores",
 ]
 
 _NAME = re.compile(
@@ -73,34 +69,6 @@ def make_logical_cpus(count: int | None) -> None:
                 f" has started with {there}: make the strategy, or call"
                 " tfdist_ext.testing.logical_cpus, before the first TensorFlow operation."
             ) from None
-
-
-def cores_of_each(processes: int, *, cores: int, usable: int) -> int | None:
-    """How many cores each of equal processes of one machine computes on; None: it may use all.
-
-    Args:
-        processes: on this machine.
-        cores: that the machine has.
-        usable: that this process may run on. Fewer than all are its share already.
-    """
-    return max(1, cores // processes) if processes > 1 and usable == cores else None
-
-
-def share_cores(processes: int) -> None:
-    """Let an operation use this process's share of the cores, not all, unless the user has set it.
-
-    TensorFlow splits each large operation over as many threads as there are cores. Where several
-    processes do so on the same cores, they wait for each other's threads in each operation.
-    """
-    cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    share = cores_of_each(processes, cores=cores, usable=usable)
-    threads = tf.config.threading
-    if share is None or "TF_NUM_INTRAOP_THREADS" in os.environ:
-        return
-    if not threads.get_intra_op_parallelism_threads():
-        with contextlib.suppress(RuntimeError):  # TensorFlow has started
-            threads.set_intra_op_parallelism_threads(share)
 
 
 def how_many(devices: object) -> int | None:

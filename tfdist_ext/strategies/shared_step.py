@@ -9,6 +9,7 @@ between them, where replicas meet, the sums are in the graph around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -116,13 +117,19 @@ class SharedStep:
         if jit_compile and not self._variables_are_near():
             jit_compile = False
             self.not_compiled = ["replicas use a variable that is on another device"]
-        for stage in stages:
-            why = self._why_no_xla(stage) if jit_compile else None
-            by_xla = jit_compile and why is None
-            function = _StageFunction(stage, graph, definition, self._sources, devices[0], by_xla)
+        reasons = [self._why_no_xla(stage) if jit_compile else None for stage in stages]
+        by_xla = [jit_compile and why is None for why in reasons]
+
+        def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
+            return _optimized(stage, graph, definition, devices[0], compiled)
+
+        with ThreadPoolExecutor() as pool:  # TensorFlow optimizes without Python's lock
+            graphs = list(pool.map(optimized, stages, by_xla))
+        for stage, own, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
+            function = _StageFunction(stage, own, graph, self._sources, compiled)
             self._functions.append(function)
             if function.computes:
-                self.compiled += by_xla
+                self.compiled += compiled
                 self.not_compiled += [] if why is None else [why]
         self._packed: list[tf.Tensor] = []
         if not self._assigned_around():
@@ -231,27 +238,24 @@ class _StageFunction:
     """A stage of a step as a function that replicas call.
 
     Args:
+        nodes: of the stage, optimized.
         graph: of the trace.
-        definition: of the graph.
         sources: what the trace has captured, by the name that it has there.
-        device: of the replica on whose variables it was traced.
         jit_compile: XLA compiles it.
     """
 
     def __init__(
         self,
         stage: Stage,
+        nodes: tf.compat.v1.GraphDef,
         graph: tf.Graph,
-        definition: tf.compat.v1.GraphDef,
         sources: Tensors,
-        device: str,
         jit_compile: bool,
     ):
         self._outputs = stage.outputs
         self._like = [graph.get_tensor_by_name(name) for name in stage.outputs]
         self._taken = [name for name in stage.inputs if name not in sources]
         self._function = None
-        nodes = _optimized(stage, graph, definition, device, jit_compile)
         if not nodes.node:
             return
         used = {tensor_name(name) for node in nodes.node for name in node.input}
