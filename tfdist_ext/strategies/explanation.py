@@ -122,6 +122,7 @@ def explain(strategy: tf.distribute.Strategy | Explains) -> Explanation:
         )
     made = _choice_of(strategy)
     task = _task(strategy, made.cluster)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()  # 0: as many as cores
     rows = [
         ("strategy", [f"{made.name} ({type(strategy).__name__})"]),
         ("because", [made.because]),
@@ -129,6 +130,7 @@ def explain(strategy: tf.distribute.Strategy | Explains) -> Explanation:
         ("task", [task]),
         ("replicas", [_replicas(strategy)]),
         ("devices", [", ".join(_devices(strategy, made.cluster))]),
+        ("threads", [f"at most {threads} in an operation on a CPU"] if threads else []),
         ("steps", steps),
         ("passed over", made.passed_over),
     ]
