@@ -27,8 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # them come folders of quick tests, which also get TensorFlow's files from the disk for all others.
 QUICK = ("cluster", "launch", "data", "strategies")
 LONG = (
-    "test_parameter_server.py",
     "test_docs.py",
+    "test_parameter_server.py",
+    "test_preemption.py",
+    "test_one_trace.py",
+    "test_stalls.py",
     "test_exactness.py",
     "test_workers.py",
     "test_exact_steps.py",
@@ -42,6 +45,7 @@ LONG = (
     "test_sample_project.py",
     "test_new_strategy.py",
     "test_configs.py",
+    "test_keras_hub.py",
     "test_memory_of_servers.py",
     "test_roles_of_tasks.py",
     "test_example_image_classifier.py",

@@ -36,6 +36,7 @@ FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
 PYTHON_BY = {
     "docs/cluster.md": "tests/cluster/test_cluster_page.py",
     "docs/launching.md": "tests/launch/test_launching_docs.py",
+    "docs/notebooks.md": "tests/environments/test_notebook.py",
     "docs/ray.md": "tests/environments/test_ray.py",
     "docs/strategies.md": "tests/strategies/test_strategies_page.py",
     "docs/testing.md": "tests/testing/test_sample_project.py",
