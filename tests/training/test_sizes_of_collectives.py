@@ -1,4 +1,4 @@
-"""Two workers sum gradients whose shapes differ from one step to the next."""
+"""Two workers sum gradients whose shapes change between steps."""
 
 from __future__ import annotations
 

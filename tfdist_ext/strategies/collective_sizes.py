@@ -55,9 +55,9 @@ def _number(size: tf.Tensor) -> tf.Tensor:
 
 
 class Padding(NamedTuple):
-    """How to sum or gather a vector whose length may differ from one step to the next.
+    """How to sum or gather a vector whose length may change between steps.
 
-    In one step it is equally long on all replicas.
+    Within a step it has the same length on all replicas.
 
     Attributes:
         keys: makes a scope in which collectives have the keys of a size.

@@ -1,4 +1,4 @@
-"""Devices of this process: by name or by number, checked against those that TensorFlow sees."""
+"""Devices by name or by number, checked against those that TensorFlow sees."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 
-__all__ = [
-    "how_many",
-    "make_logical_cpus",
-    "normal_name",
-    "pick_devices",
-    "seen_devices",
-]
+__all__ = ["how_many", "make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
 
 _NAME = re.compile(
     r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"

@@ -123,10 +123,10 @@ class SharedStep:
         def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
             return _optimized(stage, graph, definition, devices[0], compiled)
 
-        with ThreadPoolExecutor() as pool:  # TensorFlow optimizes without Python's lock
+        with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             graphs = list(pool.map(optimized, stages, by_xla))
-        for stage, own, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
-            function = _StageFunction(stage, own, graph, self._sources, compiled)
+        for stage, stage_nodes, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
+            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled)
             self._functions.append(function)
             if function.computes:
                 self.compiled += compiled
