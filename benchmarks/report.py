@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["closing_line", "measured_in_turn", "put_into", "python_line", "table"]
 
 
-def measured_in_turn(program: Path, *arguments: int) -> list[dict[str, float]]:
+def measured_in_turn(program: Path, *arguments: int | str) -> list[dict[str, float]]:
     """What a program whose contestants take turns prints: a figure of each, for each round."""
     command = [sys.executable, str(program), *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

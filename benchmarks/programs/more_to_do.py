@@ -1,6 +1,8 @@
-"""Trainings of one model with more to do in a step, and without, in turn; ms a step of each.
+"""Trainings of a model with more to do in a step, and without, in turn; ms a step of each.
 
-Arguments: replicas, rows of a global batch, steps of a training, and trainings of each.
+Arguments: the model's name, replicas (0: by Keras's own fit), rows of a global batch, steps of a
+training, and how often each takes its turn. It gets a new model then: of one step, two traces
+differ in speed by some percent.
 """
 
 import json
@@ -12,8 +14,9 @@ import keras
 
 import tfdist_ext as tfd
 
-replicas, rows, steps, trainings = map(int, sys.argv[1:])
-NAME = "MLP 64-256-10"
+NAME = sys.argv[1]
+replicas, rows, steps, rounds = map(int, sys.argv[2:])
+AT_ONCE = {} if replicas else {"steps_per_execution": 64}
 x, y = first_models.batch(NAME, rows * steps)
 MORE = {
     "plain": {},
@@ -37,28 +40,24 @@ class StepsOfTraining(keras.callbacks.Callback):
         self.seconds = (self.ended or time.perf_counter()) - self.begun
 
 
-def trainer(strategy, what):
+def ms_a_step(what):
     def compiled():
         model = first_models.compiled(NAME)
         metrics = ["accuracy"]
         if what == "three metrics more":
             metrics += [keras.metrics.SparseTopKCategoricalAccuracy(k=k) for k in (2, 3, 5)]
-        model.compile(model.optimizer, model.loss, metrics=metrics)
+        model.compile(model.optimizer, model.loss, metrics=metrics, **AT_ONCE)
         return model
 
-    model = tfd.distribute(compiled, strategy)
+    model = tfd.distribute(compiled, strategy) if replicas else compiled()
 
-    def train():
-        watch = StepsOfTraining()
+    watch = StepsOfTraining()
+    for _ in range(3):  # the last one counts
         model.fit(x, y, batch_size=rows, verbose=0, callbacks=[watch], **MORE[what])
-        return 1e3 * watch.seconds / steps
-
-    return train
+    return 1e3 * watch.seconds / steps
 
 
 options = {"logical_cpus": replicas} if replicas > 1 else {}
 strategy = tfd.create_strategy("mirrored" if replicas > 1 else "one_device", **options)
-train = {what: trainer(strategy, what) for what in MORE}
-for each in train.values():
-    each(), each()
-print(json.dumps([{what: each() for what, each in train.items()} for _ in range(trainings)]))
+ms_a_step("plain")  # the first fit of a process
+print(json.dumps([{what: ms_a_step(what) for what in MORE} for _ in range(rounds)]))

@@ -270,7 +270,8 @@ def test_a_model_that_is_built_by_its_data(rules: Any) -> None:
 
     def unbuilt() -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.layers.Dense(4, name="dense"), keras.layers.Dense(1)])
+        hidden, output = keras.layers.Dense(4, name="dense"), keras.layers.Dense(1, name="output")
+        model = keras.Sequential([hidden, output])
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 

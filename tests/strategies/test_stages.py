@@ -30,7 +30,8 @@ _STEP = [
 
 
 def test_a_step_with_one_meeting() -> None:
-    first, second = cut(_STEP, [MeetingPoint(["gradient:0"], ["sum"])], {"x", "w"}, ["loss:0"])
+    meeting = MeetingPoint(["gradient:0"], ["sum"])
+    first, second = cut(_STEP, [meeting], {"x", "w"}, ["loss:0"], {"update"})
     assert first == Stage(("forward", "loss", "gradient"), ("x:0", "w:0"), ("gradient:0", "loss:0"))
     assert second == Stage(("update",), ("w:0", "sum:0"), ())
 
@@ -72,6 +73,24 @@ def test_what_was_made_later_and_is_needed_earlier_moves() -> None:
     first, second = cut(nodes, [MeetingPoint(["loop:0"], ["sum"])], {"x"}, ["gradient:0"])
     assert first.nodes == ("loop", "size", "list")
     assert second.nodes == ("gradient",)
+
+
+def test_what_a_step_returns_is_computed_as_soon_as_it_can_be() -> None:
+    """Metrics, after the update: one value goes out, not all that it was computed from."""
+    nodes = [
+        *_STEP,
+        _Node("one", "Const"),
+        _Node("metric", input=["forward", "one"]),
+        _Node("all", "Pack", ["metric", "loss"]),
+        _Node("of weights", input=["sum", "metric"]),
+        _Node("result", input=["all"]),
+        _Node("note", input=["forward"]),
+    ]
+    meeting, wanted = MeetingPoint(["gradient:0"], ["sum"]), ["all:0", "of weights:0"]
+    first, second = cut(nodes, [meeting], {"x", "w"}, wanted, {"update", "note"})
+    assert first.nodes == ("forward", "loss", "gradient", "one", "metric", "all")
+    assert second.nodes == ("update", "of weights", "note")  # nobody needs the result
+    assert first.outputs == ("metric:0", "forward:0", "gradient:0", "all:0")
 
 
 def test_what_is_needed_before_the_meeting_that_gives_it() -> None:

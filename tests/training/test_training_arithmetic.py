@@ -213,17 +213,21 @@ def test_only_the_chief_writes_and_prints() -> None:
         st.tuples(
             st.sampled_from([(), (3,), (1,), (2, 2), (5000,)]),
             st.sampled_from(["float32", "int32", "bool"]),
+            st.sampled_from(["sum", "mean"]),
         ),
         max_size=8,
     )
 )
 @settings(deadline=None)
-def test_states_of_metrics_are_stacked_and_come_back(kinds: list[tuple[Any, str]]) -> None:
-    values = [np.full(shape, i % 2).astype(dtype) for i, (shape, dtype) in enumerate(kinds)]
-    variables = [keras.Variable(value, dtype=value.dtype.name) for value in values]
+def test_states_of_metrics_are_stacked_and_come_back(kinds: list[tuple[Any, str, str]]) -> None:
+    values = [np.full(shape, i % 2).astype(dtype) for i, (shape, dtype, _) in enumerate(kinds)]
+    variables = [
+        keras.Variable(value, dtype=value.dtype.name, aggregation=aggregation)
+        for value, (*_, aggregation) in zip(values, kinds, strict=True)
+    ]
     stacked = StackedStates(variables)
     few = stacked.stack([tf.constant(value) for value in values])
-    large = sum(shape == (5000,) for shape, _ in kinds)  # copying one takes longer than sending it
+    large = sum(shape == (5000,) for shape, *_ in kinds)  # copying one takes longer than sending it
     assert len(few) == len({kind for kind in kinds if kind[0] != (5000,)}) + large
     for back, value in zip(stacked.unstack(few), values, strict=True):
         assert back.dtype == value.dtype

@@ -108,7 +108,8 @@ class SharedStep:
             for meeting in self._replica.meetings
         ]
         outside = {tensor.op.name for tensor in graph.inputs}
-        stages = cut(definition.node, points, outside, self._returned)
+        ordered = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
+        stages = cut(definition.node, points, outside, self._returned, ordered - outside)
         self._handles = _handles([*self._read_copies(), *copies()])
         self._check_known()
         self._check_devices()

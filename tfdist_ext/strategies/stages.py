@@ -3,6 +3,9 @@
 A step that sums over replicas in its middle cannot be one function for each replica. It is cut
 into stages. The nodes of a stage were made after one meeting and before the next; replicas run a
 stage each by itself, then meet, and run the next one with what they have agreed on.
+
+What a step returns is computed as soon as it can be: metrics are updated after the weights, from
+what was there before the sum of the gradients, and would be passed on through the meeting.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ def cut(
     nodes: Sequence[Node],
     meetings: Sequence[MeetingPoint],
     given: Set[str],
-    wanted: Iterable[str],
+    wanted: Sequence[str],
+    ordered: Set[str] = frozenset(),
 ) -> list[Stage]:
     """The stages of a step: one more than meetings.
 
@@ -71,21 +75,29 @@ def cut(
         meetings: in order.
         given: names of nodes whose outputs come from outside of the step.
         wanted: the tensors that the step returns, as "name:number".
+        ordered: names of nodes that do more than compute; they stay where they were made.
 
     Raises:
         ValueError: a node that is needed before a meeting depends on its results.
     """
     results = {name: number for number, each in enumerate(meetings) for name in each.results}
+    by_name = {node.name: node for node in nodes}
+    brought = [tensor for each in meetings for tensor in each.brought]
+    needed = _with_inputs(by_name, [*map(_node_of, [*wanted, *brought]), *ordered, *results])
     stage_of: dict[str, int] = {}
     current = 0
     for node in nodes:
         if node.name in results:
             current = results[node.name] + 1
-        elif node.name not in given:
+        elif node.name in needed and node.name not in given:
             stage_of[node.name] = current
-    by_name = {node.name: node for node in nodes}
     for node in reversed(nodes):  # made later, and needed earlier
         _needed_by(stage_of, by_name, node.name)
+    earliest = _earliest(nodes, stage_of, results, ordered)
+    for name in map(_node_of, wanted):
+        if name in stage_of:
+            stage_of[name] = min(stage_of[name], earliest[name])
+            _needed_by(stage_of, by_name, name)
     inputs: list[dict[str, None]] = [{} for _ in range(len(meetings) + 1)]
     outputs: list[dict[str, None]] = [{} for _ in inputs]
 
@@ -119,6 +131,36 @@ def cut(
         Stage(mine, tuple(taken), tuple(given_on))
         for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
     ]
+
+
+def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:
+    """Nodes, and all that they depend on."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += [_node_of(each.removeprefix("^")) for each in by_name[name].input]
+    return found
+
+
+def _earliest(
+    nodes: Sequence[Node],
+    stage_of: Mapping[str, int],
+    results: Mapping[str, int],
+    ordered: Set[str],
+) -> dict[str, int]:
+    """The first stage in which what a node takes is there, for each node."""
+    earliest = {name: number + 1 for name, number in results.items()}
+    for node in nodes:
+        if node.name in ordered:
+            earliest[node.name] = stage_of[node.name]
+        elif node.name in stage_of:
+            taken = {_node_of(name.removeprefix("^")) for name in node.input}
+            # What was made later stays where it is, and what is given is always there.
+            needs = (earliest.get(name, stage_of.get(name, 0)) for name in taken)
+            earliest[node.name] = max(needs, default=0)
+    return earliest
 
 
 def source_of(tensor: str, nodes: Mapping[str, Node]) -> str:

@@ -186,17 +186,19 @@ class ReplicaScope(keras.StatelessScope):
                 self._reads[id(raw)] = ShardedRead(raw)
         return self._reads[id(raw)]
 
-    def outcome(self, here: StepContext | None) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """The result of a replica's step: (the metrics' states, the values that it wrote).
+    def states(self) -> list[tf.Tensor]:
+        """The state of each metric variable on this replica."""
+        return [self.get_current_value(variable) for variable in self._metrics.values()]
+
+    def written(self, here: StepContext | None) -> dict[str, tf.Tensor]:
+        """What the replica has written to the watched variables.
 
         To be called in the replica's context, after the scope.
 
         Returns:
-            The state of each metric variable on this replica; and by the number of a watched
-            variable, as a string, its new value, equal on all replicas, for `assign_written`,
-            where the replica has not assigned it itself.
+            By the number of a variable, as a string, its new value, equal on all replicas, for
+            `assign_written`, where the replica has not assigned it itself.
         """
-        states = [self.get_current_value(variable) for variable in self._metrics.values()]
         written = {
             self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
             for key, variable in self._own.written.items()
@@ -205,20 +207,13 @@ class ReplicaScope(keras.StatelessScope):
             if key in self.state_mapping:
                 written[number] = self.state_mapping[key]
         if here is not None:
-            # A row that is another's must not be added twice.
-            states = [
-                here.where_nonempty(after, self.without_rows[key])
-                if variable.aggregation == "sum"
-                else after
-                for after, (key, variable) in zip(states, self._metrics.items(), strict=True)
-            ]
             written = here.mean(written, dict(enumerate(self._others)))
         for number in list(written) if self._own.assigned_by_replicas() else ():
             variable = self._others[number]
             if not self._own.is_apart(variable):
                 copy = self._own.of(variable)
                 copy.assign(tf.cast(written.pop(number), copy.dtype), read_value=False)
-        return states, {str(number): value for number, value in written.items()}
+        return {str(number): value for number, value in written.items()}
 
     def _in_inner_graph(self) -> bool:
         return current_graph() is not self._graph
@@ -340,7 +335,7 @@ def assign_written(
 
     Args:
         watched: as given to the ReplicaScope.
-        written: from `ReplicaScope.outcome`, as `strategy.run` returned it.
+        written: from `ReplicaScope.written`, as `strategy.run` returned it.
     """
     variables = [watched[int(number)] for number in written]
     # The value is equal on all replicas, so any of them will do.

@@ -356,9 +356,10 @@ class SynchronousProgram(ProgramBase):
         self._knows_batch_size |= here is not None and here.asked_batch_size
         scope.forget_losses(self._model)
         self._updated |= scope.updated
-        new, written = scope.outcome(here)
+        new = self._stacked.after_step(scope, here)
+        written = scope.written(here)
         notes = () if timer is None else timer.notes(new)
-        return self._stacked.stack(new), written, outputs, notes
+        return new, written, outputs, notes
 
     def _carried(self, returned: Any, scope: ReplicaScope, here: StepContext | None) -> Outputs:
         """A replica's contribution to the values from which the logs are computed in the end."""
@@ -476,6 +477,7 @@ class Predictor:
         self._rows = rows_of_shared(reduction.strategy, reduction.local_replicas)
         # Layers may write while they predict: masked kernels, counters, metrics of their own.
         self._metrics, self._watched = metrics_and_others(model)
+        self._stacked = StackedStates(self._metrics)
         self._weight_shapes = frozenset(tuple(variable.shape) for variable in self._watched)
         self._own = LocalVariables(reduction.strategy, reduction.local_replicas)
         self._updated: set[int] = set()  # ids of metric variables that the step writes
@@ -535,11 +537,11 @@ class Predictor:
     def _outputs_of_batch(self, batch: Parts, needs_row_count: bool) -> Structure:
         on = self._reduction
         rows_of_all = on.rows_of_all(batch)[0] if needs_row_count else None
-        states = on.split_states(self._metrics)
+        states = [self._stacked.stack(each) for each in on.split_states(self._metrics)]
         with functions_in_place(step_targets()):
             each = self._replicas(batch, states, rows_of_all)
         assign_written(self._strategy, self._watched, each[0][2])
-        self._assign_metrics([new for _, new, _ in each])
+        self._assign_metrics([self._stacked.unstack(new) for _, new, _ in each])
         return keras.tree.map_structure(self._whole, *(outputs for outputs, *_ in each))
 
     def _assign_metrics(self, states: States) -> None:
@@ -555,7 +557,12 @@ class Predictor:
     def _of_one_part(
         self, part: Part, states: list[tf.Tensor], rows_of_all: tf.Tensor | None = None
     ) -> tuple[Structure, list[tf.Tensor], dict[str, tf.Tensor]]:
-        """(outputs, metrics' states, values written) of one replica, in its context."""
+        """(outputs, metrics' states, values written) of one replica, in its context.
+
+        Args:
+            states: of the metrics on this replica, stacked.
+        """
+        states = self._stacked.unstack(states)
         here = None
         if tf.distribute.has_strategy():
             here = _context(
@@ -574,7 +581,7 @@ class Predictor:
         scope.forget_losses(self._model)
         self._updated |= scope.updated
         outputs = keras.tree.map_structure(lambda value: _if_any(part[0], value), outputs)
-        return outputs, *scope.outcome(here)
+        return outputs, self._stacked.after_step(scope, here), scope.written(here)
 
     def _whole(self, *parts: tf.Tensor) -> tf.Tensor:
         """The rows of all replicas, from those of this worker's."""

@@ -23,7 +23,8 @@ from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.steps.scope import _addable, contribution
+from tfdist_ext.training.steps.context import StepContext
+from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
 
 __all__ = ["ReplicaSteps", "StackedStates", "States", "SynchronousReduction", "trace_for_each"]
 
@@ -265,7 +266,7 @@ class SynchronousReduction:
 
 
 class StackedStates:
-    """The states of metrics as few tensors: those of one shape and dtype in one.
+    """The states of metrics as few tensors: those of one shape, dtype and aggregation in one.
 
     A loop in the graph passes each tensor on by itself, and sends it from device to device.
     """
@@ -275,9 +276,25 @@ class StackedStates:
         for place, variable in enumerate(variables):
             shape = tuple(variable.shape)
             small = None not in shape and math.prod(shape) <= _SMALL
-            kind = (shape, variable.dtype) if small else place
+            kind = (shape, variable.dtype, variable.aggregation) if small else place
             by_kind.setdefault(kind, []).append(place)
         self._kinds = list(by_kind.values())
+        self._is_sum = [variables[places[0]].aggregation == "sum" for places in self._kinds]
+
+    def after_step(self, scope: ReplicaScope, here: StepContext | None) -> list[tf.Tensor]:
+        """Stack the states with which a replica's step ends.
+
+        Of a sum they are what it began with where the replica has no rows: the one that it computes
+        with then is another's, and must not be added twice.
+        """
+        stacked = self.stack(scope.states())
+        if here is None:
+            return stacked
+        before = self.stack(list(scope.without_rows.values()))
+        return [
+            here.where_nonempty(after, otherwise) if is_sum else after
+            for after, otherwise, is_sum in zip(stacked, before, self._is_sum, strict=True)
+        ]
 
     def stack(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The state of each variable, as few tensors."""
