@@ -1,8 +1,8 @@
 """Trainings of a model with more to do in a step, and without, in turn; ms a step of each.
 
 Arguments: the model's name, replicas (0: by Keras's own fit), rows of a global batch, steps of a
-training, and how often each takes its turn. It gets a new model then: of one step, two traces
-differ in speed by some percent.
+training, and rounds. Each training has a new model: two traces of one step differ in speed by some
+percent.
 """
 
 import json
@@ -16,7 +16,7 @@ import tfdist_ext as tfd
 
 NAME = sys.argv[1]
 replicas, rows, steps, rounds = map(int, sys.argv[2:])
-AT_ONCE = {} if replicas else {"steps_per_execution": 64}
+KERAS_OPTIONS = {} if replicas else {"steps_per_execution": 64}
 x, y = first_models.batch(NAME, rows * steps)
 MORE = {
     "plain": {},
@@ -46,7 +46,7 @@ def ms_a_step(what):
         metrics = ["accuracy"]
         if what == "three metrics more":
             metrics += [keras.metrics.SparseTopKCategoricalAccuracy(k=k) for k in (2, 3, 5)]
-        model.compile(model.optimizer, model.loss, metrics=metrics, **AT_ONCE)
+        model.compile(model.optimizer, model.loss, metrics=metrics, **KERAS_OPTIONS)
         return model
 
     model = tfd.distribute(compiled, strategy) if replicas else compiled()

@@ -1,4 +1,4 @@
-"""Two workers sum gradients whose shapes change between steps."""
+"""Two workers sum gradients of varying shape."""
 
 from __future__ import annotations
 

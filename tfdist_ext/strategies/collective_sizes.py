@@ -55,7 +55,7 @@ def _number(size: tf.Tensor) -> tf.Tensor:
 
 
 class Padding(NamedTuple):
-    """How to sum or gather a vector whose length may change between steps.
+    """How to sum or gather a vector of varying length.
 
     Within a step it has the same length on all replicas.
 

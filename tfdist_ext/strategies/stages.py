@@ -4,8 +4,8 @@ A step that sums over replicas in its middle cannot be one function for each rep
 into stages. The nodes of a stage were made after one meeting and before the next; replicas run a
 stage each by itself, then meet, and run the next one with what they have agreed on.
 
-What a step returns is computed as soon as it can be: metrics are updated after the weights, from
-what was there before the sum of the gradients, and would be passed on through the meeting.
+What a step returns is computed as soon as it can be. Keras updates metrics after the weights, from
+what was there before the gradients were summed: all of that would be passed on through the meeting.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:
     while todo:
         if (name := todo.pop()) not in found:
             found.add(name)
-            todo += [_node_of(each.removeprefix("^")) for each in by_name[name].input]
+            todo += _needs(by_name[name])
     return found
 
 
@@ -156,10 +156,9 @@ def _earliest(
         if node.name in ordered:
             earliest[node.name] = stage_of[node.name]
         elif node.name in stage_of:
-            taken = {_node_of(name.removeprefix("^")) for name in node.input}
             # What was made later stays where it is, and what is given is always there.
-            needs = (earliest.get(name, stage_of.get(name, 0)) for name in taken)
-            earliest[node.name] = max(needs, default=0)
+            stages = (earliest.get(name, stage_of.get(name, 0)) for name in _needs(node))
+            earliest[node.name] = max(stages, default=0)
     return earliest
 
 
@@ -194,8 +193,7 @@ def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str)
         stage = stage_of.get(name)
         if stage is None:
             continue
-        for each in by_name[name].input:
-            source = _node_of(tensor_name(each.removeprefix("^")))
+        for source in _needs(by_name[name]):
             if stage_of.get(source, -1) > stage:
                 stage_of[source] = stage
                 todo.append(source)
@@ -204,6 +202,11 @@ def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str)
 def tensor_name(name: str) -> str:
     """An input of a node as "name:number"; what it waits for has a name of its own."""
     return name if ":" in name else f"{name}:0"
+
+
+def _needs(node: Node) -> list[str]:
+    """Names of the nodes that a node takes tensors of, or waits for."""
+    return [_node_of(name.removeprefix("^")) for name in node.input]
 
 
 def _node_of(tensor: str) -> str:
