@@ -22,6 +22,9 @@ TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
 BIN = Path(sys.executable).parent  # of the Python that pages call python
 TFDIST = str(BIN / "tfdist")
 PATH = f"{BIN}:{os.environ['PATH']}"
+# Jobs of tests start a TensorFlow for each task: it has no libraries that it only would import.
+LEFT_OUT = str(ROOT / "tests" / "left_out")
+os.environ["PYTHONPATH"] = LEFT_OUT
 
 
 @dataclass

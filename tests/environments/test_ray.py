@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Process, Result, Starter, assert_equal, result_in, training
+from conftest import LEFT_OUT, ROOT, Process, Result, Starter, assert_equal, result_in, training
 from pages import blocks_of
 
 WHY_NOT = (
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 on_ray = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 EPOCHS, STEPS = 3, 30
 ENV = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-EXAMPLES = str(ROOT / "docs" / "examples")
+EXAMPLES = f"{ROOT / 'docs' / 'examples'}:{LEFT_OUT}"
 
 
 def is_there(pid: int) -> bool:
@@ -88,7 +88,7 @@ def test_ray_reports_the_worker_that_is_the_cause(start: Starter, tmp_path: Path
     """One that raises, one that gets SIGTERM, and one that returns while another needs it."""
     programs = ROOT / "tests" / "programs"
     words = (str(programs / "ray_failures.py"), str(tmp_path), "raises", "terminated", "leaves")
-    wait_for_end(start(sys.executable, *words, **ENV, PYTHONPATH=str(programs)))
+    wait_for_end(start(sys.executable, *words, **ENV, PYTHONPATH=f"{programs}:{LEFT_OUT}"))
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert errors["raises"] == {"1": "ValueError('no such file: data.tfrecord')"}
     # Ray lists those that fail before it asks: the other one may have noticed, too, and says who.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ssh_machines
-from conftest import TFDIST, Result, Starter, assert_equal, result_in, training
+from conftest import LEFT_OUT, TFDIST, Result, Starter, assert_equal, result_in, training
 from ssh_machines import Machines
 
 pytestmark = [
@@ -39,7 +39,7 @@ def hosts_file(folder: Path, machines: Machines) -> str:
     listed = ", ".join(f'"{address}"' for address in machines.addresses)
     path.write_text(
         f'hosts = [{listed}]\ndirectory = "{folder}"\ntfdist = "{TFDIST}"\n'
-        f'env = {{ MARK = "{folder}", TF_CPP_MIN_LOG_LEVEL = "3" }}\n'
+        f'env = {{ MARK = "{folder}", PYTHONPATH = "{LEFT_OUT}", TF_CPP_MIN_LOG_LEVEL = "3" }}\n'
     )
     return str(path)
 

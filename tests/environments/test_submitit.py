@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import slurm_cluster
-from conftest import ROOT, Starter
+from conftest import LEFT_OUT, ROOT, Starter
 from slurm_cluster import Slurm
 
 pytest.importorskip("submitit", reason="pip install submitit")
@@ -46,7 +46,7 @@ def alone(folder: Path, epochs: int) -> dict[str, Any]:
     folder.mkdir()
     subprocess.run(
         [sys.executable, "-c", code, str(folder), str(epochs)],
-        env={**os.environ, "PYTHONPATH": EXAMPLES},
+        env={**os.environ, "PYTHONPATH": f"{EXAMPLES}:{LEFT_OUT}"},
         check=True,
         capture_output=True,
         timeout=100,
@@ -74,7 +74,7 @@ def test_submitit(slurm: Slurm, start: Starter, tmp_path: Path, preempted: bool)
     if preempted:
         words = ["-c", SLOWLY, str(tmp_path), "3", "0.2"]
     # More tasks than this machine may have cores.
-    env = {**slurm.env, "PYTHONPATH": EXAMPLES, "SBATCH_OVERCOMMIT": "1"}
+    env = {**slurm.env, "PYTHONPATH": f"{EXAMPLES}:{LEFT_OUT}", "SBATCH_OVERCOMMIT": "1"}
     submitter = start(sys.executable, *words, **env)
     submitter.wait_for("job ")
     job = submitter.output.split("job ")[1].split()[0]

@@ -94,6 +94,7 @@ class ReplicaScope(keras.StatelessScope):
             self.state_mapping[key] = self.versions.add(variable, self.state_mapping[key])
         self.without_rows = dict(self.state_mapping)  # what the states are if this part is empty
         self.resetting = False
+        self.has_reset = False  # in this step
         self.results: list[tf.Tensor] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
         self._own = own or LocalVariables(tf.distribute.get_strategy(), 1)
@@ -116,6 +117,7 @@ class ReplicaScope(keras.StatelessScope):
                 raise metric_in_inner_graph(variable)
             self.updated.add(key)
             if self.resetting:
+                self.has_reset = True
                 value = self.without_rows[key] = _on_first_replica(variable, value)
             super().add_update((variable, self.versions.add(variable, value)))
             return

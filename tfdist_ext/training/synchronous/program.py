@@ -322,7 +322,7 @@ class SynchronousProgram(ProgramBase):
             states: of the metrics on this replica, stacked.
             rows_of_all: of the global batch, where the part itself does not know.
         """
-        states = self._stacked.unstack(states)
+        before = self._stacked.unstack(states)
         here = None
         timer = self.timer.replica_timer()
         if tf.distribute.has_strategy() or timer is not None:
@@ -342,7 +342,7 @@ class SynchronousProgram(ProgramBase):
         with (
             running_step(here),
             _recording(here, self._model),
-            ReplicaScope(zip(self._metrics, states, strict=True), self._others, self._own) as scope,
+            ReplicaScope(zip(self._metrics, before, strict=True), self._others, self._own) as scope,
         ):
             returned = self._step(part[-1])
             outputs = self._carried(returned, scope, here) if self._own_outputs else {}
@@ -356,7 +356,7 @@ class SynchronousProgram(ProgramBase):
         self._knows_batch_size |= here is not None and here.asked_batch_size
         scope.forget_losses(self._model)
         self._updated |= scope.updated
-        new = self._stacked.after_step(scope, here)
+        new = self._stacked.after_step(scope, here, states)
         written = scope.written(here)
         notes = () if timer is None else timer.notes(new)
         return new, written, outputs, notes
@@ -562,7 +562,7 @@ class Predictor:
         Args:
             states: of the metrics on this replica, stacked.
         """
-        states = self._stacked.unstack(states)
+        before = self._stacked.unstack(states)
         here = None
         if tf.distribute.has_strategy():
             here = _context(
@@ -572,7 +572,7 @@ class Predictor:
             running_step(here),
             _recording(here, self._model),
             ReplicaScope(
-                zip(self._metrics, states, strict=True), self._watched, self._own
+                zip(self._metrics, before, strict=True), self._watched, self._own
             ) as scope,
         ):
             outputs = self._step(part[-1])
@@ -581,7 +581,7 @@ class Predictor:
         scope.forget_losses(self._model)
         self._updated |= scope.updated
         outputs = keras.tree.map_structure(lambda value: _if_any(part[0], value), outputs)
-        return outputs, self._stacked.after_step(scope, here), scope.written(here)
+        return outputs, self._stacked.after_step(scope, here, states), scope.written(here)
 
     def _whole(self, *parts: tf.Tensor) -> tf.Tensor:
         """The rows of all replicas, from those of this worker's."""

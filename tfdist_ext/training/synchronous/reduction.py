@@ -281,16 +281,21 @@ class StackedStates:
         self._kinds = list(by_kind.values())
         self._is_sum = [variables[places[0]].aggregation == "sum" for places in self._kinds]
 
-    def after_step(self, scope: ReplicaScope, here: StepContext | None) -> list[tf.Tensor]:
+    def after_step(
+        self, scope: ReplicaScope, here: StepContext | None, begun: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Stack the states with which a replica's step ends.
 
         Of a sum they are what it began with where the replica has no rows: the one that it computes
         with then is another's, and must not be added twice.
+
+        Args:
+            begun: the states with which the step began, stacked.
         """
         stacked = self.stack(scope.states())
         if here is None:
             return stacked
-        before = self.stack(list(scope.without_rows.values()))
+        before = self.stack(list(scope.without_rows.values())) if scope.has_reset else begun
         return [
             here.where_nonempty(after, otherwise) if is_sum else after
             for after, otherwise, is_sum in zip(stacked, before, self._is_sum, strict=True)
