@@ -16,15 +16,14 @@ import pytest
 import slurm_cluster
 from pages import blocks_of
 from slurm_cluster import Slurm
+from task_programs import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "tests" / "programs" / "interrupted_training.py"
 BIN = Path(sys.executable).parent  # of the Python that pages call python
 TFDIST = str(BIN / "tfdist")
 PATH = f"{BIN}:{os.environ['PATH']}"
-# Jobs of tests start a TensorFlow for each task: it has no libraries that it only would import.
-LEFT_OUT = str(ROOT / "tests" / "left_out")
-os.environ["PYTHONPATH"] = LEFT_OUT
+os.environ["PYTHONPATH"] = LEFT_OUT  # most of these jobs start TensorFlow in each task
 
 
 @dataclass

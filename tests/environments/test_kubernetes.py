@@ -300,7 +300,7 @@ def test_a_permanent_failure_ends_all(tmp_path: Path) -> None:
 
 
 @on_hosts
-@pytest.mark.long("chief")
+@pytest.mark.long("chief", "train-ps")
 @pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])
 def test_all_roles(killed: str, tmp_path: Path) -> None:
     """What holds the state of the training takes all with it; a worker comes back alone."""

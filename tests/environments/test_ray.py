@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import LEFT_OUT, ROOT, Process, Result, Starter, assert_equal, result_in, training
+from conftest import ROOT, Process, Result, Starter, assert_equal, result_in, training
 from pages import blocks_of
+from task_programs import LEFT_OUT
 
 WHY_NOT = (
     ""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import ssh_machines
-from conftest import LEFT_OUT, TFDIST, Result, Starter, assert_equal, result_in, training
+from conftest import TFDIST, Result, Starter, assert_equal, result_in, training
 from ssh_machines import Machines
+from task_programs import LEFT_OUT
 
 pytestmark = [
     pytest.mark.skipif(bool(ssh_machines.WHY_NOT), reason=ssh_machines.WHY_NOT or "-"),

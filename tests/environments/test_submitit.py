@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import slurm_cluster
-from conftest import LEFT_OUT, ROOT, Starter
+from conftest import ROOT, Starter
 from slurm_cluster import Slurm
+from task_programs import LEFT_OUT
 
 pytest.importorskip("submitit", reason="pip install submitit")
 

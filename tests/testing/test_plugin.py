@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from task_bodies import is_alive
+from task_programs import LEFT_OUT
 
 PROJECT = '''
 import os
@@ -227,7 +228,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "SHARED_FOLDER": str(shared)},
+        env={**os.environ, "PYTHONPATH": LEFT_OUT, "SHARED_FOLDER": str(shared)},
         capture_output=True,
         text=True,
         timeout=200,

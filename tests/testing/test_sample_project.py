@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from task_programs import LEFT_OUT
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_it(project: Path, python_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(python_path), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env = {**os.environ, "PYTHONPATH": f"{python_path}:{LEFT_OUT}", "TF_CPP_MIN_LOG_LEVEL": "2"}
     where = "import tfdist_ext; print(tfdist_ext.__file__)"
     python = [sys.executable, "-c", where]
     used = subprocess.check_output(python, cwd=project, env=env, text=True, timeout=60)

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from real_tasks import PROGRAMS, Tasks, tasks
+from warm_programs import Program
 
 pytestmark = pytest.mark.timeout(300)
 EPOCHS, STEPS = 3, 6
@@ -113,17 +113,15 @@ def test_one_process(tmp_path: Path) -> None:
         folder = tmp_path / ("hurt" if number else "whole")
         folder.mkdir(exist_ok=True)
         words = [PROGRAMS / PROGRAM, folder, "arrays", EPOCHS, STEPS, 0.05]
-        with (folder / f"log-{number}").open("w+") as log:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, words)], stdout=log, stderr=log, env=env
-            )
-            if hurt is not None:
-                deadline = time.monotonic() + 60
-                while f"STEP {STEPS + 2}\n" not in Path(log.name).read_text():
-                    assert time.monotonic() < deadline
-                    time.sleep(random.uniform(0.01, 0.05))
-                process.send_signal(hurt)
-            statuses.append(process.wait(60))
+        log = folder / f"log-{number}"
+        program = Program([sys.executable, *map(str, words)], output=log, env=env)
+        if hurt is not None:
+            deadline = time.monotonic() + 60
+            while IN_SECOND_EPOCH not in log.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(random.uniform(0.01, 0.05))
+            program.send_signal(hurt)
+        statuses.append(program.wait(60))
     assert statuses == [0, 143, 0]
     expected, found = result(tmp_path / "whole", "alone"), result(tmp_path / "hurt", "alone")
     for name, value in expected.items():
