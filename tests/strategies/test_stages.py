@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.strategies.stages import MeetingPoint, Stage, cut, repeated_reads, source_of
+from tfdist_ext.strategies.stages import MeetingPoint, Stage, cut, repeated, source_of
 
 
 @dataclass
@@ -49,7 +49,12 @@ def test_reads_of_one_value_are_one_read() -> None:
         _Node("write", "AssignVariableOp", ["rate", "x", "^first", "^second"]),
         _Node("after the write", "ReadVariableOp", ["rate", "^write"]),
     ]
-    assert repeated_reads(reads) == {"second": "first"}
+    assert repeated(reads, {}) == {"second": "first"}
+
+
+def test_shapes_that_are_equal_are_asked_for_once() -> None:
+    nodes = [_Node(name, "Shape", [f"of {name}"]) for name in ("a", "b", "c", "not known")]
+    assert repeated(nodes, {"a": (-2, 3), "b": (-4, 3), "c": (-2, 3)}) == {"c": "a"}
 
 
 def test_what_a_later_stage_uses_goes_out_of_its_own() -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "reduced_on",
     "results_of_update",
     "servers_extended",
+    "shapes_in_symbols",
     "shared_variable",
     "unchanged_by_calls",
     "updating",
@@ -89,6 +90,7 @@ NAMES = PrivateNames(
         "framework.ops.set_int_list_attr": "the same",
         "grappler.cluster.Cluster": "functions that replicas call, optimized once",
         "grappler.cluster.device_properties_pb2": "the same",
+        "grappler.item.Item": "the same",
         "grappler.tf_optimizer.OptimizeGraph": "the same",
     },
 )
@@ -474,6 +476,31 @@ def optimized(
         return NAMES("grappler.tf_optimizer.OptimizeGraph")(config, meta, False, b"step", cluster)
     finally:
         cluster.Shutdown()
+
+
+def shapes_in_symbols(
+    graph: tf.compat.v1.GraphDef, wanted: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """What each operation `Shape` of a graph gives: a negative number is a size that is not known.
+
+    The same number is the same size, wherever it is. An operation of which less is known is left
+    out. Private because a `tf.TensorShape` says of unknown sizes only that they are.
+
+    Args:
+        wanted: nodes whose values are used.
+    """
+    meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
+    meta.collection_def["train_op"].node_list.value.extend(wanted)
+    tensors = NAMES("grappler.item.Item")(meta).GetOpProperties()
+    found = {}
+    for node in graph.node:
+        source, _, number = node.input[0].partition(":") if node.op == "Shape" else ("", "", "")
+        if source in tensors:
+            shape = tensors[source][int(number or 0)].shape
+            sizes = tuple(dim.size for dim in shape.dim)
+            if not shape.unknown_rank and -1 not in sizes:
+                found[node.name] = (node.attr["out_type"].type, *sizes)
+    return found
 
 
 @contextlib.contextmanager

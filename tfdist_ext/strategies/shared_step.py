@@ -21,7 +21,7 @@ from tfdist_ext.strategies.stages import (
     MeetingPoint,
     Stage,
     cut,
-    repeated_reads,
+    repeated,
     source_of,
     tensor_name,
 )
@@ -40,6 +40,10 @@ Tensors: TypeAlias = dict[str, tf.Tensor]
 
 # By id of a captured handle, those of all local replicas, or one that stands for all of them.
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
+
+
+# What operations give that ask for a shape, by their names: see `shapes_in_symbols`.
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
 class SharedStep:
@@ -121,8 +125,11 @@ class SharedStep:
         reasons = [self._why_no_xla(stage) if jit_compile else None for stage in stages]
         by_xla = [jit_compile and why is None for why in reasons]
 
+        ends = [*(tensor.op for tensor in self._trace.outputs), *graph.control_outputs]
+        shapes = tp.shapes_in_symbols(definition, [operation.name for operation in ends])
+
         def optimized(stage: Stage, compiled: bool) -> tf.compat.v1.GraphDef:
-            return _optimized(stage, graph, definition, devices[0], compiled)
+            return _optimized(stage, graph, definition, shapes, devices[0], compiled)
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             graphs = list(pool.map(optimized, stages, by_xla))
@@ -309,6 +316,7 @@ def _optimized(
     stage: Stage,
     graph: tf.Graph,
     definition: tf.compat.v1.GraphDef,
+    shapes: Shapes,
     device: str,
     jit_compile: bool,
 ) -> tf.compat.v1.GraphDef:
@@ -320,7 +328,7 @@ def _optimized(
         NotSharedError: TensorFlow cannot optimize it alone.
     """
     marks = {name: f"input_of_stage_{number}" for number, name in enumerate(stage.inputs)}
-    nodes = _nodes_of(stage, definition, marks, device)
+    nodes = _nodes_of(stage, definition, shapes, marks, device)
     names = {node.name for node in nodes.node}
     effects = [op.name for op in graph.control_outputs if op.name in names]
     if not stage.outputs and not effects:
@@ -352,7 +360,11 @@ def _optimized(
 
 
 def _nodes_of(
-    stage: Stage, definition: tf.compat.v1.GraphDef, marks: dict[str, str], device: str
+    stage: Stage,
+    definition: tf.compat.v1.GraphDef,
+    shapes: Shapes,
+    marks: dict[str, str],
+    device: str,
 ) -> tf.compat.v1.GraphDef:
     """A stage's nodes as a graph of their own, each on a device.
 
@@ -361,7 +373,7 @@ def _nodes_of(
     """
     mine = set(stage.nodes)
     inside = mine - {name.split(":")[0] for name in stage.outputs}
-    first = repeated_reads(node for node in definition.node if node.name in inside)
+    first = repeated((node for node in definition.node if node.name in inside), shapes)
     found = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
     for node in definition.node:
         if node.name not in mine or node.name in first:

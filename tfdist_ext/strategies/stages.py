@@ -10,11 +10,11 @@ what was there before the gradients were summed: all of that would be passed on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["MeetingPoint", "Node", "Stage", "cut", "repeated_reads", "source_of", "tensor_name"]
+__all__ = ["MeetingPoint", "Node", "Stage", "cut", "repeated", "source_of", "tensor_name"]
 
 
 class Node(Protocol):
@@ -169,20 +169,24 @@ def source_of(tensor: str, nodes: Mapping[str, Node]) -> str:
     return tensor
 
 
-def repeated_reads(nodes: Iterable[Node]) -> dict[str, str]:
-    """The reads of a variable that give what an earlier one gave: name -> name of the first.
+def repeated(nodes: Iterable[Node], shapes: Mapping[str, Hashable]) -> dict[str, str]:
+    """The nodes that give what an earlier one gave: name -> name of the first.
 
-    What waits for nothing reads what was there before; a write waits for reads before it, and is
-    waited for by those after it.
+    They are reads of one variable, and shapes that are the same. What waits for nothing reads what
+    was there before; a write waits for reads before it, and is waited for by those after it.
+
+    Args:
+        shapes: what nodes give that ask for the shape of a tensor, by their names.
     """
-    first: dict[str, str] = {}
-    repeated: dict[str, str] = {}
+    first: dict[Hashable, str] = {}
+    found: dict[str, str] = {}
     for node in nodes:
+        gives = shapes.get(node.name)
         if node.op == "ReadVariableOp" and len(node.input) == 1:
-            name = first.setdefault(node.input[0], node.name)
-            if name != node.name:
-                repeated[node.name] = name
-    return repeated
+            gives = node.input[0]
+        if gives is not None and (name := first.setdefault(gives, node.name)) != node.name:
+            found[node.name] = name
+    return found
 
 
 def _needed_by(stage_of: dict[str, int], by_name: Mapping[str, Node], name: str) -> None:

@@ -292,21 +292,27 @@ class StackedStates:
         Args:
             begun: the states with which the step began, stacked.
         """
-        stacked = self.stack(scope.states())
+        before, after = list(scope.without_rows.values()), scope.states()
         if here is None:
-            return stacked
-        before = self.stack(list(scope.without_rows.values())) if scope.has_reset else begun
-        return [
-            here.where_nonempty(after, otherwise) if is_sum else after
-            for after, otherwise, is_sum in zip(stacked, before, self._is_sum, strict=True)
-        ]
+            return self.stack(after)
+        if scope.has_reset:
+            begun = self.stack(before)
+            added: list[tf.Tensor | None] = [None] * len(after)
+        else:
+            added = [_added(*states) for states in zip(before, after, strict=True)]
+        stacked = []
+        for places, old, is_sum in zip(self._kinds, begun, self._is_sum, strict=True):
+            new = [value for place in places if (value := added[place]) is not None]
+            if len(new) == len(places):
+                value = old + _stack(new)  # one addition for all of them
+            else:
+                value = _stack([after[place] for place in places])
+            stacked.append(here.where_nonempty(value, old) if is_sum else value)
+        return stacked
 
     def stack(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The state of each variable, as few tensors."""
-        return [
-            tf.stack([states[place] for place in places]) if places[1:] else states[places[0]]
-            for places in self._kinds
-        ]
+        return [_stack([states[place] for place in places]) for places in self._kinds]
 
     def unstack(self, stacked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The state of each variable."""
@@ -450,6 +456,28 @@ def trace_for_each(on: SynchronousReduction, *, jit_compile: bool) -> str | None
     if on.local_replicas == 1 and not (on.multi_worker and jit_compile):
         return "there is one replica"
     return None
+
+
+def _stack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.stack(values) if values[1:] else values[0]
+
+
+def _added(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor | None:
+    """What was added to a tensor in a graph, if nothing else was done to it."""
+    if tf.executing_eagerly():
+        return None
+    operation = _behind_identities(after).op
+    if operation.type != "AddV2":
+        return None
+    first, value = operation.inputs
+    same = _behind_identities(first) is _behind_identities(before)
+    return value if same and value.shape == before.shape else None
+
+
+def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _replica_id() -> tf.Tensor:
