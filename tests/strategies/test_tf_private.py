@@ -117,3 +117,4 @@ def test_shapes_in_symbols() -> None:
     assert found["as_int64"][1:] == found["known"][1:]
     assert found["as_int64"] != found["known"]
     assert "any" not in found
+    assert tp.shapes_in_symbols(graph.as_graph_def(), ["no such node"]) == {}

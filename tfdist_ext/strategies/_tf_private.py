@@ -484,14 +484,18 @@ def shapes_in_symbols(
     """What each operation `Shape` of a graph gives: a negative number is a size that is not known.
 
     The same number is the same size, wherever it is. An operation of which less is known is left
-    out. Private because a `tf.TensorShape` says of unknown sizes only that they are.
+    out, and all are where TensorFlow cannot tell. Private because a `tf.TensorShape` says of unknown
+    sizes only that they are.
 
     Args:
         wanted: nodes whose values are used.
     """
     meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
     meta.collection_def["train_op"].node_list.value.extend(wanted)
-    tensors = NAMES("grappler.item.Item")(meta).GetOpProperties()
+    try:
+        tensors = NAMES("grappler.item.Item")(meta).GetOpProperties()
+    except (ValueError, tf.errors.OpError):  # a graph that it cannot read
+        return {}
     found = {}
     for node in graph.node:
         source, _, number = node.input[0].partition(":") if node.op == "Shape" else ("", "", "")
