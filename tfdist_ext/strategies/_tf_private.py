@@ -484,8 +484,8 @@ def shapes_in_symbols(
     """What each operation `Shape` of a graph gives: a negative number is a size that is not known.
 
     The same number is the same size, wherever it is. An operation of which less is known is left
-    out, and all are where TensorFlow cannot tell. Private because a `tf.TensorShape` says of unknown
-    sizes only that they are.
+    out, and so are all where TensorFlow cannot tell. Private because a `tf.TensorShape` does not
+    know which unknown sizes are equal.
 
     Args:
         wanted: nodes whose values are used.
