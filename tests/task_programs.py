@@ -13,7 +13,7 @@ from typing import Any
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parent / "programs"
-# For the PYTHONPATH of processes that start: without libraries that Keras would only import.
+# In PYTHONPATH it keeps Keras from importing matplotlib and scikit-learn: a second of each start.
 LEFT_OUT = str(Path(__file__).parent / "left_out")
 CLUSTERS = ("TF_CONFIG", "TPU_", "SLURM_", "OMPI_", "SM_", "JOB_COMPLETION_INDEX", "TFDIST_")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ROOT / "tests" / "left_out"  # what tasks only would import
+LEFT_OUT = ROOT / "tests" / "left_out"  # see tests/task_programs.py
 PROGRAM = ROOT / "tests" / "programs" / "interrupted_training.py"
 PAUSE = 0.05  # seconds of a step, at least
 LIMIT = 400.0  # seconds for a trial

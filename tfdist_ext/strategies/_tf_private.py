@@ -488,7 +488,7 @@ def shapes_in_symbols(
     know which unknown sizes are equal.
 
     Args:
-        wanted: nodes whose values are used.
+        wanted: names of the nodes at which the graph ends.
     """
     meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
     meta.collection_def["train_op"].node_list.value.extend(wanted)

@@ -42,7 +42,7 @@ Tensors: TypeAlias = dict[str, tf.Tensor]
 Handles: TypeAlias = dict[int, list[tf.Tensor]]
 
 
-# What operations give that ask for a shape, by their names: see `shapes_in_symbols`.
+# The shape that an operation `Shape` gives, by its name: see `shapes_in_symbols`.
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 

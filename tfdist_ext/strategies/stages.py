@@ -176,7 +176,7 @@ def repeated(nodes: Iterable[Node], shapes: Mapping[str, Hashable]) -> dict[str,
     was there before; a write waits for reads before it, and is waited for by those after it.
 
     Args:
-        shapes: what nodes give that ask for the shape of a tensor, by their names.
+        shapes: the shape that a node `Shape` gives, by the name of the node.
     """
     first: dict[Hashable, str] = {}
     found: dict[str, str] = {}
