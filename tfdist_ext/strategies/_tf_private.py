@@ -492,8 +492,9 @@ def shapes_in_symbols(
     """
     meta = tf.compat.v1.MetaGraphDef(graph_def=graph)
     meta.collection_def["train_op"].node_list.value.extend(wanted)
+    item = NAMES("grappler.item.Item")
     try:
-        tensors = NAMES("grappler.item.Item")(meta).GetOpProperties()
+        tensors = item(meta).GetOpProperties()
     except (ValueError, tf.errors.OpError):  # a graph that it cannot read
         return {}
     found = {}
