@@ -79,6 +79,18 @@ def test_python_runs_a_step_once(name: str, replicas: int) -> None:
     assert len(CALLS) == 2
 
 
+def test_copies_on_a_replica_have_one_name() -> None:
+    """So that they are made by one kernel for each shape, not by one for each variable."""
+    model, _ = distributed_fit(of_layers(), X, Y, strategy=mirrored(3), epochs=0)
+    variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}.values()
+    assert len(variables) > 10
+    for variable in variables:
+        raw = variable.value
+        names = [copy.name for copy in model.strategy.experimental_local_results(raw)]
+        assert names == [raw.name, "replica_1:0", "replica_2:0"]
+    assert len({variable.value.name for variable in model.weights}) > 3
+
+
 class InACond(layers.Dense):
     """Keeps a moving value that it writes in an inner graph, and reads again."""
 

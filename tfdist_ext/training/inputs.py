@@ -190,16 +190,18 @@ def _dataset_fn(
         step: tf.Tensor, turn: tf.Tensor, key: tf.Tensor, seed: tf.Tensor, arrays: Structure
     ) -> tuple[Part, ...]:
         size = tf.minimum(rows - step * batch, batch)
-        spans = _spans(size, first, local, replicas)
-        begin, end = spans[0][1], spans[-1][2]  # spans follow each other: rows are asked once
+        counts, low, high = _spans(size, first, local, replicas)
+        begin, end = low[0], high[-1]  # spans follow each other: rows are asked once
         if shuffle and within_batches:
             number = turn * steps + step
             indices = step * batch + sorted_at_random(size, tf.stack([seed, number]))[begin:end]
         else:
             indices = order.rows(step, begin, end, key=key if permuted else None)
+        each = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
+        taken = [kp.take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
         return tuple(
-            (mine, size, kp.take(arrays, indices[low - begin : high - begin]))
-            for mine, low, high in spans
+            (count, size, part)
+            for count, part in zip(tf.unstack(counts, local), taken, strict=True)
         )
 
     def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
@@ -242,9 +244,10 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
             size = batch_size_of(whole)
             if replicas == 1:
                 return ((size, size, whole),)
+            spans = [tf.unstack(each, local) for each in _spans(size, first, local, replicas)]
             return tuple(
                 (mine, size, rows_between(whole, low, high))
-                for mine, low, high in _spans(size, first, local, replicas)
+                for mine, low, high in zip(*spans, strict=True)
             )
 
         return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -261,15 +264,14 @@ def _plain(batch: Structure) -> Structure:
 
 def _spans(
     rows: tf.Tensor, first: int, local: int, replicas: int
-) -> list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
-    """For each local replica: rows of its part, first row, row after the last one to read.
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Of all local replicas: rows of the part, first row, row after the last one to read.
 
     A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
     same: many operations fail, or yield NaN, on no rows.
     """
     low, high = bounds(rows, tf.range(first, first + local, dtype=tf.int64), replicas)
-    spans = high - low, low, tf.maximum(high, low + 1)
-    return list(zip(*(tf.unstack(each, local) for each in spans), strict=True))
+    return high - low, low, tf.maximum(high, low + 1)
 
 
 def _check_batches(spec: Specs) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ __all__ = [
     "broadcast_from_owner",
     "check_built",
     "copies_of_model",
+    "copies_of_one_name",
     "copies_per_worker",
     "default_strategy_scope",
     "device_of_update",
@@ -369,6 +371,24 @@ def readable_numbers() -> contextlib.AbstractContextManager[None]:
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:
         return with_scalar_conversions(next_creator(**kwargs))
+
+    return tf.variable_creator_scope(creator)
+
+
+def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
+    """Scope in which the copies on a replica are made by one operation for each shape.
+
+    To be entered before the strategy's own scope, which names each copy after its variable. The
+    first copy keeps that name, which is the one of the variable.
+
+    TensorFlow keeps the kernel of an operation for all that have the same attributes, and the name
+    of a variable is an attribute of what makes it. A new kernel takes ten times as long as the rest.
+    """
+
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if copy := re.search(r"/(replica_\d+/)$", kwargs.get("name") or ""):
+            kwargs["name"] = copy[1]
+        return next_creator(**kwargs)
 
     return tf.variable_creator_scope(creator)
 

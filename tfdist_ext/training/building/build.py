@@ -36,6 +36,7 @@ from tfdist_ext.training.steps.replaced import uses_keras_step
 from tfdist_ext.training.steps.scope import metric_variables_on_one_copy
 from tfdist_ext.training.variables import (
     all_built,
+    copies_of_one_name,
     make_readable,
     optimizers_of,
     readable_numbers,
@@ -57,6 +58,7 @@ __all__ = [
 def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
     """The scope in which everything of a distributed model is created."""
     scope = contextlib.ExitStack()
+    scope.enter_context(copies_of_one_name())
     scope.enter_context(strategy.scope())
     scope.enter_context(metric_variables_on_one_copy())
     scope.enter_context(readable_numbers())

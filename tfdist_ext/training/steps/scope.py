@@ -352,15 +352,11 @@ def assign_each(
 ) -> None:
     """Assign a value to each variable, in cross-replica context.
 
-    `assign` itself would read each copy afterwards, and take ten times as long.
+    `assign` and `extended.update` do more for each copy, and take up to nine times as long.
     """
     for variable, value in zip(variables, values, strict=True):
-        strategy.extended.update(
-            kp.raw_value(variable),
-            lambda copy, value: copy.assign(value, read_value=False),
-            args=(value,),
-            group=False,
-        )
+        for copy in strategy.experimental_local_results(kp.raw_value(variable)):
+            copy.assign(value, read_value=False)
 
 
 def metric_in_inner_graph(variable: keras.Variable) -> TrainingError:
