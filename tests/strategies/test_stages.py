@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.strategies.stages import MeetingPoint, Stage, cut, repeated, source_of
+from tfdist_ext.strategies.stages import (
+    MeetingPoint,
+    Stage,
+    assigned,
+    cut,
+    repeated,
+    same_for_all,
+    source_of,
+)
 
 
 @dataclass
@@ -96,6 +104,54 @@ def test_what_a_step_returns_is_computed_as_soon_as_it_can_be() -> None:
     assert first.nodes == ("forward", "loss", "gradient", "one", "metric", "all")
     assert second.nodes == ("update", "of weights", "note")  # nobody needs the result
     assert first.outputs == ("metric:0", "forward:0", "gradient:0", "all:0")
+
+
+def test_what_is_brought_to_a_meeting_is_computed_as_soon_as_it_can_be() -> None:
+    """Statistics, summed after the update: the update itself takes nothing of a replica's own."""
+    nodes = [
+        *_STEP,
+        _Node("statistics", input=["forward"]),
+        _Node("sum of statistics", "PlaceholderWithDefault", ["statistics"]),
+        _Node("follow", input=["w", "sum of statistics"]),
+    ]
+    meetings = [
+        MeetingPoint(["gradient:0"], ["sum"]),
+        MeetingPoint(["statistics:0"], ["sum of statistics"]),
+    ]
+    stages = cut(nodes, meetings, {"x", "w"}, ["loss:0"], {"update", "follow"})
+    assert [stage.nodes[-1] for stage in stages] == ["statistics", "update", "follow"]
+    agreed = ["sum:0", "sum of statistics:0"]
+    assert same_for_all(stages, agreed, {"w:0"}) == [False, True, True]
+    assert same_for_all(stages, agreed, set()) == [False, False, False]
+
+
+def test_stages_after_what_is_the_same_are_the_same() -> None:
+    nodes = [*_STEP[:-1], _Node("clipped", input=["sum"]), _Node("mark", input=["clipped"])]
+    nodes += [_Node("update", input=["w", "mark", "clipped"])]
+    meetings = [MeetingPoint(["gradient:0"], ["sum"]), MeetingPoint(["clipped:0"], ["mark"])]
+    stages = cut(nodes, meetings, {"x", "w"}, [], {"update"})
+    assert same_for_all(stages, ["sum:0", "mark:0"], {"w:0"}) == [False, True, True]
+    assert same_for_all(stages, ["mark:0"], {"w:0"}) == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([_Node("read", "ReadVariableOp", ["a"]), _Node("add", input=["read", "x"])], set()),
+        ([_Node("write", "AssignAddVariableOp", ["a", "x"])], {"a:0"}),
+        (
+            [
+                _Node("write", "AssignVariableOp", ["b:0", "x"]),
+                _Node("other", "AssignSubVariableOp", ["a", "x", "^write"]),
+            ],
+            {"a:0", "b:0"},
+        ),
+        ([_Node("rows", "ResourceScatterAdd", ["a", "ids", "x"])], None),
+        ([_Node("in a function", "If", ["x", "a"])], None),
+    ],
+)
+def test_what_is_assigned(nodes: list[_Node], expected: set[str] | None) -> None:
+    assert assigned(nodes, {"a:0", "b:0"}) == expected
 
 
 def test_what_is_needed_before_the_meeting_that_gives_it() -> None:

@@ -4,6 +4,9 @@ A trace for each replica makes the first step take so many times longer, and Ten
 graph that is so many times larger. The steps of replicas differ in the variables that they use
 and in what they get. So a step becomes functions that take both as arguments and are not inlined;
 between them, where replicas meet, the sums are in the graph around them.
+
+What all CPUs of a process would compute alike, as the update of the weights, the first one computes.
+The others take the values, which are not even copied.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.stages import (
     MeetingPoint,
     Stage,
+    assigned,
     cut,
     repeated,
+    same_for_all,
     source_of,
     tensor_name,
 )
@@ -32,6 +37,10 @@ from tfdist_ext.strategies.traced_replica import (
 )
 
 __all__ = ["SharedStep", "kind_of"]
+
+# Elements of a variable, on average, from which passing its update on is faster than computing it
+# on each replica; on two, twice as many.
+_WORTH_PASSING_ON = 8192
 
 
 # The tensors of one replica, by their names in the trace.
@@ -114,7 +123,8 @@ class SharedStep:
         outside = {tensor.op.name for tensor in graph.inputs}
         ordered = {op.name for op in graph.get_operations() if op.op_def.is_stateful}
         stages = cut(definition.node, points, outside, self._returned, ordered - outside)
-        self._handles = _handles([*self._read_copies(), *copies()])
+        variables = [*self._read_copies(), *copies()]
+        self._handles = _handles(variables)
         self._check_known()
         self._check_devices()
         self.compiled, self.not_compiled = 0, list[str]()
@@ -133,15 +143,23 @@ class SharedStep:
 
         with ThreadPoolExecutor() as pool:  # TensorFlow's optimizer releases the GIL
             graphs = list(pool.map(optimized, stages, by_xla))
-        for stage, stage_nodes, compiled, why in zip(stages, graphs, by_xla, reasons, strict=True):
-            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled)
-            self._functions.append(function)
-            if function.computes:
-                self.compiled += compiled
-                self.not_compiled += [] if why is None else [why]
         self._packed: list[tf.Tensor] = []
         if not self._assigned_around():
             self._pack()
+        equal = self._equal(variables)
+        agreed = [
+            leaf.name for meeting in self._replica.meetings for leaf in _leaves(meeting.results)
+        ]
+        alike = same_for_all(stages, agreed, self._sources.keys())
+        for number, stage in enumerate(stages):
+            passed_on = self._passed_on(stage, graphs[number], equal) if alike[number] else None
+            function = _StageFunction(
+                stage, graphs[number], graph, self._sources, by_xla[number], passed_on
+            )
+            self._functions.append(function)
+            if function.computes:
+                self.compiled += by_xla[number]
+                self.not_compiled += [] if reasons[number] is None else [reasons[number]]
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
@@ -156,10 +174,14 @@ class SharedStep:
                 self._hold(meeting, known)
             if not function.computes:
                 continue
+            outputs: Tensors = {}
             for replica, tensors in enumerate(known):
                 with tf.device(self._devices[replica]), tf.control_dependencies(calls[replica]):
-                    call, outputs = function(tensors, replica, self._handles, self._packed)
-                if self._packed:
+                    if not function.is_same_for_all or replica == 0:
+                        call, outputs = function(tensors, replica, self._handles, self._packed)
+                    else:
+                        call = function.pass_on(outputs, replica, self._handles, self._packed)
+                if self._packed and call is not None:
                     calls[replica] = [call]
                 tensors.update(outputs)
         return [
@@ -206,6 +228,34 @@ class SharedStep:
                 self._handles[key] = [tp.packed(copies)]
                 self._packed += self._handles[key]
 
+    def _equal(self, variables: Iterable[Sequence[tf.Variable]]) -> dict[int, tf.Variable]:
+        """By id of a captured handle, the variables of which all have equal copies, with one handle."""
+        packed = {id(handle) for handle in self._packed}
+        container = self._strategy.extended.value_container
+        return {
+            id(first.handle): first
+            for first, *_ in variables
+            if id(self._handles[id(first.handle)][0]) in packed and tp.is_mirrored(container(first))
+        }
+
+    def _passed_on(
+        self, stage: Stage, nodes: tf.compat.v1.GraphDef, equal: dict[int, tf.Variable]
+    ) -> dict[str, tf.Variable] | None:
+        """The variables to which a stage assigns, by the names of their handles in the trace.
+
+        None where each replica does it for itself: where variables have copies that differ, where
+        it assigns to some rows of a variable, which are fewer than all, or where they are small.
+        """
+        names = {name for name in stage.inputs if name in self._sources}
+        handles = {name for name in names if self._sources[name].dtype == tf.resource}
+        written = assigned(nodes.node, handles)
+        if written is None or any(id(self._sources[name]) not in equal for name in handles):
+            return None
+        found = {name: equal[id(self._sources[name])] for name in sorted(written)}
+        elements = sum(variable.shape.num_elements() or 0 for variable in found.values())
+        enough = _WORTH_PASSING_ON * (2 if len(self._devices) == 2 else 1)
+        return found if elements >= enough * len(found) else None
+
     def _why_no_xla(self, stage: Stage) -> str | None:
         """Why XLA cannot compile a stage; None where nothing is known against it."""
         passed = [name for name in (*stage.inputs, *stage.outputs) if name not in self._sources]
@@ -242,6 +292,54 @@ class SharedStep:
                     )
 
 
+class _ReplicaFunction:
+    """A function that is not inlined, and that replicas call with copies of what it captures.
+
+    Args:
+        function: of a list of tensors, to be traced.
+        specs: of these tensors.
+        nodes: of which it is made.
+        jit_compile: XLA compiles it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        specs: list[tf.TensorSpec],
+        nodes: tf.compat.v1.GraphDef,
+        *,
+        jit_compile: bool = False,
+    ):
+        # What is inlined for each replica would be optimized for each.
+        traced = tf.function(
+            function,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes={"_noinline": True},
+        )
+        # Kept: functions that it calls are there as long as it is.
+        self._known = traced.get_concrete_function(specs)
+        self._function = tp.unchanged_by_calls(self._known, nodes)
+
+    def __call__(
+        self,
+        tensors: Iterable[tf.Tensor],
+        replica: int,
+        handles: Handles,
+        ordered: Sequence[tf.Tensor],
+    ) -> tf.Operation:
+        """The call.
+
+        Args:
+            ordered: handles for which no other call waits.
+        """
+        args = list(tensors)
+        for source in self._known.captured_inputs:
+            copies = handles.get(id(source))
+            args.append(copies[replica % len(copies)] if copies else source)
+        return tp.call_in_graph(self._function, args, ordered)
+
+
 class _StageFunction:
     """A stage of a step as a function that replicas call.
 
@@ -250,6 +348,12 @@ class _StageFunction:
         graph: of the trace.
         sources: what the trace has captured, by the name that it has there.
         jit_compile: XLA compiles it.
+        passed_on: the variables to which it assigns, by the names of their handles, where the first
+            replica computes for all; else None.
+
+    Attributes:
+        computes: whether there is anything to do.
+        is_same_for_all: whether the first replica computes for all.
     """
 
     def __init__(
@@ -259,13 +363,20 @@ class _StageFunction:
         graph: tf.Graph,
         sources: Tensors,
         jit_compile: bool,
+        passed_on: dict[str, tf.Variable] | None,
     ):
-        self._outputs = stage.outputs
-        self._like = [graph.get_tensor_by_name(name) for name in stage.outputs]
-        self._taken = [name for name in stage.inputs if name not in sources]
-        self._function = None
-        if not nodes.node:
+        self.computes = bool(nodes.node)
+        self.is_same_for_all = passed_on is not None
+        if not self.computes:
             return
+        written = passed_on or {}
+        taken = [graph.get_tensor_by_name(name) for name in stage.inputs if name not in sources]
+        self._taken = [tensor.name for tensor in taken]
+        self._written = [f"{name} assigned" for name in written]
+        self._outputs = [*stage.outputs, *self._written]
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
+        given = [graph.get_tensor_by_name(name) for name in stage.outputs]
+        self._shapes = [each.shape for each in (*given, *written.values())]
         used = {tensor_name(name) for node in nodes.node for name in node.input}
 
         def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -274,42 +385,40 @@ class _StageFunction:
             for name in stage.inputs:
                 if name in sources and name in used:
                     inputs[name] = inner.capture(sources[name])
-            inputs = {name: tensor for name, tensor in inputs.items() if name in used}
-            return tf.graph_util.import_graph_def(nodes, inputs, list(stage.outputs), name="")
+            mine = {name: tensor for name, tensor in inputs.items() if name in used}
+            outputs = tf.graph_util.import_graph_def(nodes, mine, list(stage.outputs), name="")
+            for name, variable in written.items():
+                value = tf.raw_ops.ReadVariableOp(resource=inputs[name], dtype=variable.dtype)
+                outputs.append(value)
+            return outputs
 
-        taken = map(graph.get_tensor_by_name, self._taken)
-        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in taken]
-        # What is inlined for each replica would be optimized for each.
-        traced = tf.function(
-            run,
-            autograph=False,
-            jit_compile=jit_compile or None,
-            experimental_attributes={"_noinline": True},
-        )
-        function = traced.get_concrete_function(specs)
-        self._known = function  # kept: functions that it calls are there as long as it is
-        self._function = tp.unchanged_by_calls(function, nodes)
+        def assign(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            inner = tf.compat.v1.get_default_graph()
+            for name, value in zip(written, values, strict=True):
+                tf.raw_ops.AssignVariableOp(resource=inner.capture(sources[name]), value=value)
+            return []
 
-    @property
-    def computes(self) -> bool:
-        return self._function is not None
+        self._function = _ReplicaFunction(run, specs, nodes, jit_compile=jit_compile)
+        if written:
+            values = [tf.TensorSpec(each.shape, each.dtype) for each in written.values()]
+            self._assign = _ReplicaFunction(assign, values, tf.compat.v1.GraphDef())
 
     def __call__(
         self, tensors: Tensors, replica: int, handles: Handles, ordered: Sequence[tf.Tensor]
     ) -> tuple[tf.Operation, Tensors]:
-        """Call it with the tensors and the variables of a replica: (the call, its outputs).
-
-        Args:
-            ordered: handles for which no other call waits.
-        """
-        args = [tensors[name] for name in self._taken]
-        for source in self._known.captured_inputs:
-            copies = handles.get(id(source))
-            args.append(copies[replica % len(copies)] if copies else source)
-        call = tp.call_in_graph(self._function, args, ordered)
-        for output, like in zip(call.outputs, self._like, strict=True):
-            output.set_shape(like.shape)
+        """Call it with the tensors and the variables of a replica: (the call, its outputs)."""
+        call = self._function((tensors[name] for name in self._taken), replica, handles, ordered)
+        for output, shape in zip(call.outputs, self._shapes, strict=True):
+            output.set_shape(shape)
         return call, dict(zip(self._outputs, call.outputs, strict=True))
+
+    def pass_on(
+        self, outputs: Tensors, replica: int, handles: Handles, ordered: Sequence[tf.Tensor]
+    ) -> tf.Operation | None:
+        """Assign what the first replica has, its outputs, to the copies of another: the call."""
+        if not self._written:
+            return None
+        return self._assign((outputs[name] for name in self._written), replica, handles, ordered)
 
 
 def _optimized(

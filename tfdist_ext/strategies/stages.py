@@ -4,8 +4,9 @@ A step that sums over replicas in its middle cannot be one function for each rep
 into stages. The nodes of a stage were made after one meeting and before the next; replicas run a
 stage each by itself, then meet, and run the next one with what they have agreed on.
 
-What a step returns is computed as soon as it can be. Keras updates metrics after the weights, from
-what was there before the gradients were summed: all of that would be passed on through the meeting.
+What a step returns, or brings to a meeting, is computed as soon as it can be. Keras updates metrics
+after the weights, from what was there before the gradients were summed: all of that would be passed
+on through the meeting.
 """
 
 from __future__ import annotations
@@ -14,7 +15,21 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["MeetingPoint", "Node", "Stage", "cut", "repeated", "source_of", "tensor_name"]
+__all__ = [
+    "MeetingPoint",
+    "Node",
+    "Stage",
+    "assigned",
+    "cut",
+    "repeated",
+    "same_for_all",
+    "source_of",
+    "tensor_name",
+]
+
+# Operations on a variable's handle that read it, and those that assign to all of it.
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+_ASSIGNS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 
 
 class Node(Protocol):
@@ -94,7 +109,7 @@ def cut(
     for node in reversed(nodes):  # made later, and needed earlier
         _needed_by(stage_of, by_name, node.name)
     earliest = _earliest(nodes, stage_of, results, ordered)
-    for name in map(_node_of, wanted):
+    for name in map(_node_of, [*brought, *wanted]):
         if name in stage_of:
             stage_of[name] = min(stage_of[name], earliest[name])
             _needed_by(stage_of, by_name, name)
@@ -131,6 +146,38 @@ def cut(
         Stage(mine, tuple(taken), tuple(given_on))
         for mine, taken, given_on in zip(names, inputs, outputs, strict=True)
     ]
+
+
+def same_for_all(stages: Iterable[Stage], results: Iterable[str], captured: Set[str]) -> list[bool]:
+    """Which stages compute the same on each replica: from what replicas have agreed on alone.
+
+    Args:
+        results: the tensors that a replica gets at meetings, as "name:number".
+        captured: the tensors that all replicas are given alike.
+    """
+    same = {*results, *captured}
+    found = []
+    for stage in stages:
+        found.append(same.issuperset(stage.inputs))
+        if found[-1]:
+            same.update(stage.outputs)
+    return found
+
+
+def assigned(nodes: Iterable[Node], handles: Set[str]) -> set[str] | None:
+    """The variables to which nodes assign; None where they may do more than read and assign.
+
+    Args:
+        handles: of variables, as "name:number".
+    """
+    found: set[str] = set()
+    for node in nodes:
+        taken = handles.intersection(map(tensor_name, node.input))
+        if node.op in _ASSIGNS:
+            found |= taken
+        elif taken and node.op not in _READS:
+            return None
+    return found
 
 
 def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:
