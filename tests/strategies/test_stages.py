@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 from tfdist_ext.strategies.stages import (
     MeetingPoint,
     Stage,
-    assigned,
+    Writes,
     cut,
     repeated,
     same_for_all,
     source_of,
+    writes_of,
 )
 
 
@@ -24,6 +27,7 @@ class _Node:
     name: str
     op: str = "Add"
     input: list[str] = field(default_factory=list)
+    attr: dict[str, Any] = field(default_factory=dict)
 
 
 _STEP = [
@@ -35,6 +39,9 @@ _STEP = [
     _Node("sum", "PlaceholderWithDefault", ["gradient"]),
     _Node("update", input=["w", "sum", "^loss"]),
 ]
+
+
+_READS_ONLY = Writes(set(), set())
 
 
 def test_a_step_with_one_meeting() -> None:
@@ -121,8 +128,9 @@ def test_what_is_brought_to_a_meeting_is_computed_as_soon_as_it_can_be() -> None
     stages = cut(nodes, meetings, {"x", "w"}, ["loss:0"], {"update", "follow"})
     assert [stage.nodes[-1] for stage in stages] == ["statistics", "update", "follow"]
     agreed = ["sum:0", "sum of statistics:0"]
-    assert same_for_all(stages, agreed, {"w:0"}) == [False, True, True]
-    assert same_for_all(stages, agreed, set()) == [False, False, False]
+    reads = [_READS_ONLY] * 3
+    assert same_for_all(stages, agreed, {"w:0"}, reads) == [False, True, True]
+    assert same_for_all(stages, agreed, set(), reads) == [False, False, False]
 
 
 def test_stages_after_what_is_the_same_are_the_same() -> None:
@@ -130,28 +138,71 @@ def test_stages_after_what_is_the_same_are_the_same() -> None:
     nodes += [_Node("update", input=["w", "mark", "clipped"])]
     meetings = [MeetingPoint(["gradient:0"], ["sum"]), MeetingPoint(["clipped:0"], ["mark"])]
     stages = cut(nodes, meetings, {"x", "w"}, [], {"update"})
-    assert same_for_all(stages, ["sum:0", "mark:0"], {"w:0"}) == [False, True, True]
-    assert same_for_all(stages, ["mark:0"], {"w:0"}) == [False, False, False]
+    reads = [_READS_ONLY] * 3
+    assert same_for_all(stages, ["sum:0", "mark:0"], {"w:0"}, reads) == [False, True, True]
+    assert same_for_all(stages, ["mark:0"], {"w:0"}, reads) == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ([set(), {"w:0"}, {"v:0"}], [False, True, True]),
+        # A replica writes its own value of a variable, which a stage reads that is before it in
+        # the next step; and so on.
+        ([{"v:0"}, {"w:0"}, set()], [False, True, False]),
+        ([{"w:0"}, {"v:0"}, set()], [False, False, False]),
+    ],
+)
+def test_what_replicas_write_by_themselves_is_not_the_same(
+    writes: list[set[str]], expected: list[bool]
+) -> None:
+    stages = [
+        Stage(("forward",), ("x:0", "w:0"), ("gradient:0",)),
+        Stage(("update",), ("sum:0", "w:0"), ()),
+        Stage(("follow",), ("v:0",), ()),
+    ]
+    for place in range(2):
+        mine = [Writes(*((each, set()) if place else (set(), each))) for each in writes]
+        assert same_for_all(stages, ["sum:0"], {"w:0", "v:0"}, mine) == expected
 
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        ([_Node("read", "ReadVariableOp", ["a"]), _Node("add", input=["read", "x"])], set()),
-        ([_Node("write", "AssignAddVariableOp", ["a", "x"])], {"a:0"}),
+        (
+            [_Node("read", "ReadVariableOp", ["a"]), _Node("add", input=["read", "x"])],
+            (set(), set()),
+        ),
+        ([_Node("write", "AssignAddVariableOp", ["a", "x"])], ({"a:0"}, set())),
         (
             [
                 _Node("write", "AssignVariableOp", ["b:0", "x"]),
                 _Node("other", "AssignSubVariableOp", ["a", "x", "^write"]),
             ],
-            {"a:0", "b:0"},
+            ({"a:0", "b:0"}, set()),
         ),
-        ([_Node("rows", "ResourceScatterAdd", ["a", "ids", "x"])], None),
-        ([_Node("in a function", "If", ["x", "a"])], None),
+        (
+            [
+                _Node("rows", "ResourceScatterAdd", ["a", "ids", "x"]),
+                _Node("write", "AssignVariableOp", ["b", "x"]),
+            ],
+            ({"b:0"}, {"a:0"}),
+        ),
+        (
+            [
+                _Node(
+                    "in a function",
+                    "If",
+                    ["x", "a", "b"],
+                    {"_read_only_resource_inputs": AttrValue(list=AttrValue.ListValue(i=[1]))},
+                )
+            ],
+            (set(), {"b:0"}),
+        ),
     ],
 )
-def test_what_is_assigned(nodes: list[_Node], expected: set[str] | None) -> None:
-    assert assigned(nodes, {"a:0", "b:0"}) == expected
+def test_what_is_written(nodes: list[_Node], expected: tuple[set[str], set[str]]) -> None:
+    assert writes_of(nodes, {"a:0", "b:0"}) == expected
 
 
 def test_what_is_needed_before_the_meeting_that_gives_it() -> None:

@@ -135,6 +135,96 @@ def test_one_handle_stands_for_the_copies_of_a_variable(
     assert all(len({handle.device for handle in handles}) == 3 for handles in packed)
 
 
+UPDATES: list[None] = []
+
+
+class Noting(keras.optimizers.Optimizer):
+    """Notes the updates of variables that are computed, in a step that is compiled."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        def note(value: np.ndarray) -> np.ndarray:
+            UPDATES.append(None)
+            return value
+
+        rows = isinstance(gradient, tf.IndexedSlices)
+        values = gradient.values if rows else gradient
+        noted = tf.ensure_shape(tf.numpy_function(note, [values], values.dtype), values.shape)
+        if rows:
+            noted = tf.IndexedSlices(noted, gradient.indices, gradient.dense_shape)
+        super().update_step(noted, variable, learning_rate)
+
+
+class NotingAdam(Noting, keras.optimizers.Adam):
+    pass
+
+
+class NotingSGD(Noting, keras.optimizers.SGD):
+    pass
+
+
+def of_width(width: int, *between: Callable[[], layers.Layer]) -> keras.Sequential:
+    tanh = {"activation": "tanh"}
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Dense(width, **tanh),
+            *(make() for make in between),
+            layers.Dense(width, **tanh),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer", "width", "computed"),
+    [
+        ([], NotingAdam, 256, 1),
+        ([], lambda: NotingAdam(global_clipnorm=0.01), 256, 1),
+        ([statistics], NotingAdam, 320, 1),
+        # Replicas have values of their own of a variable that it writes, until they meet.
+        ([lambda: InACond(320)], NotingAdam, 320, 3),
+        ([lambda: WithPlainVariable()], lambda: NotingSGD(0.1, momentum=0.9), 256, 1),
+        ([], NotingAdam, 8, 3),  # it is faster to compute small ones than to pass them on
+        # The conditions of it are not looked into.
+        ([], lambda: NotingSGD(gradient_accumulation_steps=2), 256, 3),
+    ],
+)
+def test_the_first_cpu_computes_large_updates_for_all(
+    layer: Any, optimizer: Any, width: int, computed: int
+) -> None:
+    strategy = mirrored(3)
+
+    def build() -> keras.Model:
+        model = of_width(width, *layer)
+        model.compile(optimizer(), "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    UPDATES.clear()
+    plain, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
+    assert tfd.explain(ours).steps == (ONE_TRACE,)
+    by_keras = int(plain.optimizer.iterations) * len(plain.trainable_variables)
+    assert len(UPDATES) == by_keras + computed * by_keras
+    for variable in (*ours.variables, *ours.optimizer.variables):
+        first, *others = strategy.experimental_local_results(variable.value)
+        assert all(np.array_equal(first, other) for other in others), variable.path
+
+
+def test_replicas_update_some_rows_of_a_table_themselves() -> None:
+    """All rows would be passed on."""
+    words = np.arange(64).reshape(32, 2)
+
+    def build() -> keras.Model:
+        rows = layers.Embedding(3000, 64)
+        model = keras.Sequential([keras.Input((2,)), rows, layers.Flatten(), layers.Dense(1)])
+        model.compile(NotingSGD(0.1), "mse")
+        return model
+
+    UPDATES.clear()
+    fit = {"batch_size": 11, "epochs": 2}
+    assert_trains_as_keras(build, words, Y[:32], strategy=mirrored(3), eager=False, **fit)
+    assert len(UPDATES) == 6 * 3 * (1 + 3)
+
+
 @pytest.mark.parametrize(
     ("shapes", "together"),
     [

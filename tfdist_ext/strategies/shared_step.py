@@ -5,13 +5,13 @@ graph that is so many times larger. The steps of replicas differ in the variable
 and in what they get. So a step becomes functions that take both as arguments and are not inlined;
 between them, where replicas meet, the sums are in the graph around them.
 
-What all CPUs of a process would compute alike, as the update of the weights, the first one computes.
+What all CPUs of a process would compute alike, as the update of weights, the first one computes.
 The others take the values, which are not even copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -22,13 +22,15 @@ from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.reductions import tells_what_it_reduces
 from tfdist_ext.strategies.stages import (
     MeetingPoint,
+    Node,
     Stage,
-    assigned,
+    Writes,
     cut,
     repeated,
     same_for_all,
     source_of,
     tensor_name,
+    writes_of,
 )
 from tfdist_ext.strategies.traced_replica import (
     Meeting,
@@ -146,20 +148,14 @@ class SharedStep:
         self._packed: list[tf.Tensor] = []
         if not self._assigned_around():
             self._pack()
-        equal = self._equal(variables)
-        agreed = [
-            leaf.name for meeting in self._replica.meetings for leaf in _leaves(meeting.results)
-        ]
-        alike = same_for_all(stages, agreed, self._sources.keys())
-        for number, stage in enumerate(stages):
-            passed_on = self._passed_on(stage, graphs[number], equal) if alike[number] else None
-            function = _StageFunction(
-                stage, graphs[number], graph, self._sources, by_xla[number], passed_on
-            )
+        by_the_first = self._by_the_first(stages, nodes, variables)
+        made = zip(stages, graphs, by_xla, by_the_first, reasons, strict=True)
+        for stage, stage_nodes, compiled, passed_on, why in made:
+            function = _StageFunction(stage, stage_nodes, graph, self._sources, compiled, passed_on)
             self._functions.append(function)
             if function.computes:
-                self.compiled += by_xla[number]
-                self.not_compiled += [] if reasons[number] is None else [reasons[number]]
+                self.compiled += compiled
+                self.not_compiled += [] if why is None else [why]
 
     def __call__(self, args: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of each local replica, in cross-replica context."""
@@ -177,10 +173,10 @@ class SharedStep:
             outputs: Tensors = {}
             for replica, tensors in enumerate(known):
                 with tf.device(self._devices[replica]), tf.control_dependencies(calls[replica]):
-                    if not function.is_same_for_all or replica == 0:
-                        call, outputs = function(tensors, replica, self._handles, self._packed)
-                    else:
+                    if replica and function.is_same_for_all:
                         call = function.pass_on(outputs, replica, self._handles, self._packed)
+                    else:
+                        call, outputs = function(tensors, replica, self._handles, self._packed)
                 if self._packed and call is not None:
                     calls[replica] = [call]
                 tensors.update(outputs)
@@ -228,33 +224,48 @@ class SharedStep:
                 self._handles[key] = [tp.packed(copies)]
                 self._packed += self._handles[key]
 
-    def _equal(self, variables: Iterable[Sequence[tf.Variable]]) -> dict[int, tf.Variable]:
-        """By id of a captured handle, the variables of which all have equal copies, with one handle."""
+    def _by_the_first(
+        self,
+        stages: Sequence[Stage],
+        nodes: Mapping[str, Node],
+        variables: Iterable[Sequence[tf.Variable]],
+    ) -> list[dict[str, tf.Variable] | None]:
+        """Of each stage that the first replica computes for all, the variables that it writes.
+
+        They are by the names of their handles in the trace. None of a stage that each replica
+        computes. So it does where it takes something of its own, where not all rows of a variable
+        are written, which are fewer to compute than to pass on, and where variables are small.
+        """
+        if not self._packed:
+            return [None] * len(stages)
         packed = {id(handle) for handle in self._packed}
         container = self._strategy.extended.value_container
-        return {
+        equal = {
             id(first.handle): first
             for first, *_ in variables
             if id(self._handles[id(first.handle)][0]) in packed and tp.is_mirrored(container(first))
         }
+        handles = {name for name, each in self._sources.items() if each.dtype == tf.resource}
+        writes = [writes_of((nodes[name] for name in stage.nodes), handles) for stage in stages]
+        results = [meeting.results for meeting in self._replica.meetings]
+        agreed = [leaf.name for leaf in _leaves(results)]
+        given = [
+            name
+            for name, source in self._sources.items()
+            if name not in handles or id(source) in equal
+        ]
+        return [
+            {name: equal[id(self._sources[name])] for name in sorted(mine.whole)}
+            if alike and self._is_worth_passing_on(mine, equal)
+            else None
+            for alike, mine in zip(same_for_all(stages, agreed, given, writes), writes, strict=True)
+        ]
 
-    def _passed_on(
-        self, stage: Stage, nodes: tf.compat.v1.GraphDef, equal: dict[int, tf.Variable]
-    ) -> dict[str, tf.Variable] | None:
-        """The variables to which a stage assigns, by the names of their handles in the trace.
-
-        None where each replica does it for itself: where variables have copies that differ, where
-        it assigns to some rows of a variable, which are fewer than all, or where they are small.
-        """
-        names = {name for name in stage.inputs if name in self._sources}
-        handles = {name for name in names if self._sources[name].dtype == tf.resource}
-        written = assigned(nodes.node, handles)
-        if written is None or any(id(self._sources[name]) not in equal for name in handles):
-            return None
-        found = {name: equal[id(self._sources[name])] for name in sorted(written)}
-        elements = sum(variable.shape.num_elements() or 0 for variable in found.values())
+    def _is_worth_passing_on(self, writes: Writes, equal: dict[int, tf.Variable]) -> bool:
+        written = [equal[id(self._sources[name])] for name in writes.whole]
+        elements = sum(variable.shape.num_elements() or 0 for variable in written)
         enough = _WORTH_PASSING_ON * (2 if len(self._devices) == 2 else 1)
-        return found if elements >= enough * len(found) else None
+        return not writes.other and elements >= enough * len(written)
 
     def _why_no_xla(self, stage: Stage) -> str | None:
         """Why XLA cannot compile a stage; None where nothing is known against it."""

@@ -13,23 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "MeetingPoint",
     "Node",
     "Stage",
-    "assigned",
+    "Writes",
     "cut",
     "repeated",
     "same_for_all",
     "source_of",
     "tensor_name",
+    "writes_of",
 ]
 
 # Operations on a variable's handle that read it, and those that assign to all of it.
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 _ASSIGNS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+# The inputs of an operation on functions that its functions only read, by their places.
+_READ_ONLY = "_read_only_resource_inputs"
 
 
 class Node(Protocol):
@@ -39,6 +42,7 @@ class Node(Protocol):
         name: its name, once in a graph.
         op: its type.
         input: "name" or "name:number" of each tensor that it takes, "^name" of nodes to wait for.
+        attr: its attributes, by name.
     """
 
     @property
@@ -47,6 +51,8 @@ class Node(Protocol):
     def op(self) -> str: ...
     @property
     def input(self) -> Sequence[str]: ...
+    @property
+    def attr(self) -> Mapping[str, Any]: ...
 
 
 class MeetingPoint(NamedTuple):
@@ -148,36 +154,62 @@ def cut(
     ]
 
 
-def same_for_all(stages: Iterable[Stage], results: Iterable[str], captured: Set[str]) -> list[bool]:
+class Writes(NamedTuple):
+    """The variables that nodes write, by their handles as "name:number".
+
+    Attributes:
+        whole: to which they assign.
+        other: of which they may write some rows, or in an inner graph.
+    """
+
+    whole: set[str]
+    other: set[str]
+
+
+def writes_of(nodes: Iterable[Node], handles: Set[str]) -> Writes:
+    """What nodes write of the variables with these handles."""
+    found = Writes(set(), set())
+    for node in nodes:
+        reads = node.attr[_READ_ONLY].list.i if _READ_ONLY in node.attr else ()
+        taken = {tensor_name(name) for i, name in enumerate(node.input) if i not in reads}
+        if node.op in _ASSIGNS:
+            found.whole.update(taken & handles)
+        elif node.op not in _READS:
+            found.other.update(taken & handles)
+    return found
+
+
+def same_for_all(
+    stages: Sequence[Stage],
+    agreed: Iterable[str],
+    captured: Iterable[str],
+    writes: Sequence[Writes],
+) -> list[bool]:
     """Which stages compute the same on each replica: from what replicas have agreed on alone.
 
     Args:
-        results: the tensors that a replica gets at meetings, as "name:number".
-        captured: the tensors that all replicas are given alike.
+        agreed: the tensors that a replica gets at meetings, as "name:number".
+        captured: those that all replicas are given alike, and handles of variables, of which they
+            have equal copies when a step begins.
+        writes: of each stage.
     """
-    same = {*results, *captured}
-    found = []
-    for stage in stages:
-        found.append(same.issuperset(stage.inputs))
-        if found[-1]:
-            same.update(stage.outputs)
-    return found
-
-
-def assigned(nodes: Iterable[Node], handles: Set[str]) -> set[str] | None:
-    """The variables to which nodes assign; None where they may do more than read and assign.
-
-    Args:
-        handles: of variables, as "name:number".
-    """
-    found: set[str] = set()
-    for node in nodes:
-        taken = handles.intersection(map(tensor_name, node.input))
-        if node.op in _ASSIGNS:
-            found |= taken
-        elif taken and node.op not in _READS:
-            return None
-    return found
+    given, differ = {*agreed, *captured}, set[str]()
+    while True:
+        same, found = given - differ, []
+        for stage in stages:
+            found.append(same.issuperset(stage.inputs))
+            if found[-1]:
+                same.update(stage.outputs)
+        more = set[str]().union(
+            *(
+                each.whole | each.other
+                for each, alike in zip(writes, found, strict=True)
+                if not alike
+            )
+        )
+        if more <= differ:
+            return found
+        differ |= more
 
 
 def _with_inputs(by_name: Mapping[str, Node], names: Iterable[str]) -> set[str]:

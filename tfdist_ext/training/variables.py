@@ -382,7 +382,7 @@ def copies_of_one_name() -> contextlib.AbstractContextManager[None]:
     first copy keeps that name, which is the one of the variable.
 
     TensorFlow keeps the kernel of an operation for all that have the same attributes, and the name
-    of a variable is an attribute of what makes it. A new kernel takes ten times as long as the rest.
+    of a variable is an attribute of what makes it. A new kernel takes longer than all the rest.
     """
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
