@@ -307,7 +307,7 @@ def test_what_is_shown_meanwhile() -> None:
                 pool, card("worker:1", jobs), show=lambda late, tasks: seen.append(dict(late)),
                 delay=0.3,
             ),
-            start(pool, card("worker:2", jobs), delay=1.0),
+            start(pool, card("worker:2", jobs), delay=2.0),  # the machine may be busy meanwhile
         ]  # fmt: skip
         for task in tasks:
             task.result()
