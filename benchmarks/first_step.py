@@ -26,8 +26,8 @@ ROWS = 32  # of a global batch
 PROCESSES = "a process for each device"
 BY_HAND = 4  # replicas of the loop by hand: more take minutes
 
-# First step in seconds, megabytes of all processes, and those of one copy of the variables.
-Measured = tuple[float, float, float]
+# First step in seconds, and megabytes of all processes.
+Measured = tuple[float, float]
 
 
 def main() -> int:
@@ -53,14 +53,12 @@ def main() -> int:
                 measured = measure(how, model, replicas)
                 found.setdefault((model, how, replicas), []).append(measured)
                 print(f"round {turn + 1}: {model}, {how}, {replicas}: {measured}", flush=True)
-    lines = ["", "| first step | replicas | seconds | of one device | MB | without variables |"]
+    lines = ["", "| first step | replicas | seconds | of one device | MB | of one device |"]
     lines.append("|---|---|---|---|---|---|")
     for model in models:
-        of_one = found[model, *contestants[0]]
-        alone = statistics.median(first for first, *_ in of_one)
-        copy = of_one[0][-1]
+        alone = found[model, *contestants[0]]
         for how, replicas in contestants:
-            lines.append(row(model, how, replicas, found[model, how, replicas], alone, copy))
+            lines.append(row(model, how, replicas, found[model, how, replicas], alone))
     text = "\n".join(lines + closing_line(arguments.rounds))
     print(f"\n{text}")
     if arguments.markdown:
@@ -75,21 +73,23 @@ def measure(how: str, model: str, replicas: int) -> Measured:
         options = ["--process-per-device", "--workers", str(replicas)]
         command = [launcher, "run", *options, "--", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    figures = re.findall(r"first (\S+) megabytes (\S+) copy (\S+)", done.stdout)
+    figures = re.findall(r"first (\S+) megabytes (\S+)", done.stdout)
     if not figures:
         raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
-    first, megabytes, copy = zip(*(map(float, each) for each in figures), strict=True)
-    return max(first), sum(megabytes), copy[0]
+    first, megabytes = zip(*(map(float, each) for each in figures), strict=True)
+    return max(first), sum(megabytes)
 
 
 def row(
-    model: str, how: str, replicas: int, rounds: list[Measured], alone: float, copy: float
+    model: str, how: str, replicas: int, rounds: list[Measured], of_one_device: list[Measured]
 ) -> str:
-    first, megabytes, _ = zip(*rounds, strict=True)
+    first, megabytes = zip(*rounds, strict=True)
+    alone, most = zip(*of_one_device, strict=True)
     middle = statistics.median(first)
     return (
         f"| {model}, {how} | {replicas} | {middle:.1f} ({min(first):.1f} to {max(first):.1f}) |"
-        f" {middle / alone:.1f} x | {max(megabytes):.0f} | {max(megabytes) - copy * replicas:.0f} |"
+        f" {middle / statistics.median(alone):.1f} x | {max(megabytes):.0f} |"
+        f" {max(megabytes) / max(most):.1f} x |"
     )
 
 
