@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/more_to_do.py [--rounds 24] [--markdown docs/performance.md]
 
-The models are a small MLP, whose step takes less than a millisecond on one device, and a
-transformer. Keras's own fit trains the MLP, too. Each process trains one model in one way. In it
+It trains a small MLP, with steps of less than a millisecond on one device, and a transformer.
+Keras's own fit trains the MLP, too. Each process trains one model in one way. In it
 the contestants take turns, each time with a new model, so that a slow moment of the machine hits
 all of them. Compared are medians over the rounds, with the smallest and the largest. Validation
 counts by the training steps beside it. It takes a quarter of an hour.
