@@ -161,8 +161,9 @@ def test_what_replicas_write_by_themselves_is_not_the_same(
         Stage(("update",), ("sum:0", "w:0"), ()),
         Stage(("follow",), ("v:0",), ()),
     ]
-    for place in range(2):
-        mine = [Writes(*((each, set()) if place else (set(), each))) for each in writes]
+    whole = [Writes(each, set()) for each in writes]
+    other = [Writes(set(), each) for each in writes]
+    for mine in (whole, other):
         assert same_for_all(stages, ["sum:0"], {"w:0", "v:0"}, mine) == expected
 
 

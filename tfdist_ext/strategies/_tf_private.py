@@ -23,6 +23,7 @@ from tfdist_ext.placement.live._keras_private import optimizer_behind
 from tfdist_ext.placement.live._tf_private import as_piece, server_variable_class
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
+from tfdist_ext.strategies.stages import READ_ONLY_INPUTS
 
 __all__ = [
     "NAMES",
@@ -422,11 +423,10 @@ def call_in_graph(
     graph = tf.compat.v1.get_default_graph()
     made = outputs[0].op if outputs else graph.get_operations()[-1]
     if ordered:
-        only_read = "_read_only_resource_inputs"
         known = {id(tensor) for tensor in ordered}
         places = {place for place, arg in enumerate(args) if id(arg) in known}
-        places.update(made.get_attr(only_read))
-        NAMES("framework.ops.set_int_list_attr")(made, only_read, sorted(places))
+        places.update(made.get_attr(READ_ONLY_INPUTS))
+        NAMES("framework.ops.set_int_list_attr")(made, READ_ONLY_INPUTS, sorted(places))
     return made
 
 

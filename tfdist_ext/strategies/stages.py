@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 __all__ = [
+    "READ_ONLY_INPUTS",
     "MeetingPoint",
     "Node",
     "Stage",
@@ -31,8 +32,8 @@ __all__ = [
 # Operations on a variable's handle that read it, and those that assign to all of it.
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 _ASSIGNS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
-# The inputs of an operation on functions that its functions only read, by their places.
-_READ_ONLY = "_read_only_resource_inputs"
+# The attribute that says which inputs of an operation on functions are only read, by their places.
+READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 class Node(Protocol):
@@ -170,7 +171,7 @@ def writes_of(nodes: Iterable[Node], handles: Set[str]) -> Writes:
     """What nodes write of the variables with these handles."""
     found = Writes(set(), set())
     for node in nodes:
-        reads = node.attr[_READ_ONLY].list.i if _READ_ONLY in node.attr else ()
+        reads = node.attr[READ_ONLY_INPUTS].list.i if READ_ONLY_INPUTS in node.attr else ()
         taken = {tensor_name(name) for i, name in enumerate(node.input) if i not in reads}
         if node.op in _ASSIGNS:
             found.whole.update(taken & handles)
