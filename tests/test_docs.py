@@ -55,7 +55,6 @@ GIVEN = {"README.md": MODEL_AND_DATA, "docs/README.md": MODEL_AND_DATA}
 
 # Pages whose commands need machines, which tests in tests/environments have.
 COMMANDS_OF_PAGE_BY = {
-    "docs/several_machines.md": "tests/environments/test_several_machines.py",
     "docs/slurm.md": "tests/environments/test_slurm.py",
 }
 
@@ -77,9 +76,6 @@ COMMANDS_BY = {
         "tfdist run --workers 2 --log-dir logs -- python train.py",
     ],
     "tests/environments/test_ray.py::test_the_example": ["python docs/examples/ray_train.py"],
-    "tests/launch/test_isolate.py::test_tensorflow": [
-        "tfdist run --isolate --workers 2 -- python train.py",
-    ],
     "tests/environments/test_submitit.py::test_submitit": [
         "pip install submitit",
         "python docs/examples/submitit_train.py runs/line --epochs 20",
@@ -98,11 +94,6 @@ COMMANDS_BY = {
     "tests/testing/test_new_strategy.py::test_without_the_repository": [
         "python -m tfdist_ext.testing.new_strategy my_strategy.py",
     ],
-    "tests/data/test_service.py::test_a_dispatcher_that_comes_late_is_waited_for": [
-        "python -m tfdist_ext.data.service_process dispatcher --address node0:5000",
-        "python -m tfdist_ext.data.service_process worker --dispatcher node0:5000"
-        " --address node1:5000",
-    ],
 }
 ELSEWHERE = {".ci/run", *itertools.chain.from_iterable(COMMANDS_BY.values())}
 EXAMPLE = re.compile(r"\bpython docs/examples/(\w+)\.py\b")  # each has a test that runs it
@@ -116,7 +107,6 @@ def is_run_here(command: str) -> bool:
 
 # Pages whose commands start clusters as those of other pages do.
 CLUSTERS_AS_ELSEWHERE = {
-    "docs/data.md",  # data workers: training/test_sharded_workers.py
     "docs/migrating_tf_distribute.md",  # README.md, docs/quickstart.md
     "docs/placement.md",  # docs/parameter_servers.md
 }
@@ -249,15 +239,12 @@ def _with_python(words: list[str]) -> list[str]:
 def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]:
     at = words.index("--")
     options = cli._parser().parse_args(words[1:at])
-    tasks: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("workers", "chief", "ps", "evaluator", "data_workers")
-    }
+    names = ("workers", "chief", "ps", "evaluator")
+    tasks: dict[str, Any] = {name: getattr(options, name) for name in names}
     program = _with_python(words[at + 1 :])
     with reserve_ports(addresses_needed(**tasks)) as ports:
         plan = plan_local(program, **tasks, ports=ports, env=os.environ)
         statuses, logs = run_together(plan, folder, os.environ, timeout=100, linger=30, cwd=here)
-    statuses = {name: statuses[name] for name in statuses if name not in plan.services}
     assert set(statuses.values()) == {0}, "\n".join(
         f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()
     )

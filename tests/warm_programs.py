@@ -114,7 +114,7 @@ def run_together(
         while time.monotonic() < deadline:
             statuses = {name: program.poll() for name, program in programs.items()}
             running = {name for name, status in statuses.items() if status is None}
-            if running <= plan.services or any(statuses.values()):
+            if not running or any(statuses.values()):
                 break
             if plan.coordinator in set(statuses) - running:
                 deadline, linger = min(deadline, time.monotonic() + linger), float("inf")

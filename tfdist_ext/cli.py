@@ -17,14 +17,6 @@ from tfdist_ext import __version__, check_command, run_command
 from tfdist_ext.check_command import add_check_options, run_check_command
 from tfdist_ext.env_command import add_env_options, run_env_command
 from tfdist_ext.errors import LaunchError, TfDistError
-from tfdist_ext.job_commands import (
-    KUBERNETES_EPILOG,
-    SLURM_EPILOG,
-    add_kubernetes_options,
-    add_slurm_options,
-    run_kubernetes_command,
-    run_slurm_command,
-)
 from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
 from tfdist_ext.run_command import add_run_options, run_run_command
 
@@ -98,7 +90,6 @@ def _dispatch(words: list[str]) -> int:
             f"tfdist {options.command} must come without a command, got words after --; leave them"
             " out"
         )
-    options.words = before
     return command.run(options, command_line)
 
 
@@ -133,7 +124,7 @@ def _parser() -> _Parser:
 
 _COMMANDS = {
     "run": _Command(
-        summary="start a cluster on this machine, or on several, watch it, and end it",
+        summary="start a cluster on this machine, watch it, and end it",
         epilog=run_command.EPILOG,
         add_options=add_run_options,
         run=run_run_command,
@@ -152,20 +143,6 @@ _COMMANDS = {
         add_options=add_env_options,
         run=run_env_command,
         usage="env",
-    ),
-    "slurm": _Command(
-        summary="a batch script for Slurm, of a job that saves before its time is over and goes on",
-        epilog=SLURM_EPILOG,
-        add_options=add_slurm_options,
-        run=run_slurm_command,
-        usage="slurm [--submit] job.toml",
-    ),
-    "kubernetes": _Command(
-        summary="manifests for Kubernetes, of a job that survives killed and preempted pods",
-        epilog=KUBERNETES_EPILOG,
-        add_options=add_kubernetes_options,
-        run=run_kubernetes_command,
-        usage="kubernetes job.toml",
     ),
     "plan": _Command(
         summary="where each variable of a model would live on parameter servers",

@@ -77,7 +77,7 @@ def jobset_pods(tasks: str, **more: str) -> list[Env]:
         {
             "JOB_COMPLETION_INDEX": str(index),
             "HOSTNAME": f"train-{job}-0-{index}",
-            "TFDIST_JOBSET_TASKS": tasks,
+            "TFDIST_TASKS": tasks,
             **more,
         }
         for job, size in sizes.items()
@@ -228,7 +228,7 @@ def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -
     """Recorded: HOSTNAME and JOB_COMPLETION_INDEX are all that a pod of a JobSet has of its own."""
     seen: dict[str, ClusterConfig] = {}
     for env in jobset_pods(tasks.replace(" ", ""), **more):
-        config = ClusterConfig.from_env(env | {"TFDIST_JOBSET_TASKS": tasks})
+        config = ClusterConfig.from_env(env | {"TFDIST_TASKS": tasks})
         assert config is not None
         assert config.address == f"{env['HOSTNAME']}.{service}:22222"
         assert f"-{config.task.type}-0-{config.task.index}" in env["HOSTNAME"]
@@ -251,6 +251,28 @@ def test_a_pod_of_a_jobset_on_the_network_of_its_machine() -> None:
     assert config is not None
     assert config.task == Task("worker", 1)
     assert config.address == "my-train-worker-0-1.my-train:22222"
+
+
+def test_ranks_of_srun_get_the_roles_of_tfdist_tasks() -> None:
+    tasks = "chief=1,worker=2,ps=1,evaluator=1"
+    ranks = srun({"a": [0, 1, 2], "b": [3, 4]}, "a,b", "3,2")
+    configs = [ClusterConfig.from_env(env | {"TFDIST_TASKS": tasks}) for env in ranks]
+    names = [str(config.task) for config in configs if config is not None]
+    assert names == ["chief:0", "worker:0", "worker:1", "ps:0", "evaluator:0"]
+    *trains, evaluator = [dict(config.jobs) for config in configs if config is not None]
+    first = int(trains[0]["chief"][0].partition(":")[2])
+    assert (
+        trains
+        == [
+            {
+                "chief": (f"a:{first}",),
+                "worker": (f"a:{first + 1}", f"a:{first + 2}"),
+                "ps": (f"b:{first}",),
+            }
+        ]
+        * 4
+    )
+    assert evaluator["evaluator"] == (f"b:{first + 1}",)
 
 
 PASSED_OVER: tuple[tuple[str, Env, str], ...] = (
@@ -306,6 +328,7 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("no plane size", _SRUN, {"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE is not set"),
     ("a job id in words", _SRUN, {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID must be a whole number"),
     ("bad port base", _SRUN, {"TFDIST_PORT_BASE": "http"}, "TFDIST_PORT_BASE must be a whole"),
+    ("other tasks", _SRUN, {"TFDIST_TASKS": "chief=1,worker=1"}, "as many tasks as were"),
     ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "leave room for 2 ports"),
     ("a host no one can dial", _SRUN, {"SLURM_STEP_NODELIST": "a/b,b", "SLURMD_NODENAME": None},
      "cluster.worker[0] has a host name"),
@@ -328,12 +351,12 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     ("only the index", _PODS, {"HOSTNAME": "-1"}, "HOSTNAME must be <job>-1"),
     ("index past the end", _PODS, {"TFDIST_JOB_SIZE": "1"}, "below TFDIST_JOB_SIZE, 1"),
     ("index in words", _PODS, {"JOB_COMPLETION_INDEX": "x"}, "INDEX must be a whole number"),
-    ("no number", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=two"}, "must be job=number of tasks"),
-    ("no tasks", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=2,ps=0"}, "must be job=number of tasks"),
-    ("a role twice", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=2,worker=2"}, "of chief, worker, ps"),
-    ("another role", _JOBSET, {"TFDIST_JOBSET_TASKS": "master=1,worker=2"}, "of chief, worker, ps"),
-    ("a role it has not", _JOBSET, {"TFDIST_JOBSET_TASKS": "chief=1"}, "Call each replicatedJob"),
-    ("too few of its role", _JOBSET, {"TFDIST_JOBSET_TASKS": "worker=1"}, "the number of worker"),
+    ("no number", _JOBSET, {"TFDIST_TASKS": "worker=two"}, "must be job=number of tasks"),
+    ("no tasks", _JOBSET, {"TFDIST_TASKS": "worker=2,ps=0"}, "must be job=number of tasks"),
+    ("a role twice", _JOBSET, {"TFDIST_TASKS": "worker=2,worker=2"}, "of chief, worker, ps"),
+    ("another role", _JOBSET, {"TFDIST_TASKS": "master=1,worker=2"}, "of chief, worker, ps"),
+    ("a role it has not", _JOBSET, {"TFDIST_TASKS": "chief=1"}, "Call each replicatedJob"),
+    ("too few of its role", _JOBSET, {"TFDIST_TASKS": "worker=1"}, "the number of worker"),
     ("a second replica", _JOBSET, {"HOSTNAME": "train-worker-1-1"}, "with replicas: 1"),
     ("no jobset", _JOBSET, {"HOSTNAME": "worker-0-1"}, "must be <jobset>-<job>-0-1, of a job"),
     ("a machine's name", _JOBSET, {"HOSTNAME": "machine7"}, "Set TFDIST_JOB_NAME"),

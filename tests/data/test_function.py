@@ -87,29 +87,6 @@ def test_without_an_epoch_a_broken_off_one_begins_again() -> None:
     assert not data.resumes_inside_epochs
 
 
-def test_jobs_of_a_service_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfdist_ext.data import function
-
-    asked: list[Any] = []
-
-    def through(dataset: Any, **arguments: Any) -> Any:
-        asked.append(arguments["job_name"])
-        return dataset
-
-    monkeypatch.setattr(function, "through_service", through)
-    data = from_dataset_fn(of_shard, global_batch_size=4, service="grpc://node:1")
-    data.dataset(Shard(0, 2))
-    assert len(data) == 5
-    data.dataset(Shard(0, 2))
-    other = from_dataset_fn(of_shard, global_batch_size=4, service="grpc://node:1")
-    assert set(asked) == {data.job_name} != {other.job_name}
-    with pytest.raises(
-        DataError,
-        match="function must take the shard alone",
-    ):
-        from_dataset_fn(lambda shard, epoch: of_shard(shard), service="grpc://node:1")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -97,10 +97,9 @@ class JobController:
                 assert condition == {"type": "DisruptionTarget", "status": "True"}
                 if disrupted:
                     return str(rule["action"])
-            if codes := rule.get("onExitCodes"):
-                assert codes["operator"] == "In"
-                if status in codes["values"]:
-                    return str(rule["action"])
+            codes = rule.get("onExitCodes")
+            if codes and (status in codes["values"]) == (codes["operator"] == "In"):
+                return str(rule["action"])
         return "Count"
 
 

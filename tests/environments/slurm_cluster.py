@@ -1,6 +1,7 @@
 """A Slurm of two nodes on this machine: munge, slurmctld and two slurmd, ended with the tests.
 
-The nodes have loopback addresses of their own. Their names stand in /etc/hosts meanwhile.
+The controller and each node run in a network namespace, because TensorFlow's servers listen on
+every address of their host. The names of the nodes stand in /etc/hosts meanwhile.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import namespaces
+from namespaces import Hosts
+
 NODES = ("tfdist-n1", "tfdist-n2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 _MISSING = [name for name in _PROGRAMS if not shutil.which(name, path=_PATH)]
 # Why there is none here; "" where there is one.
-WHY_NOT = (
-    "a Slurm of one's own needs root"
-    if os.geteuid()
-    else f"{', '.join(_MISSING)} not installed (apt-get install slurm-wlm munge)"
-    if _MISSING
-    else ""
+WHY_NOT = namespaces.WHY_NOT or (
+    f"{', '.join(_MISSING)} not installed (apt-get install slurm-wlm munge)" if _MISSING else ""
 )
 _CONFIG = """\
 ClusterName=tfdist
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({controller})
 SlurmUser=root
 SlurmctldPort=17010
 AuthType=auth/munge
@@ -52,8 +52,8 @@ KillWait=20
 JobRequeue=1
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 JobAcctGatherType=jobacct_gather/none
-NodeName=tfdist-n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port=17011 CPUs=2 State=UNKNOWN
-NodeName=tfdist-n2 NodeHostname=localhost NodeAddr=127.0.0.2 Port=17012 CPUs=2 State=UNKNOWN
+NodeName=tfdist-n1 NodeHostname=localhost NodeAddr={node1} Port=17011 CPUs=2 State=UNKNOWN
+NodeName=tfdist-n2 NodeHostname=localhost NodeAddr={node2} Port=17012 CPUs=2 State=UNKNOWN
 PartitionName=main Nodes=tfdist-n1,tfdist-n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -64,14 +64,24 @@ class Slurm:
 
     Attributes:
         env: with which its commands find it.
+        hosts: its nodes, and the controller behind them.
     """
 
     env: dict[str, str]
+    hosts: Hosts
+
+    def command(self, *words: str) -> list[str]:
+        """The command that runs these words beside the controller."""
+        return _on(self.hosts, len(NODES), *words)
 
     def __call__(self, *words: str, check: bool = True) -> str:
         """What one of its commands prints."""
         done = subprocess.run(
-            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
+            self.command(*words),
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert not check or not done.returncode, f"{words}: {done.stderr}"
         return done.stdout.strip()
@@ -95,38 +105,49 @@ class Slurm:
         return state
 
 
+def _on(hosts: Hosts, host: int, *words: str) -> list[str]:
+    """The command that runs these words on a host; `ip netns exec` would hide /sys/fs/cgroup."""
+    return ["nsenter", f"--net=/run/netns/{hosts.names[host]}", *words]
+
+
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """A Slurm whose files are in this folder; there is one at a time on a machine."""
     with open(Path(tempfile.gettempdir(), "tfdist-slurm.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with _running(folder) as running:
+        with namespaces.hosts(len(NODES) + 1) as hosts, _running(folder, hosts) as running:
             yield running
 
 
 @contextlib.contextmanager
-def _running(folder: Path) -> Iterator[Slurm]:
+def _running(folder: Path, hosts: Hosts) -> Iterator[Slurm]:
     for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o700)
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     config = folder / "slurm.conf"
-    config.write_text(_CONFIG.format(folder=folder))
+    node1, node2, controller = hosts.addresses
+    addresses = {"node1": node1, "node2": node2, "controller": controller}
+    config.write_text(_CONFIG.format(folder=folder, **addresses))
     env = {"SLURM_CONF": str(config), "PATH": _PATH}
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     commands = [
         ["munged", "--foreground", "--force", *munge, f"--socket={folder}/munge/socket"],
-        ["slurmctld", "-D", "-c", "-f", str(config)],
-        *(["slurmd", "-D", "-c", "-f", str(config), "-N", node] for node in NODES),
+        _on(hosts, len(NODES), "slurmctld", "-D", "-c", "-f", str(config)),
+        *(
+            _on(hosts, host, "slurmd", "-D", "-c", "-f", str(config), "-N", node)
+            for host, node in enumerate(NODES)
+        ),
     ]
     processes = []
-    hosts = Path("/etc/hosts")
-    before = hosts.read_text()
+    names_file = Path("/etc/hosts")
+    before = names_file.read_text()
     try:
-        hosts.write_text(f"{before}\n127.0.0.1 {NODES[0]}\n127.0.0.2 {NODES[1]}\n")
+        names_file.write_text(f"{before}\n{node1} {NODES[0]}\n{node2} {NODES[1]}\n")
         for command in commands:
-            with open(folder / f"{command[0]}.out", "ab") as output:
+            name = next(word for word in command if word in _PROGRAMS)
+            with open(folder / f"{name}.out", "ab") as output:
                 processes.append(
                     subprocess.Popen(
                         command,
@@ -136,9 +157,9 @@ def _running(folder: Path) -> Iterator[Slurm]:
                         stderr=subprocess.STDOUT,
                     )
                 )
-            if command[0] == "munged":
+            if name == "munged":
                 _wait_until((folder / "munge" / "socket").exists, "munged")
-        cluster = Slurm(env)
+        cluster = Slurm(env, hosts)
         _wait_until(
             lambda: cluster("sinfo", "-h", "-o", "%T %D", check=False) == "idle 2", "slurmd"
         )
@@ -146,7 +167,7 @@ def _running(folder: Path) -> Iterator[Slurm]:
         cluster("scancel", "--user=root", check=False)
         _wait_until(lambda: not cluster("squeue", "-h", check=False), "the end of all jobs")
     finally:
-        hosts.write_text(before)
+        names_file.write_text(before)
         for process in reversed(processes):
             process.terminate()
         for process in processes:

@@ -1,4 +1,4 @@
-"""The manifests of `tfdist kubernetes`: valid, and played with a process for each pod."""
+"""configs/kubernetes: valid manifests, played with a process for each pod."""
 
 from __future__ import annotations
 
@@ -21,49 +21,53 @@ from kubernetes_controllers import JobController, JobSetController, Manifest, Po
 from kubernetes_pods import played
 
 from tfdist_ext.cluster import ClusterConfig
-from tfdist_ext.launch.schedulers.job_file import Job
-from tfdist_ext.launch.schedulers.manifests import manifests
 
 pytestmark = pytest.mark.timeout(280)
 on_hosts = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT or "-")
+TEMPLATES = ROOT / "configs" / "kubernetes"
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 
 EPOCHS, STEPS = 3, 8
 
 
-def job(command: list[str] | None = None, **keys: Any) -> Job:
-    """A job of two workers, and more."""
-    settings = {"image": "train:1", **keys.pop("kubernetes", {})}
-    tables = {"kubernetes": settings}
-    return Job("train", tuple(command or ["x"]), **{"nodes": 2, **keys}, scheduler=tables)
+def manifests(
+    template: str,
+    command: list[str] | None = None,
+    *,
+    max_restarts: int | None = None,
+    grace: int = 90,
+) -> list[Manifest]:
+    """The manifests of a template, edited as its comments say.
 
-
-_ALL_KEYS = {
-    "namespace": "research",
-    "cpu": "500m",
-    "memory": "1.5Gi",
-    "volume": {"claim": "checkpoints", "path": "/work"},
-    "active_deadline_seconds": 3600,
-    "service_account": "trainer",
-    "node_selector": {"pool": "gpu"},
-}
-JOBS = {
-    "workers": job(),
-    "every key": job(gpus_per_node=1, env={"A": "b"}, kubernetes=_ALL_KEYS),
-    "evaluator": job(evaluator=True),
-    "chief": job(chief=True),
-    "every role": job(ps=2, evaluator=True, kubernetes={**_ALL_KEYS, "ps": {"memory": "64Gi"}}),
-}
+    Args:
+        template: "job" or "jobset".
+        command: what each pod runs.
+        max_restarts: failures that count.
+        grace: seconds to save after SIGTERM.
+    """
+    documents = list(yaml.safe_load_all((TEMPLATES / f"{template}.yaml").read_text()))
+    spec = documents[-1]["spec"]
+    jobs = [spec] if template == "job" else list(specs_of(documents[-1]))
+    for each in jobs:
+        if max_restarts is not None and "backoffLimitPerIndex" in each:
+            each["backoffLimitPerIndex"] = max_restarts
+        (container,) = each["template"]["spec"]["containers"]
+        container["command"] = command or container["command"]
+        env = {entry["name"]: entry for entry in container["env"]}
+        env["TFDIST_GRACE"]["value"] = str(grace)
+    if max_restarts is not None and template == "jobset":
+        spec["failurePolicy"]["maxRestarts"] = max_restarts
+    return copy.deepcopy(documents)  # anchors of the file are one object in Python
 
 
 # Valid.
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34", "1.37"])
-@pytest.mark.parametrize("name", JOBS)
-def test_kubernetes_takes_them(name: str, version: str) -> None:
+@pytest.mark.parametrize("template", ["job", "jobset"])
+def test_kubernetes_takes_them(template: str, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")  # of the extra environments
-    for document in manifests(JOBS[name]):
+    for document in manifests(template):
         checked = [document]
         if document["kind"] == "JobSet":  # which makes these Jobs
             checked = [
@@ -78,13 +82,12 @@ def test_kubernetes_takes_them(name: str, version: str) -> None:
                 kubernetes_validate.validate(damaged, version, strict=True)
 
 
-@pytest.mark.parametrize("name", ["evaluator", "chief", "every role"])
-def test_jobset_takes_them(name: str) -> None:
+def test_jobset_takes_it() -> None:
     jsonschema = pytest.importorskip("jsonschema")  # of the extra environments
     schema = json.loads((Path(__file__).parent / "jobset_v1alpha2.json").read_text())
     assert "v0.12.0" in schema["$comment"]
     validator = jsonschema.Draft202012Validator(_strict(schema))
-    jobset = manifests(JOBS[name])[-1]
+    jobset = manifests("jobset")[-1]
     assert not list(validator.iter_errors(jobset))
     for path in (("spec",), ("spec", "failurePolicy", "rules", 0), ("spec", "replicatedJobs", 0)):
         damaged: Any = copy.deepcopy(jobset)
@@ -118,7 +121,7 @@ def specs_of(document: Manifest) -> Iterator[Manifest]:
 
 
 def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
-    controller = JobController("train", manifests(job(max_restarts=1))[-1]["spec"])
+    controller = JobController("train", manifests("job", max_restarts=1)[-1]["spec"])
     for disrupted, status in ((True, 137), (False, 143), (False, 143), (True, 1)):
         for pod in controller.wanted:
             controller.ended(pod, status, disrupted)
@@ -132,7 +135,7 @@ def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
 
 
 def test_the_first_worker_ends_a_job() -> None:
-    controller = JobController("train", manifests(job())[-1]["spec"])
+    controller = JobController("train", manifests("job")[-1]["spec"])
     first, second = controller.wanted
     controller.ended(second, 137, False)  # it dies when all is written
     controller.ended(first, 0, False)
@@ -140,7 +143,7 @@ def test_the_first_worker_ends_a_job() -> None:
 
 
 def jobset(**keys: Any) -> JobSetController:
-    return JobSetController("train", manifests(job(ps=1, evaluator=True, **keys))[-1]["spec"])
+    return JobSetController("train", manifests("jobset", **keys)[-1]["spec"])
 
 
 def end(controller: JobSetController, hostname: str, status: int) -> None:
@@ -190,7 +193,7 @@ def test_a_restart_makes_every_pod_anew() -> None:
 
 
 def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
-    lines = (ROOT / "docs" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    lines = (TEMPLATES / "Dockerfile").read_text(encoding="utf-8").splitlines()
     steps = [line.split() for line in lines if line and not line.startswith("#")]
     allowed = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
     assert {step[0] for step in steps} == allowed
@@ -210,7 +213,7 @@ def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
     assert "tfdist_ext/cli.py" in zipfile.ZipFile(wheel).namelist()
     ((_, number),) = (step for step in steps if step[0] == "USER")
     assert user[:3] == ["useradd", "--uid", number]
-    pod = manifests(job())[-1]["spec"]["template"]["spec"]
+    pod = manifests("job")[-1]["spec"]["template"]["spec"]
     assert str(pod["securityContext"]["runAsUser"]) == number
 
 
@@ -240,7 +243,7 @@ def test_what_a_tfjob_writes_is_read() -> None:
 def test_a_worker_that_is_killed_comes_back(
     tmp_path: Path, undisturbed: Callable[[int, int], Result]
 ) -> None:
-    documents = manifests(job(training(tmp_path, EPOCHS, STEPS, 0.1)))
+    documents = manifests("job", training(tmp_path, EPOCHS, STEPS, 0.1))
     with played(documents, tmp_path, 6) as pods:
         pods.until("train-1", "STEP 10\n")
         pods.kill("train-1")
@@ -255,7 +258,8 @@ def test_a_worker_that_is_killed_comes_back(
 def test_a_worker_that_is_preempted_is_not_counted(
     tmp_path: Path, undisturbed: Callable[[int, int], Result]
 ) -> None:
-    documents = manifests(job(training(tmp_path, EPOCHS, STEPS, 0.1), max_restarts=0, grace=20))
+    command = training(tmp_path, EPOCHS, STEPS, 0.1)
+    documents = manifests("job", command, max_restarts=0, grace=20)
     with played(documents, tmp_path, 6) as pods:
         pods.until("train-1", "STEP 5\n")
         pods.evict("train-1")
@@ -290,7 +294,7 @@ tfd.run(main)
 def test_a_permanent_failure_ends_all(tmp_path: Path) -> None:
     """Whichever pod is seen to end first: the other one fails because of it, and says so."""
     (tmp_path / "train.py").write_text(_FAILS)
-    with played(manifests(job([sys.executable, "train.py"])), tmp_path, 4) as pods:
+    with played(manifests("job", [sys.executable, "train.py"]), tmp_path, 4) as pods:
         assert pods.until_ended() == "Failed"
         assert pods.controller.reason == "PodFailurePolicy"
         ends = dict(pods.ends)
@@ -304,7 +308,7 @@ def test_a_permanent_failure_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])
 def test_all_roles(killed: str, tmp_path: Path) -> None:
     """What holds the state of the training takes all with it; a worker comes back alone."""
-    documents = manifests(job(training(tmp_path, 4, STEPS, 0.1), ps=1, evaluator=True))
+    documents = manifests("jobset", training(tmp_path, 4, STEPS, 0.1))
     with played(documents, tmp_path, 12) as pods:
         pods.until("train-chief-0-0", "STEP 10\n")
         pods.kill(killed)
@@ -318,9 +322,8 @@ def test_all_roles(killed: str, tmp_path: Path) -> None:
 @on_hosts
 def test_a_chief_that_is_preempted_is_not_counted(tmp_path: Path) -> None:
     """Its servers and the evaluator end because of it, and come back with it."""
-    documents = manifests(
-        job(training(tmp_path, 4, STEPS, 0.1), ps=1, evaluator=True, max_restarts=0, grace=20)
-    )
+    command = training(tmp_path, 4, STEPS, 0.1)
+    documents = manifests("jobset", command, max_restarts=0, grace=20)
     with played(documents, tmp_path, 12) as pods:
         pods.until("train-chief-0-0", "STEP 10\n")
         pods.evict("train-chief-0-0")
@@ -329,19 +332,3 @@ def test_a_chief_that_is_preempted_is_not_counted(tmp_path: Path) -> None:
         assert {status for _, status in pods.ends} <= {0, 138, 143}
         assert "STEP 1\n" not in pods.logs["train-chief-0-0"][1].read_text()
     assert result_in(tmp_path)["iterations"] == 4 * STEPS
-
-
-@on_hosts
-def test_a_chief_and_workers(tmp_path: Path, undisturbed: Callable[[int, int], Result]) -> None:
-    documents = manifests(
-        job(training(tmp_path, EPOCHS, STEPS, 0.1), nodes=1, chief=True, grace=20)
-    )
-    with played(documents, tmp_path, 8) as pods:
-        pods.until("train-chief-0-0", "STEP 5\n")
-        pods.evict("train-worker-0-0", disrupted=True)
-        pods.until("train-chief-0-0", "STEP 12\n")
-        assert not pods.controller.restarts
-        pods.kill("train-worker-0-0")
-        assert pods.until_ended() == "Completed", pods.told("")
-        assert pods.controller.restarts == 1
-    assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import slurm_cluster
 from conftest import (
     BIN,
-    TFDIST,
+    ROOT,
     Result,
     Starter,
     assert_equal,
@@ -20,8 +21,9 @@ from conftest import (
     training,
     write_files_of,
 )
-from pages import blocks_of, commands_of
+from pages import commands_of
 from slurm_cluster import NODES, Slurm
+from task_programs import LEFT_OUT
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
@@ -31,16 +33,28 @@ pytestmark = [
 ]
 
 
-def submit(slurm: Slurm, folder: Path, command: list[str], tables: str, **slurm_keys: str) -> str:
-    """The number of a job that `tfdist slurm` has submitted."""
-    job = folder / "job.toml"
-    listed = ", ".join(f"'{word}'" for word in command)
-    job.write_text(
-        f"command = [{listed}]\nnodes = 2\n{tables}\n[env]\nTF_CPP_MIN_LOG_LEVEL = '3'\n"
-        f"[slurm]\noutput = '{folder}/output'\nsetup = ['export PATH={BIN}:$PATH']\n"
-        + "".join(f"{key} = {value}\n" for key, value in slurm_keys.items())
-    )
-    said = slurm(TFDIST, "slurm", "--submit", str(job))
+TEMPLATE = ROOT / "configs" / "slurm" / "train.sbatch"
+
+
+def submit(slurm: Slurm, folder: Path, command: list[str], **edits: str) -> str:
+    """The number of a job submitted with the template, after a few edits of its lines.
+
+    Args:
+        command: what each task runs.
+        edits: what replaces some text of the template.
+    """
+    script = TEMPLATE.read_text(encoding="utf-8")
+    setup = f"export PATH={BIN}:$PATH PYTHONPATH={LEFT_OUT} TF_CPP_MIN_LOG_LEVEL=3"
+    for old, new in {
+        "# EDIT: source /path/to/venv/bin/activate": setup,
+        "python train.py": " ".join(command),
+        "%x-%j.out": f"{folder}/output",
+        **edits,
+    }.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    (folder / "train.sbatch").write_text(script, encoding="utf-8")
+    said = slurm("sbatch", f"--chdir={folder}", str(folder / "train.sbatch"))
     return re.findall(r"Submitted batch job (\d+)", said)[0]
 
 
@@ -56,17 +70,22 @@ def wait_for(folder: Path, text: str, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-def left(folder: Path) -> list[str]:
-    """The commands of processes whose arguments name this folder."""
+def pids_of(folder: Path) -> list[int]:
+    """Processes of Python whose arguments name this folder."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            words = Path("/proc", name, "cmdline").read_text()
-        except (OSError, UnicodeDecodeError):
+            words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+        except OSError:
             continue
-        if str(folder) in words and int(name) != os.getpid():
-            found.append(words.replace("\0", " "))
+        if os.fsencode(folder) in words and b"python" in words[0] and int(name) != os.getpid():
+            found.append(int(name))
     return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    text = Path("/proc", str(pid), "environ").read_text()
+    return dict(entry.partition("=")[::2] for entry in text.split("\0") if entry)
 
 
 def test_srun_alone_is_detected(
@@ -84,22 +103,27 @@ def test_a_time_limit_is_gone_past(
 ) -> None:
     """It saves before its time is over, is queued again, and ends with the same weights."""
     command = training(tmp_path, 4, 40, 0.25)
-    job = submit(slurm, tmp_path, command, "grace = 20", time="'00:01:00'")
-    wait_for(tmp_path, "tfdist: queued again, 1 of 20 times")
+    edits = {"04:00:00": "00:01:00", "USR1@120": "USR1@20", "GRACE=90": "GRACE=15"}
+    job = submit(slurm, tmp_path, command, **edits)
+    wait_for(tmp_path, "train.sbatch: back into the queue, 1 of 20 times")
     # Of a minute, a slow machine has nothing left when its tasks have started.
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert slurm.wait_for(job, ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), 250) == "COMPLETED"
     said = output(tmp_path)
-    assert said.count("tfdist: SIGUSR1: ending 2 tasks") == 1
-    assert said.count("tfdist: queued again") == 1  # by node 0 alone
+    assert said.count("train.sbatch: back into the queue") == 1
+    assert "restart" not in said
     assert f"JobId={job} " in slurm("scontrol", "show", "job", job)
     assert_equal(result_in(tmp_path), undisturbed(4, 40))
-    assert not left(tmp_path)
+    assert not pids_of(tmp_path)
 
 
 def test_servers_and_a_drained_node(slurm: Slurm, tmp_path: Path) -> None:
     """A chief, workers and a server on two nodes. A node that is drained finishes its job."""
-    job = submit(slurm, tmp_path, training(tmp_path, 3, 8), "ps = 1")
+    roles = {
+        "# export TFDIST_TASKS=chief=1,worker=2,ps=1": "export TFDIST_TASKS=chief=1,worker=2,ps=1",
+        "--ntasks-per-node=1": "--ntasks-per-node=2",
+    }
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 8), **roles)
     wait_for(tmp_path, " STEP 4\n")
     slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DRAIN", "Reason=test")
     try:
@@ -107,15 +131,32 @@ def test_servers_and_a_drained_node(slurm: Slurm, tmp_path: Path) -> None:
     finally:
         slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
     assert result_in(tmp_path)["iterations"] == 24
-    tasks = set(re.findall(r"^\[(\w+:\d)\]", output(tmp_path), re.M))
-    assert tasks == {"chief:0", "worker:0", "worker:1", "ps:0"}
+
+
+def test_a_task_that_dies_starts_again_on_its_node(
+    slurm: Slurm, tmp_path: Path, undisturbed: Callable[[int, int], Result]
+) -> None:
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 8, 0.1))
+    wait_for(tmp_path, " STEP 10\n")
+    pid = next(pid for pid in pids_of(tmp_path) if environment(pid).get("SLURM_PROCID") == "1")
+    os.kill(pid, signal.SIGKILL)
+    assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 150) == "COMPLETED"
+    assert re.findall(r"exit codes (?:137 138|138 137): restart 1 of 3", output(tmp_path))
+    assert_equal(result_in(tmp_path), undisturbed(3, 8))
+
+
+def test_an_error_of_the_script_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, ["python", "-c", "'raise SystemExit(3)'"])
+    assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"), 60) == "FAILED"
+    assert "ExitCode=3:0" in slurm("scontrol", "show", "job", job)
+    assert "restart" not in output(tmp_path)
 
 
 def test_a_node_that_fails(
     slurm: Slurm, tmp_path: Path, undisturbed: Callable[[int, int], Result]
 ) -> None:
     """Slurm queues the job again, which goes on from its checkpoint once the node is back."""
-    job = submit(slurm, tmp_path, training(tmp_path, 3, 8, 0.1), "")
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 8, 0.1))
     wait_for(tmp_path, " STEP 10\n")
     slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
     slurm.wait_for(job, ("PENDING", "COMPLETING"), 60)
@@ -126,47 +167,30 @@ def test_a_node_that_fails(
 
 
 def test_scancel_is_for_good(slurm: Slurm, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, training(tmp_path, 3, 50, 0.2), "")
+    job = submit(slurm, tmp_path, training(tmp_path, 3, 50, 0.2))
     wait_for(tmp_path, " STEP 3\n")
     slurm("scancel", job)
     assert slurm.wait_for(job, ("CANCELLED",), 60) == "CANCELLED"
     deadline = time.monotonic() + 30
-    while left(tmp_path) and time.monotonic() < deadline:
+    while pids_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left(tmp_path)
-    assert "queued again" not in output(tmp_path)
+    assert not pids_of(tmp_path)
+    assert "back into the queue" not in output(tmp_path)
     assert "training stopped by a signal. The last checkpoint is" in output(tmp_path)
 
 
 PAGE = "docs/slurm.md"
 
 
-def test_the_commands_of_the_page(slurm: Slurm, start: Starter, tmp_path: Path) -> None:
-    """A job with its job.toml, but for what this Slurm does not have; then one of salloc."""
-    shown, submitted, interactive = (command for command, _ in commands_of(PAGE))
-    write_files_of("docs/several_machines.md", tmp_path)
-    (job,) = (block.text for block in blocks_of(PAGE) if block.language == "toml")
-    (tmp_path / "job.toml").write_text(job)
+def test_the_command_of_the_page(slurm: Slurm, start: Starter, tmp_path: Path) -> None:
+    """In an allocation of one's own; the page's sbatch is the template of the tests above."""
+    submitted, interactive = (command for command, _ in commands_of(PAGE))
+    assert submitted == "sbatch train.sbatch"
+    write_files_of(PAGE, tmp_path)
     in_folder = {"cwd": tmp_path, "PATH": f"{BIN}:{slurm.env['PATH']}"}
     in_folder["SLURM_CONF"] = slurm.env["SLURM_CONF"]
-    assert start("bash", "-c", shown, **in_folder).ended() == 0
-    script = (tmp_path / "job.sbatch").read_text()
-    assert "#SBATCH --gpus-per-node=4\n" in script
-    assert "--workers-per-node 4" in script
-
-    for line in ("gpus_per_node = 4", 'partition = "gpu"'):
-        (of_file,) = (each for each in job.splitlines() if each.startswith(line))
-        job = job.replace(of_file, "")
-    job = job.replace("workers_per_node = 4", "workers_per_node = 1")
-    job = job.replace("source /home/user/venv/bin/activate", f"export PATH={BIN}:$PATH")
-    (tmp_path / "job.toml").write_text(job)
-    said = start("bash", "-c", submitted, **in_folder)
-    assert said.ended() == 0, said.output
-    number = re.findall(r"Submitted batch job (\d+)", said.output)[0]
-    assert slurm.wait_for(number, ("COMPLETED", "FAILED", "CANCELLED"), 100) == "COMPLETED"
-    assert "[worker:0] Epoch 5/5" in (tmp_path / f"job-{number}.out").read_text()
-
-    again = start("bash", "-c", interactive, **in_folder)
-    assert again.ended() == 0, again.output
-    assert re.findall(r"^\[worker:0\] .*complete after 5 epochs", again.output, re.M)
+    for epochs in ("Epoch 5/5", "complete after 5 epochs"):
+        said = start(*slurm.command("bash", "-c", interactive), **in_folder)
+        assert said.ended() == 0, said.output
+        assert epochs in said.output
     assert (tmp_path / "model.keras").exists()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,6 @@ def run_tasks(mark: Mark) -> Callable[..., Ran]:
         scripts: dict[str, str],
         *,
         coordinator: str | None = None,
-        services: Sequence[str] = (),
         **options: Any,
     ) -> Ran:
         log_dir = options.pop("log_dir", None)
@@ -107,7 +106,6 @@ def run_tasks(mark: Mark) -> Callable[..., Ran]:
                 for name, script in scripts.items()
             ),
             coordinator=coordinator,
-            services=frozenset(services),
         )
         out, err = io.StringIO(), io.StringIO()
         start = time.monotonic()

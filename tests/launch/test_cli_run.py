@@ -245,19 +245,6 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_dry_run_shows_the_data_service(capsys):
-    status, out, err = run_main(capsys, "run", "--data-workers", "2", "--dry-run", "--", "sh")
-    assert (status, err) == (0, "")
-    task, dispatcher, *workers = map(shlex.split, out.splitlines())
-    address = dispatcher[-1]
-    assert f"TFDIST_DATA_SERVICE=grpc://{address}" in task
-    assert [words[-2:] for words in (dispatcher, *workers)] == [
-        ["--address", words[-1]] for words in (dispatcher, *workers)
-    ]
-    assert len({words[-1] for words in (dispatcher, *workers)}) == 3
-    assert all(["--dispatcher", address] == words[-4:-2] for words in workers)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -270,14 +257,8 @@ def test_dry_run_shows_the_data_service(capsys):
         (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
         (["run", "--grace", "nan", "--", "true"], "seconds must be a number from 0, got 'nan'"),
-        (["run", "--ports", "9-8", "--", "true"], "ports must be LOW-HIGH, as 21000-21049"),
-        (
-            ["run", "--ports", "23000-23001", "--workers", "3", "--", "true"],
-            "3 ports must be free, got 2",
-        ),
         (["run", "--workers", "0", "--", "true"], "task must train, got --workers 0 and no chief"),
         (["run", "--ps", "1", "--no-chief", "--", "true"], "must come with a chief, got --ps 1"),
-        (["run", "--data-workers", "-1", "--", "true"], "--data-workers must be a number of tasks"),
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
         (["run", "--", "no-such-program-here"], "no program 'no-such-program-here'"),
         (["fly"], "invalid choice: 'fly'"),

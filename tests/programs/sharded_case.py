@@ -69,29 +69,6 @@ def of_task(shard, epoch):
     )
 
 
-NUMBERED = 300
-
-
-def numbered(shard):
-    """Examples whose labels are their numbers, slow enough for two workers to get some."""
-
-    def slowly(x):
-        return x + 0.0 * tf.reduce_sum(tf.random.normal([100_000]))
-
-    numbers = tf.data.Dataset.range(NUMBERED).shuffle(NUMBERED)
-    labels = numbers.map(lambda x: slowly(tf.cast(x, tf.float32)))
-    return labels.map(lambda x: (tf.ones([1]), tf.expand_dims(x, 0)))
-
-
-def counting():
-    """Its metrics are wrong where an example is counted twice, or never."""
-    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-    labels = keras.metrics.MeanMetricWrapper(lambda y, _: y, name="labels")
-    squares = keras.metrics.MeanMetricWrapper(lambda y, _: y * y, name="squares")
-    model.compile("sgd", lambda _, p: p, metrics=[labels, squares])
-    return model
-
-
 def of_all_tasks(epoch):
     """The global batches that come of it."""
     tasks = [batches_of_task(task, epoch) for task in range(2)]

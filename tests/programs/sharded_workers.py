@@ -98,9 +98,4 @@ if len(cluster.jobs["worker"]) == 2:
     model.fit(endless, steps_per_epoch=7, epochs=2, verbose=0)
     result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
 
-    # Each example of the service is in one batch, of one worker.
-    prepared = tfd.data.from_dataset_fn(case.numbered, global_batch_size=16, service=True)
-    model = tfd.distribute(case.counting, strategy)
-    history = model.fit(prepared, epochs=2, verbose=0, validation_data=prepared).history
-    result["service"] = {"history": history, "place": prepared.position}
 print("RESULT " + json.dumps(result), flush=True)

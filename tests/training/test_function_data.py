@@ -146,9 +146,3 @@ def test_epochs_of_other_lengths(lengths: tuple[int, ...]) -> None:
     found = ours.evaluate(data, verbose=0)  # of epoch 0
     rows = lengths[0] * 5
     np.testing.assert_allclose(found, plain.evaluate(X[:rows], Y[:rows], verbose=0), rtol=1e-5)
-
-
-def test_a_service_has_no_position_in_an_epoch(tmp_path: Path) -> None:
-    data = tfd.data.from_dataset_fn(lambda shard: None, service="grpc://node:1")
-    with pytest.raises(tfd.TrainingError, match="where the function takes the epoch"):
-        tfd.distribute(build, mirrored(2)).fit(data, checkpoint_dir=tmp_path, checkpoint_every=2)

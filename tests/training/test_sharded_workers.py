@@ -36,15 +36,14 @@ def one(pattern: str) -> Any:
     return curve.losses, model.keras_model.get_weights()
 
 
-def train(pattern: str, workers: int, folder: Path, kill_at: int = 0, data_workers: int = 0) -> Any:
+def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
     """What each of the workers has to say; None where one was killed."""
     command = [sys.executable, str(PROGRAMS / "sharded_workers.py")]
     command += [pattern, str(folder / "checkpoints"), str(kill_at)]
     logs = folder / f"logs of {workers}"
     logs.mkdir()
-    tasks: dict[str, Any] = {"workers": workers, "data_workers": data_workers}
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(command, **tasks, ports=ports, env=os.environ)
+    with reserve_ports(addresses_needed(workers=workers)) as ports:
+        plan = plan_local(command, workers=workers, ports=ports, env=os.environ)
         statuses, texts = run_together(plan, logs, os.environ, timeout=150)
     texts = {name: text for name, text in texts.items() if name.startswith("worker:")}
     ended_well = all(statuses[name] == 0 for name in texts)
@@ -57,7 +56,7 @@ def train(pattern: str, workers: int, folder: Path, kill_at: int = 0, data_worke
 @pytest.fixture(scope="module")
 def results(pattern: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of two workers."""
-    return train(pattern, 2, tmp_path_factory.mktemp("workers"), data_workers=2)
+    return train(pattern, 2, tmp_path_factory.mktemp("workers"))
 
 
 def assert_one_training(tasks: list[dict[str, Any]], one: Any, first_step: int) -> None:
@@ -135,17 +134,6 @@ def test_a_worker_whose_data_ends_waits_for_one_whose_data_does_not(
     results: list[dict[str, Any]],
 ) -> None:
     assert {task["endless_steps"] for task in results} == {14}
-
-
-def test_each_example_of_a_data_service_counts_once(results: list[dict[str, Any]]) -> None:
-    numbers = np.arange(case.NUMBERED, dtype="float64")
-    for task in results:
-        history = task["service"]["history"]
-        for name, values in (("labels", numbers), ("squares", numbers**2)):
-            expected = [values.mean()] * 2
-            np.testing.assert_allclose(history[name], expected, rtol=1e-6)
-            np.testing.assert_allclose(history[f"val_{name}"], expected, rtol=1e-6)
-        assert task["service"]["place"] == [2, 0]
 
 
 def test_workers_that_do_not_agree_on_their_data(results: list[dict[str, Any]]) -> None:

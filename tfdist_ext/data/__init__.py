@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from tfdist_ext.data.order import Order
     from tfdist_ext.data.position import Position
     from tfdist_ext.data.records import Records
-    from tfdist_ext.data.service import through_service
     from tfdist_ext.data.sharded import ShardedDataset
     from tfdist_ext.data.shards import Remainder, Shard, ShardRange, shard_range
 
 # Where a name is looked for, in this order: the first does not wait for TensorFlow.
-_MODULES = ["shards", "order", "position", "sharded", "files", "records", "service", "constructors"]
+_MODULES = ["shards", "order", "position", "sharded", "files", "records", "constructors"]
 
 __all__ = [
     "DataError",
@@ -54,7 +53,6 @@ __all__ = [
     "from_tfrecords",
     "shard_files",
     "shard_range",
-    "through_service",
 ]
 
 

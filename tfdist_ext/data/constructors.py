@@ -98,8 +98,6 @@ def from_dataset_fn(
     function: Callable[..., tf.data.Dataset],
     *,
     global_batch_size: int | None = None,
-    service: str | bool | None = None,
-    job_name: str | None = None,
 ) -> FunctionDataset:
     """A dataset made by a function of the shard, for sources that cannot be read by number.
 
@@ -116,15 +114,9 @@ def from_dataset_fn(
             epoch.
         global_batch_size: examples of a step, over all shards; the function's data set has single
             examples then. Each shard takes its part of this number.
-        service: have a tf.data service prepare the batches: "grpc://host:port" of its dispatcher,
-            or True for that of `tfdist run --data-workers N`. The function is called for all of the
-            data, and each batch goes to the first task that asks (`through_service`
-            says what is guaranteed). There is no order, so a training can resume from the end of an
-            epoch only; under parameter servers the coordinator reads.
-        job_name: as in `through_service`.
 
     Raises:
         DataError: it is no function, it does not take a shard, or the global batch is no number
             from 1. What it returns is checked when it is called.
     """
-    return FunctionDataset(function, global_batch_size, service, job_name)
+    return FunctionDataset(function, global_batch_size)

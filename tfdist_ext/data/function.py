@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.rows import batch_size_of, rows_between
-from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
@@ -27,16 +26,12 @@ class FunctionDataset(ShardedDataset):
 
     Attributes:
         takes_epoch: whether the function is called anew for each epoch.
-        service: the tf.data service that its batches come through; None: no service.
-        job_name: of the jobs there.
     """
 
     def __init__(
         self,
         function: Callable[..., tf.data.Dataset],
         global_batch_size: int | None,
-        service: str | bool | None,
-        job_name: str | None,
     ):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
         if not callable(function):
@@ -49,16 +44,6 @@ class FunctionDataset(ShardedDataset):
         self._batch = global_batch_size
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        self.service = None if service is False else service
-        if self.service is not None and self.takes_epoch:
-            raise DataError(
-                "function must take the shard alone where a tf.data service prepares the batches,"
-                f" got {shown(function)} with an argument epoch: a service has no order. Leave"
-                " epoch out."
-            )
-        # One for good: how often a task asks for its data must not tell them apart.
-        needs_name = self.service is not None and job_name is None
-        self.job_name = next_job_name() if needs_name else job_name
         self._shards: int | None = None  # that the batches are counted in
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
@@ -139,12 +124,10 @@ class FunctionDataset(ShardedDataset):
         Args:
             alone: each batch is a whole global batch, not a part of one.
         """
-        # What comes through a service is shared out there, and made alike by all tasks.
-        asked = shard if self.service is None else Shard(0, 1)
-        found = self._function(asked, **({"epoch": epoch} if self.takes_epoch else {}))
+        found = self._function(shard, **({"epoch": epoch} if self.takes_epoch else {}))
         if not isinstance(found, tf.data.Dataset):
             raise DataError(
-                f"function must return a tf.data.Dataset, got {shown(found)} for {asked}."
+                f"function must return a tf.data.Dataset, got {shown(found)} for {shard}."
             )
         if self._batch is not None:
             low, high = bounds(self._batch, *((0, 1) if alone else (shard.index, shard.count)))
@@ -153,8 +136,7 @@ class FunctionDataset(ShardedDataset):
                     f"global_batch_size must be at least {shard.count}, got {self._batch}, which"
                     f" leaves no example for {shard}; use a larger batch or fewer tasks."
                 )
-            rows = high - low if self.service is None else -(-self._batch // shard.count)
-            found = found.batch(rows, num_parallel_calls=tf.data.AUTOTUNE)
+            found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
         elif not _in_batches(found.element_spec):
             raise DataError(
@@ -162,11 +144,7 @@ class FunctionDataset(ShardedDataset):
                 f" is {found.element_spec}. Let it call .batch(n), n being the examples of the"
                 " shard's part of a global batch, or give global_batch_size."
             )
-        if self.service is None:
-            return sharded_already(found, shard)
-        return through_service(
-            found, service=None if self.service is True else self.service, job_name=self.job_name
-        )
+        return sharded_already(found, shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP

@@ -17,7 +17,6 @@ from types import ModuleType
 
 from tfdist_ext.launch.functions import launch
 from tfdist_ext.launch.plan import (
-    DATA_SERVICE,
     LaunchPlan,
     TaskPlan,
     addresses_needed,
@@ -28,7 +27,6 @@ from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.run import RunResult, run_plan
 
 __all__ = [
-    "DATA_SERVICE",
     "LaunchPlan",
     "RunResult",
     "TaskPlan",

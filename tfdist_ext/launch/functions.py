@@ -25,7 +25,7 @@ from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch import function_task
 from tfdist_ext.launch.command_line import COMMAND
 from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.launch.plan import LaunchPlan, addresses_needed, plan_local, tasks_of
+from tfdist_ext.launch.plan import LaunchPlan, addresses_needed, plan_local, task_counts
 from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.restarting import RESULT, Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
@@ -73,8 +73,8 @@ def launch(
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
-    jobs = tasks_of(workers=workers, chief=chief, ps=ps, evaluator=evaluator, data_workers=0)
-    names = [f"{job}:{index}" for job, count in jobs.items() for index in range(count)]
+    counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
+    names = [f"{job}:{index}" for job, count in counts.items() for index in range(count)]
     policy = RestartPolicy(max_restarts, workers, workers)
     env = dict(os.environ)
     env.setdefault(COMMAND, _call(fn, tasks))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 
-__all__ = ["ports", "seconds", "stop_signal"]
+__all__ = ["seconds", "stop_signal"]
 
 _ASK_TO_END = ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"]
 
@@ -24,19 +23,6 @@ def seconds(text: str) -> float:
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
     return value
-
-
-def ports(text: str) -> range:
-    """The ports of "LOW-HIGH".
-
-    Raises:
-        argparse.ArgumentTypeError: another text.
-    """
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= low <= high < 65_536:
-        raise argparse.ArgumentTypeError(f"ports must be LOW-HIGH, as 21000-21049, got {text!r}")
-    return range(low, high + 1)
 
 
 def stop_signal(text: str) -> signal.Signals:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tfdist_ext.launch.task_sets import RunningTask
+    from tfdist_ext.launch.processes import TaskProcess
 
 
 __all__ = [
@@ -66,7 +66,7 @@ def outcome(returncode: int | None) -> str:
 
 
 def failure_report(
-    task: RunningTask, verb: str, last_lines: Sequence[str], others: Sequence[RunningTask]
+    task: TaskProcess, verb: str, last_lines: Sequence[str], others: Sequence[TaskProcess]
 ) -> str:
     """The root cause, with its last words and where to read more, then what became of the others.
 
@@ -93,7 +93,7 @@ def failure_report(
 
 
 def peer_failure_report(
-    task: RunningTask, blame: Blame, left: RunningTask | None, at: time.struct_time
+    task: TaskProcess, blame: Blame, left: TaskProcess | None, at: time.struct_time
 ) -> str:
     """The report of a task that failed because of another one.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, outcome_of
@@ -20,18 +19,12 @@ from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 from tfdist_ext.launch.run import RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.task_sets import LocalTasks, TaskSet
 
 __all__ = [
     "RESTARTS",
     "RESULT",
     "Limits",
-    "MachineLostError",
-    "OtherMachines",
-    "described_result",
-    "folder_of",
     "run_with_restarts",
-    "write_result",
 ]
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
@@ -60,7 +53,6 @@ def run_with_restarts(
     env: Mapping[str, str],
     limits: Limits,
     stop: StopSignals | None = None,
-    machines: OtherMachines | None = None,
 ) -> int:
     """The exit status of the last start.
 
@@ -71,25 +63,22 @@ def run_with_restarts(
             `restart-1`, ..., and `result.json` where one has failed: the root cause, and how each
             start has ended.
         stop: the signals that end the run, where others take note of them, too.
-        machines: the others that take part; None: this one is alone.
 
     Raises:
         LaunchError: a start could not be made.
     """
     began = time.monotonic()
-    machines = ThisMachine() if machines is None else machines
-    history = _History(policy, machines.report)
+    history = _History(policy)
     stop = StopSignals(limits.preemption_signal) if stop is None else stop
     (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
-        return _until_the_end(planned, history, stop, machines, log_dir, env, limits, began)
+        return _until_the_end(planned, history, stop, log_dir, env, limits, began)
 
 
 def _until_the_end(
     planned: Planned,
     history: _History,
     stop: StopSignals,
-    machines: OtherMachines,
     log_dir: Path,
     env: Mapping[str, str],
     limits: Limits,
@@ -101,16 +90,12 @@ def _until_the_end(
         if left is not None and number:
             left = max(0.0, round(left - (time.monotonic() - began), 1))
         history.begin()
-        folder = folder_of(log_dir, number)
+        folder = log_dir / f"restart-{number}" if number else log_dir
         try:
-            history.workers = machines.available(history.workers)
-            if stop.first is not None:  # while they were waited for
-                return stop.status
             with planned(history.workers, folder) as plan:
                 result = run_plan(
                     plan,
                     env={**env, RESTARTS: str(number)},
-                    report=machines.report,
                     grace=limits.grace,
                     linger=limits.linger,
                     timeout=left,
@@ -118,11 +103,7 @@ def _until_the_end(
                     limit=history.seconds_with(history.workers),
                     stop=stop,
                     replaces=history.replaces,
-                    grows=machines.all_there,
-                    with_others=functools.partial(machines.with_others, start=number),
                 )
-        except MachineLostError:
-            continue  # it is waited for, or the others go on
         except LaunchError as error:
             if not number:
                 raise
@@ -130,59 +111,11 @@ def _until_the_end(
             return FAILED
         goes_on = history.ended(result)
         if goes_on or number or result.exit_status:
-            write_result(log_dir, described_result(result, history.starts))
+            _write_result(log_dir, result, history.starts)
         if not goes_on:
             return result.exit_status
         if stop.first is not None:  # in this moment
             return stop.status
-
-
-class MachineLostError(LaunchError):
-    """A machine is lost while a start is planned."""
-
-
-class OtherMachines(Protocol):
-    """The other machines of a run.
-
-    Attributes:
-        report: where the launcher speaks: on all of them.
-    """
-
-    @property
-    def report(self) -> TextIO: ...
-
-    def available(self, workers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of these workers whose machines are there; they are waited for.
-
-        Raises:
-            LaunchError: machines are missing without which there is no run.
-        """
-        ...
-
-    def all_there(self) -> bool:
-        """Whether every machine is there now."""
-        ...
-
-    def with_others(self, local: LocalTasks, *, start: int) -> TaskSet[Any]:
-        """The tasks of this machine, and those of the others, in the start of this number."""
-        ...
-
-
-class ThisMachine:
-    """No other machine; an `OtherMachines`."""
-
-    @property
-    def report(self) -> TextIO:
-        return sys.stderr
-
-    def available(self, workers: tuple[int, ...]) -> tuple[int, ...]:
-        return workers
-
-    def all_there(self) -> bool:
-        return True
-
-    def with_others(self, local: LocalTasks, *, start: int) -> TaskSet[Any]:
-        return local
 
 
 class _History:
@@ -195,8 +128,8 @@ class _History:
         starts: what is written of each start.
     """
 
-    def __init__(self, policy: RestartPolicy, report: TextIO) -> None:
-        self._report = Printer(report)
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._report = Printer(sys.stderr)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
         self.starts: list[dict[str, Any]] = []
@@ -270,12 +203,7 @@ class _History:
         """The number of a worker among all; None: it is no worker."""
         job, _, index = (task or "").partition(":")
         known = job == "worker" and index.isdigit() and int(index) < len(self.workers)
-        return self.workers[int(index)] if known else None  # it may be of another machine
-
-
-def folder_of(log_dir: Path, start: int) -> Path:
-    """Where the logs of a start are."""
-    return log_dir / f"restart-{start}" if start else log_dir
+        return self.workers[int(index)] if known else None
 
 
 def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
@@ -290,15 +218,11 @@ def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def described_result(result: RunResult, starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What came of a run, for programs: the last start's end, its last lines, and all starts."""
+def _write_result(log_dir: Path, result: RunResult, starts: list[dict[str, Any]]) -> None:
+    """Write how the run ended beside the logs: the last start's end, its last lines, all starts."""
     cause = result.failed_task
     last_lines = list(result.last_lines[cause]) if cause is not None else []
-    return {**starts[-1], "last_lines": last_lines, "starts": starts}
-
-
-def write_result(log_dir: Path, described: Mapping[str, Any]) -> None:
-    """Write it beside the logs."""
+    described = {**starts[-1], "last_lines": last_lines, "starts": starts}
     path = log_dir / RESULT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
 from tfdist_ext.launch.plan import LaunchPlan
+from tfdist_ext.launch.processes import TaskProcess
 from tfdist_ext.launch.report import (
     Blame,
     failure_report,
@@ -28,7 +29,7 @@ from tfdist_ext.launch.report import (
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.task_sets import LocalTasks, RunningTask, TaskSet
+from tfdist_ext.launch.tasks import Tasks
 
 __all__ = ["RunResult", "run_plan"]
 
@@ -91,8 +92,6 @@ def run_plan(
     stall_timeout: float = 0.0,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
-    grows: Callable[[], bool] = lambda: True,
-    with_others: Callable[[LocalTasks], TaskSet[Any]] = lambda local: local,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -101,7 +100,6 @@ def run_plan(
     happens on SIGINT, SIGTERM and SIGHUP, when this is called in the main thread, and when
     `timeout` is over; a second signal kills at once. Where the plan has a coordinator, its success
     ends the run: the others have `linger` to end by themselves.
-    Services are ended when nothing else runs; one that ends before has failed, whatever its code.
 
     Args:
         env: what the tasks' environment starts from; None: this process's.
@@ -115,8 +113,6 @@ def run_plan(
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
-        grows: whether that is of use then; if not, it is asked again after as many seconds.
-        with_others: adds the tasks of other machines to those of this one, whose number is 0.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
@@ -136,8 +132,8 @@ def run_plan(
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
     pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    tasks = with_others(LocalTasks(env, pump, stall_timeout))
-    run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces, grows)
+    tasks = Tasks(env, pump, stall_timeout)
+    run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
 
@@ -165,7 +161,7 @@ class _Run:
     """The state of a run. Events arrive in a queue; one thread decides."""
 
     plan: LaunchPlan
-    tasks: TaskSet[Any]
+    tasks: Tasks
     report: Printer
     grace: float
     linger: float
@@ -173,9 +169,8 @@ class _Run:
     limit: float | None
     stop: StopSignals
     replaces: Replaces | None
-    grows: Callable[[], bool]
     # SimpleQueue, because its put may be called in a signal handler.
-    events: queue.SimpleQueue[signal.Signals | tuple[RunningTask, int]] = field(
+    events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
         default_factory=queue.SimpleQueue
     )
     phase: _Phase = _Phase.RUNNING
@@ -185,9 +180,9 @@ class _Run:
     ended_by: EndedBy = "tasks"
     signalled: bool = False
     hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
-    failed: RunningTask | None = None
-    victim: tuple[RunningTask, Blame] | None = None  # failed because of another
-    others: Sequence[RunningTask] = ()  # that were running when the ending began
+    failed: TaskProcess | None = None
+    victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
+    others: Sequence[TaskProcess] = ()  # that were running when the ending began
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
@@ -206,9 +201,7 @@ class _Run:
             self.tasks.end()
             self.tasks.close(self._output_given_up)
             self.stop.tell = None
-        if self.ended_by == "limit" and all(
-            task.returncode == 0 for task in self.tasks.tasks if not self._serves(task)
-        ):
+        if self.ended_by == "limit" and all(task.returncode == 0 for task in self.tasks.tasks):
             self.status, self.ended_by = 0, "tasks"  # done, a moment before its end
         if self.stop.first is not None:
             self.ended_by = "signal"
@@ -225,7 +218,7 @@ class _Run:
             last_lines={task.name: self.tasks.last_lines(task.name) for task in self.tasks.tasks},
         )
 
-    def _running(self) -> list[RunningTask]:
+    def _running(self) -> list[TaskProcess]:
         """The tasks that have not ended."""
         return [task for task in self.tasks.tasks if task.returncode is None]
 
@@ -259,9 +252,6 @@ class _Run:
 
     def _time_is_up(self) -> None:
         if self.limit is not None and (self.timeout is None or self.limit < self.timeout):
-            if not self.grows():
-                self._end_after(time.monotonic() - self.start + self.limit)
-                return
             self.status, self.ended_by = PREEMPTED, "limit"
         else:
             self.status, self.ended_by = _TIMED_OUT, "timeout"
@@ -285,7 +275,7 @@ class _Run:
         )
         self._begin_ending()
 
-    def _ended(self, task: RunningTask, returncode: int) -> None:
+    def _ended(self, task: TaskProcess, returncode: int) -> None:
         task.returncode = returncode
         task.ended_after = time.monotonic() - self.start
         if self.phase is _Phase.SETTLING:
@@ -297,18 +287,14 @@ class _Run:
         if self.phase is _Phase.RUNNING:
             if returncode and self._is_replaced(task):
                 return
-            if returncode or self._serves(task):
+            if returncode:
                 self._failure(task)
             elif task.name == self.plan.coordinator:
                 self.phase = _Phase.LINGERING
                 lingers = time.monotonic() + self.linger
                 self.deadline = lingers if self.deadline is None else min(lingers, self.deadline)
-        if self.phase in (_Phase.RUNNING, _Phase.LINGERING):
-            running = self._running()
-            if running and all(map(self._serves, running)):  # no task needs them: they never end
-                self._begin_ending()
 
-    def _is_replaced(self, task: RunningTask) -> bool:
+    def _is_replaced(self, task: TaskProcess) -> bool:
         """Whether the others do without a task that has failed; it may have been started again."""
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
@@ -330,7 +316,7 @@ class _Run:
         ends = min(each for each in (self.timeout, self.limit) if each is not None)
         self.deadline = self.start + ends
 
-    def _failure(self, task: RunningTask) -> None:
+    def _failure(self, task: TaskProcess) -> None:
         """The first failure; the cause may be another task, which this one names."""
         blame = self.tasks.blame(task.name) if len(self.tasks.tasks) > 1 else None
         if blame is None or blame.task == task.name:
@@ -344,17 +330,14 @@ class _Run:
             self.deadline = settled if self.deadline is None else min(settled, self.deadline)
         elif cause is not None and cause.returncode == 0:
             self._root_cause(cause)
-        else:  # a task of another machine
+        else:
             self._root_cause(task)
 
-    def _root_cause(self, task: RunningTask) -> None:
+    def _root_cause(self, task: TaskProcess) -> None:
         self.failed = task
         code = task.returncode or (self.victim[0].returncode if self.victim else 0)
         self.status = shell_status(code or 0) or 1
         self._begin_ending()
-
-    def _serves(self, task: RunningTask) -> bool:
-        return task.name in self.plan.services
 
     def _begin_ending(self) -> None:
         self.phase = _Phase.ENDING
@@ -425,6 +408,5 @@ class _Run:
             last_lines = self.tasks.last_lines(self.failed.name)
             self.report.write(failure_report(self.failed, verb, last_lines, self.others))
         elif self.ended_by == "timeout" and self.timeout is not None:
-            names = [task.name for task in self.others if not self._serves(task)]
-            last = {name: self.tasks.last_lines(name) for name in names}
+            last = {task.name: self.tasks.last_lines(task.name) for task in self.others}
             self.report.write(timeout_report(self.timeout, last))

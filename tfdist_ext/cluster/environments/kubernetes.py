@@ -11,17 +11,19 @@ from collections.abc import Mapping
 
 from tfdist_ext.cluster.environments.reading import (
     ALONE,
+    SET_TASKS,
+    TASKS,
     cluster_at,
     number,
     required,
+    seen_by,
     size,
-    worker_cluster,
+    task_counts,
 )
-from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Task
+from tfdist_ext.cluster.jobs import ClusterDescription, Task
 from tfdist_ext.messages import refuse
 
 _INDEX = "JOB_COMPLETION_INDEX"
-_TASKS = "TFDIST_JOBSET_TASKS"
 _SET_SIZE = (
     "Set it in the container's env to spec.completions of the Job;"
     f" pods that work alone unset {_INDEX}."
@@ -30,11 +32,8 @@ _SET_SERVICE = (
     "Set it in the container's env to the headless Service, the subdomain of the pod template."
 )
 _SET_JOB = "Set TFDIST_JOB_NAME in the container's env to metadata.name of the Job."
-_SET_TASKS = (
-    'Write the completions of each replicatedJob, as in "chief=1,worker=2,ps=1,evaluator=1".'
-)
 _SET_ROLE = (
-    f"Call each replicatedJob after its job of {_TASKS}, with replicas: 1; where HOSTNAME is"
+    f"Call each replicatedJob after its job of {TASKS}, with replicas: 1; where HOSTNAME is"
     " another (hostNetwork), set TFDIST_JOB_NAME to <jobset>-<job>-0."
 )
 
@@ -46,7 +45,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     by_kubernetes = "Kubernetes sets it in Jobs with completionMode: Indexed."
     index = number(env, _INDEX, "Kubernetes", by_kubernetes)
     where = f"Kubernetes ({_INDEX}={index})"
-    if env.get(_TASKS, "").strip():
+    if env.get(TASKS, "").strip():
         return _jobset(env, index)
     total = size(env, "TFDIST_JOB_SIZE", where, _SET_SIZE)
     if index >= total:
@@ -57,43 +56,27 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     service = required(env, "TFDIST_JOB_SERVICE", where, _SET_SERVICE)
     job = _job_name(env, index, where)
     hosts = [f"{job}-{n}.{service}" for n in range(total)]
-    return worker_cluster(env, hosts, index, where)
+    return cluster_at(env, {"worker": hosts}, Task("worker", index), where)
 
 
 def _jobset(env: Mapping[str, str], index: int) -> ClusterDescription:
     where = f"Kubernetes (JobSet, {_INDEX}={index})"
-    sizes = _sizes(env, where)
+    sizes = task_counts(env, where)
     child = _job_name(env, index, where)
     jobset, _, job = child.removesuffix("-0").rpartition("-")
     if not child.endswith("-0") or job not in sizes or not jobset:
-        what = f"the name of the pod must be <jobset>-<job>-0-{index}, of a job of {_TASKS}"
+        what = f"the name of the pod must be <jobset>-<job>-0-{index}, of a job of {TASKS}"
         raise refuse(where, what, f"{child}-{index}", _SET_ROLE)
     if index >= sizes[job]:
-        what = f"{_INDEX} must be below the number of {job} tasks in {_TASKS}, {sizes[job]}"
-        raise refuse(where, what, index, _SET_TASKS)
+        what = f"{_INDEX} must be below the number of {job} tasks in {TASKS}, {sizes[job]}"
+        raise refuse(where, what, index, SET_TASKS)
     service = env.get("TFDIST_JOB_SERVICE", "").strip() or jobset
-    # The evaluator is in its own cluster alone: TensorFlow trains on a single worker where the
-    # cluster of a MultiWorkerMirroredStrategy names one.
     hosts = {
         each: [f"{jobset}-{each}-0-{n}.{service}" for n in range(count)]
         for each, count in sizes.items()
-        if each != "evaluator" or job == "evaluator"
     }
-    return cluster_at(env, hosts, Task(job, index), f"Kubernetes (JobSet {jobset}, {job}:{index})")
-
-
-def _sizes(env: Mapping[str, str], where: str) -> dict[str, int]:
-    """Job -> how many tasks it has."""
-    sizes: dict[str, int] = {}
-    for entry in env[_TASKS].split(","):
-        job, _, count = (word.strip() for word in entry.partition("="))
-        known = job in JOB_NAMES and job not in sizes
-        digits = count.isascii() and count.isdigit() and len(count) <= 7
-        if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
-            what = f"{_TASKS} must be job=number of tasks, each of {', '.join(JOB_NAMES)} once"
-            raise refuse(where, what, env[_TASKS], _SET_TASKS)
-        sizes[job] = int(count)
-    return sizes
+    source = f"Kubernetes (JobSet {jobset}, {job}:{index})"
+    return cluster_at(env, seen_by(job, hosts), Task(job, index), source)
 
 
 def _job_name(env: Mapping[str, str], index: int, where: str) -> str:

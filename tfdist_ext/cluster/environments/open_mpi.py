@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.environments.reading import ALONE, number, size, worker_cluster
+from tfdist_ext.cluster.environments.reading import ALONE, number, ranked_cluster, size
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
@@ -38,7 +38,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     hosts = _hosts(env, total, where)
     _check_place(env, hosts, rank, where)
-    return worker_cluster(env, hosts, rank, f"Open MPI ({_RANK}={rank})")
+    return ranked_cluster(env, hosts, rank, f"Open MPI ({_RANK}={rank})")
 
 
 def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:

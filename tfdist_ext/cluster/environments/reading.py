@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Jobs, Task
+from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Jobs, Task
 from tfdist_ext.messages import refuse
+
+# What the tasks are where an environment only counts them, as "chief=1,worker=2,ps=1".
+TASKS = "TFDIST_TASKS"
+SET_TASKS = 'Write job=number of tasks, as in "chief=1,worker=2,ps=1,evaluator=1".'
 
 # Below the range from which Linux hands out ports by itself, and not 2222, where MPI's sshd may be.
 DEFAULT_PORT_BASE = 22222
@@ -37,15 +41,54 @@ def required(env: Mapping[str, str], name: str, where: str, advice: str) -> str:
     return text
 
 
-def worker_cluster(
+def task_counts(env: Mapping[str, str], where: str) -> dict[str, int]:
+    """Job -> how many tasks TFDIST_TASKS gives it."""
+    counts: dict[str, int] = {}
+    for entry in env[TASKS].split(","):
+        job, _, count = (word.strip() for word in entry.partition("="))
+        known = job in JOB_NAMES and job not in counts
+        digits = count.isascii() and count.isdigit() and len(count) <= 7
+        if not known or not digits or not 1 <= int(count) <= MAX_INDEX:
+            what = f"{TASKS} must be job=number of tasks, each of {', '.join(JOB_NAMES)} once"
+            raise refuse(where, what, env[TASKS], SET_TASKS)
+        counts[job] = int(count)
+    return counts
+
+
+def ranked_cluster(
     env: Mapping[str, str],
     hosts: Sequence[str],
     rank: int,
     source: str,
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
-    """Rank r is worker r, on hosts[r]; ports count up from TFDIST_PORT_BASE, or `port_base`."""
-    return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
+    """The cluster of tasks that an environment numbers; rank r is on hosts[r].
+
+    The ranks are the tasks of TFDIST_TASKS in the order written there; without it, all are workers.
+    Ports count up from TFDIST_PORT_BASE, or `port_base`.
+    """
+    if not env.get(TASKS, "").strip():
+        return cluster_at(env, {"worker": hosts}, Task("worker", rank), source, port_base)
+    counts = task_counts(env, source)
+    if sum(counts.values()) != len(hosts):
+        what = f"{TASKS} must have as many tasks as were started, {len(hosts)}"
+        raise refuse(source, what, env[TASKS], SET_TASKS)
+    tasks = [Task(job, index) for job, count in counts.items() for index in range(count)]
+    mine = tasks[rank]
+    of_jobs = {
+        job: [host for host, task in zip(hosts, tasks, strict=True) if task.type == job]
+        for job in counts
+    }
+    return cluster_at(env, seen_by(mine.type, of_jobs), mine, source, port_base)
+
+
+def seen_by(job: str, hosts: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """The jobs of the cluster that a task of this job sees.
+
+    Only the evaluator sees itself: TensorFlow trains on a single worker where the cluster of a
+    MultiWorkerMirroredStrategy names an evaluator.
+    """
+    return {each: of for each, of in hosts.items() if each != "evaluator" or job == "evaluator"}
 
 
 def cluster_at(
@@ -55,7 +98,7 @@ def cluster_at(
     source: str,
     port_base: int = DEFAULT_PORT_BASE,
 ) -> ClusterDescription:
-    """The cluster of tasks on these hosts, by job; ports as in `worker_cluster`."""
+    """The cluster of tasks on these hosts, by job; ports as in `ranked_cluster`."""
     everyone = [host for of_job in hosts.values() for host in of_job]
     last = max(layout.local_ids(everyone))
     if env.get("TFDIST_PORT_BASE", "").strip():

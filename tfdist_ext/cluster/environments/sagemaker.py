@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import strict_json
-from tfdist_ext.cluster.environments.reading import ALONE, required, worker_cluster
+from tfdist_ext.cluster.environments.reading import ALONE, ranked_cluster, required
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse
 
@@ -33,4 +33,4 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     if len(hosts) == 1:
         return ALONE
     source = f"SageMaker (SM_CURRENT_HOST={current})"
-    return worker_cluster(env, hosts, hosts.index(current), source)
+    return ranked_cluster(env, hosts, hosts.index(current), source)

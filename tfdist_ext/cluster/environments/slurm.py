@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.environments.reading import ALONE, number, required, size, worker_cluster
+from tfdist_ext.cluster.environments.reading import ALONE, number, ranked_cluster, required, size
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
@@ -41,7 +41,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
         return ALONE
     nodes = layout.nodes_by_rank(counts, _chunk(env, where))
     _check_place(env, hosts, nodes, rank, where)
-    return worker_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
+    return ranked_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
 
 
 def _source(env: Mapping[str, str]) -> str:

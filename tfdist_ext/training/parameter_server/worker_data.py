@@ -238,8 +238,6 @@ def why_not_remote(data: FunctionDataset, shard: Shard) -> str:
     """
     if data.takes_epoch:
         return "its function has an argument epoch, so it is called for each epoch"
-    if data.service is not None:
-        return "its batches come from a tf.data service, to whoever asks first"
     return why_function_not_remote(lambda: data.made(shard, alone=True))
 
 

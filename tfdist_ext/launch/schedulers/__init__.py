@@ -1,1 +1,0 @@
-"""Files for schedulers, made from a description of a job: a batch script, manifests."""
