@@ -455,7 +455,8 @@ _VALUES = st.lists(_PIECES | st.text(max_size=3), max_size=8).map("".join) | st.
 @given(st.data())
 def test_any_values_give_a_cluster_or_none_or_our_error(data: st.DataObject) -> None:
     env = dict(data.draw(st.sampled_from([_SRUN, _CYCLIC[3], _PODS, _JOBSET, _MPI, _SM])))
-    (owner,) = [name for name in environments.ENVIRONMENTS if set(env) & listed_variables(name)]
+    own = set(env) - {"TFDIST_TASKS"}  # several environments read it
+    (owner,) = [name for name in environments.ENVIRONMENTS if own & listed_variables(name)]
     variables = st.sampled_from(sorted(listed_variables(owner)))
     for name in data.draw(st.lists(variables, min_size=1, max_size=3)):
         env[name] = data.draw(_VALUES)
