@@ -126,7 +126,7 @@ def _row(model: str, specs: list[VariableSpec], tasks: int) -> Row:
         partitioned_pieces=_pieces(in_pieces),
         planner=made.imbalance,
         planner_pieces=_pieces(made),
-        bound=made.lower_bound,
+        bound=max(1.0, largest.row_bytes * tasks / sum(spec.bytes for spec in specs)),
         uncut=f"`{largest.path}` {largest.shape}" if largest.rows == 1 else "rows",
     )
 

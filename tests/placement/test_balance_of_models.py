@@ -39,10 +39,8 @@ def test_balance(name: str, tasks: int) -> None:
     made = plan(specs, tasks)
     if (name, tasks) in CANNOT_BE_EVEN:
         row = max(spec.row_bytes for spec in specs)
-        assert made.lower_bound == pytest.approx(row / (sum(made.bytes_by_task) / tasks))
         assert max(made.bytes_by_task) == row
     else:
-        assert made.lower_bound == 1
         assert made.imbalance <= 1.01
     for other in ("round_robin", "greedy"):
         assert plan(specs, tasks, policy=other).imbalance >= made.imbalance * (1 - 0.01)

@@ -61,10 +61,9 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
     specs = [VariableSpec(f"w{i}", (100, 10), slots=2) for i in range(8)]
     made = plan(specs, devices=["GPU:0", "GPU:1"], default=Owned())
     assert made.bytes_by_task == (8 * 4000 + 4 * 8000,) * 2
-    assert made.lower_bound == 1
     made = plan(specs[:1], devices=["GPU:0", "GPU:1"])
     assert made.tasks_of("w0") == (0,)
-    assert (made.imbalance, made.lower_bound) == (2, 2)
+    assert made.imbalance == 2
     # By size, as a function says; and a rule may ask for pieces.
     made = plan(
         [*specs, VariableSpec("big", (1000, 10))],
@@ -93,7 +92,6 @@ def test_owners_of_nothing_share_the_work_and_take_no_room() -> None:
     with pytest.raises(PlacementError) as error:
         plan(specs, devices=["GPU:0", "GPU:1"], default=Owned(), budget=2399)
     assert error.value.smallest_budget == 2400
-    assert made.lower_bound == pytest.approx(2400 / 2200)
     odd = [VariableSpec("odd", (100,), slot_bytes=30)]  # slots of another shape alone
     made = plan(odd, devices=["GPU:0", "GPU:1"], default=Owned(), budget=[400, 430])
     assert made.bytes_by_task == (400, 430)
@@ -110,7 +108,7 @@ def test_the_table() -> None:
         "322 variables, 28.23 GiB with optimizer slots, on 3 ps tasks, placed by policy balanced",
         "ps 0  9.41 GiB    1.000",
         "18.63 GiB",  # the budget
-        "imbalance 1.000 (fullest over mean bytes); no placement is below 1.000",
+        "imbalance 1.000 (fullest over mean bytes)",
         "b                           (20000000, 250)     18.63 GiB  2 pieces: ps 1, 2",
         "a                           (10000000, 250)      9.31 GiB  ps 0",
         "conv1_.*  sharded(1)  6 variables",
@@ -122,10 +120,8 @@ def test_the_table() -> None:
     assert lines[2].split() == ["bytes", "of", "mean", "variables", "shards"]
     assert lines[3].split() == ["ps", "0", "16", "B", "0.667", "1", "1"]
     assert lines[4].split() == ["ps", "1", "32", "B", "1.333", "2", "1"]
-    assert "as good as it gets: no placement is below 5.243" in str(plan(resnet50(), 64))
     many = str(plan(criteo_tables(), 1000))
     assert len(many.splitlines()) < 40
-    assert "1000 pieces: ps 0 to 999" in many
     loads = str(plan(SPECS, 2))
     assert "load" in loads.splitlines()[2]
     assert "imbalance of load 1.000" in loads
@@ -165,10 +161,6 @@ def test_json_of_devices_is_one_line_for_each_variable() -> None:
         (
             {"budgets": ["1GB", 3]},
             r"'budgets' must be a list of bytes .*got \['1GB', 3\]\. Plan again, with",
-        ),
-        (
-            {"lower_bound": 0.5},
-            r"'lower_bound' must be a number from 1, got 0\.5\. Plan again, with rules",
         ),
         ({"variables": {}}, r"'variables' must be a list, got \{\}\. Plan again, with rules"),
         ({"variables": [3]}, r"variables\[0\] must be an object"),

@@ -29,8 +29,6 @@ class PlacementPlan:
         budgets: bytes that each task may hold at most, if there was a budget.
         fixed: path -> the rule that decided its place or its number of pieces.
         policy: name of the policy that placed what no rule did.
-        lower_bound: the imbalance (max/mean bytes) that no placement under these rules and budgets
-            can beat; 1.0 where the variables could be cut evenly.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -40,7 +38,6 @@ class PlacementPlan:
     budgets: tuple[int, ...] | None
     fixed: dict[str, Rule]
     policy: str
-    lower_bound: float
 
     def tasks_of(self, path: str) -> tuple[int, ...]:
         """The tasks (or devices) that hold the variable or a part of it, first rows first.

@@ -26,7 +26,7 @@ _USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True}
 
 def dump(plan: PlacementPlan) -> str:
     """The plan as JSON."""
-    fields = ("tasks", "devices", "budgets", "policy", "lower_bound", "fingerprint")
+    fields = ("tasks", "devices", "budgets", "policy", "fingerprint")
     head = {"format": _FORMAT, "version": _VERSION}
     head |= {name: getattr(plan, name) for name in fields}
     variables = []
@@ -114,7 +114,6 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
         budgets=None if budgets is None else tuple(budgets),
         fixed=fixed,
         policy=_field(content, "policy", lambda value: isinstance(value, str), "a name"),
-        lower_bound=_field(content, "lower_bound", _from_one(int, float), "a number from 1"),
     )
 
 

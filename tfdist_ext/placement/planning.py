@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,8 @@ from dataclasses import dataclass, replace
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import nearest, shown
-from tfdist_ext.placement.bounds import min_max_bytes_bound
-from tfdist_ext.placement.fitting import infeasible_error
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import balanced, min_max_bytes
+from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.policies import Policy, Tasks, greedy, round_robin
 from tfdist_ext.placement.rules import (
     Balanced,
@@ -26,6 +25,7 @@ from tfdist_ext.placement.rules import (
     Sharded,
     rules_of,
 )
+from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
 from tfdist_ext.placement.targets import Targets
 
@@ -37,6 +37,7 @@ _POLICIES: dict[str, Policy] = {
     "round_robin": round_robin,
 }
 _FREE = Balanced()
+_MOST_TASKS = 4096  # that an error looks for
 
 
 @renamed_arguments({"otherwise": "default"})
@@ -81,7 +82,7 @@ def plan(
     if budgets is not None and any(
         held > most for held, most in zip(made.bytes_by_task, budgets, strict=True)
     ):
-        raise infeasible_error(made, targets, order.fullest, order.fewest_tasks)
+        raise _over_budget_error(order, targets, made)
     return made
 
 
@@ -123,19 +124,11 @@ class _Order:
             budgets=budgets,
             fixed=self.fixed,
             policy=self.name,
-            lower_bound=self._lower_bound(holding, tasks),
         )
 
-    def fullest(self, targets: Targets, enough: int = 0) -> int:
-        """Bytes on the fullest of the targets when all have room: the least the policy can do.
-
-        Args:
-            enough: the policy need not look for fewer bytes than these.
-        """
-        if self.policy is not balanced:
-            return max(self.carried_out(targets, None).bytes_by_task)
-        _, holding, _, tasks = self._prepared(targets, None)
-        return min_max_bytes(self._to_place(holding), tasks, enough)
+    def fullest(self, targets: Targets) -> int:
+        """Bytes on the fullest of the targets in a plan without budgets."""
+        return max(self.carried_out(targets, None).bytes_by_task)
 
     @property
     def fewest_tasks(self) -> int:
@@ -181,11 +174,6 @@ class _Order:
         tasks = Tasks(targets.count, tuple(filled), tuple(loaded), budgets, pieces)
         return places, holding, bare, tasks
 
-    def _lower_bound(self, holding: list[int], tasks: Tasks) -> float:
-        specs = self._to_place(holding)
-        mean = (sum(tasks.filled) + sum(spec.bytes for spec in specs)) / tasks.count
-        return max(1.0, min_max_bytes_bound(specs, tasks) / mean) if mean else 1.0
-
     def _to_place(self, indices: list[int]) -> list[VariableSpec]:
         """Of an owned variable every device holds a copy: what is left for the owner is the slots.
 
@@ -199,6 +187,50 @@ def _slots_alone(spec: VariableSpec) -> VariableSpec:
     if not spec.slots and spec.slot_bytes:  # of other shapes only
         return replace(spec, shape=(0,), load=None)
     return replace(spec, slots=max(spec.slots - 1, 0), load=None)
+
+
+def _over_budget_error(order: _Order, targets: Targets, made: PlacementPlan) -> PlacementError:
+    """The error for a plan that is over its budgets: what would do, found by planning again."""
+    budgets = made.budgets or ()
+    over = [
+        f"{name} would hold {size_text(held)} of {size_text(most)}"
+        for name, held, most in zip(made.names(), made.bytes_by_task, budgets, strict=True)
+        if held > most
+    ]
+    needed = order.fullest(targets)
+    message = (
+        f"the variables and their slots ({size_text(sum(made.bytes_by_task))}) do not fit:"
+        f" {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}."
+        f" For {made.tasks} {targets.what} the smallest budget is {needed} bytes"
+        f" ({size_text(needed)}) each."
+    )
+    enough = None
+    if made.devices is not None:
+        message += " Or use rules that put less on a device, or an optimizer with fewer slots."
+    else:
+        budget = max(budgets)
+        enough = _enough_tasks(order, budget, -(-sum(made.bytes_by_task) // max(budget, 1)))
+        number = f"no number of up to {_MOST_TASKS:,}" if enough is None else str(enough)
+        message += f" With {size_text(budget)} each, {number} ps tasks would do."
+    error = PlacementError(message)
+    error.smallest_budget, error.smallest_tasks = needed, enough
+    return error
+
+
+def _enough_tasks(order: _Order, budget: int, least: int) -> int | None:
+    """A number of tasks that is enough while one less is not; None if none is.
+
+    Args:
+        least: fewer are not enough.
+    """
+
+    def enough(tasks: int) -> bool:
+        return order.fullest(Targets(tasks)) <= budget
+
+    low = high = max(least, order.fewest_tasks)
+    while high <= _MOST_TASKS and not enough(high):
+        low, high = high + 1, 2 * high
+    return low + bisect_left(range(low, high), True, key=enough) if high <= _MOST_TASKS else None
 
 
 def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
