@@ -11,8 +11,10 @@ from tfdist_ext.cluster.environments import ENVIRONMENTS
 from tfdist_ext.cluster.jobs import Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
 from tfdist_ext.messages import counted
+from tfdist_ext.user_frames import filter_traceback
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class ClusterConfig:
     """A cluster as one of its tasks sees it. Immutable, hashable, and valid once it exists.

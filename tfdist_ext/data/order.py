@@ -24,6 +24,7 @@ from tfdist_ext.data.shards import Number, Shard, bounds, check_field
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Order", "key_in_graph", "sorted_at_random"]
 
@@ -36,6 +37,7 @@ _ALL = Shard(0, 1)
 _FEW_EXAMPLES = 1024
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Order:
     """The sequence of global batches: which example is where, whoever reads it.

@@ -14,12 +14,14 @@ from tfdist_ext.data.service_address import dispatcher_address, wait_for_dispatc
 from tfdist_ext.errors import DataError
 from tfdist_ext.launch import DATA_SERVICE
 from tfdist_ext.messages import shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["next_job_name", "through_service"]
 
 _numbers = itertools.count()
 
 
+@filter_traceback
 def through_service(
     dataset: tf.data.Dataset,
     *,

@@ -13,10 +13,12 @@ from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
 
 
+@filter_traceback
 class ShardedDataset(abc.ABC):
     """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
 

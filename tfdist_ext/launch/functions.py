@@ -30,10 +30,12 @@ from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.restarting import RESULT, Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["launch"]
 
 
+@filter_traceback
 def launch(
     fn: Callable[..., Any],
     *,

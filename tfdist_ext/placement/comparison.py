@@ -12,6 +12,7 @@ from tfdist_ext.placement.report import columns
 from tfdist_ext.placement.rules import Owned
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Comparison", "Footprint", "compare"]
 
@@ -57,6 +58,7 @@ class Comparison:
         return columns(lines, left=2)
 
 
+@filter_traceback
 def compare(specs: Iterable[VariableSpec], devices: int, ps: int) -> Comparison:
     """Weights, gradients and slots on each device, strategy by strategy.
 

@@ -17,6 +17,7 @@ from tfdist_ext.placement.bounds import min_max_bytes_bound, min_max_load_bound,
 from tfdist_ext.placement.filling import ByBytes, ByBytesAndLoad
 from tfdist_ext.placement.policies import Tasks
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["balanced", "min_max_bytes"]
 
@@ -29,6 +30,7 @@ _MOST_PIECES, _MOST_TO_SAVE = 400_000, 100_000
 Counts = NDArray[np.int64]
 
 
+@filter_traceback
 def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]:
     """The planner as a policy: for each variable the tasks of its pieces.
 

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.placement.sizes import itemsize
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
 
 MOST_BYTES = 2**60  # sums of such sizes stay within what numpy and floats count well
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class VariableSpec:
     """A variable that need not exist.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,10 +71,12 @@ from tfdist_ext.training.protocols import (
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
 
 
+@filter_traceback
 class DistributedModel(SavingMixin):
     """A Keras model whose steps run on all replicas of a strategy.
 
@@ -619,6 +620,7 @@ REFUSED = {
 }
 
 
+@filter_traceback
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise TrainingError(
         f"{name}() must not be called on a DistributedModel, got a call: {REFUSED[name]}."
@@ -629,6 +631,7 @@ def _rows(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
 
+@filter_traceback
 def distribute(
     model_or_builder: keras.Model | Callable[[], keras.Model],
     strategy: tf.distribute.Strategy | None = None,
@@ -691,4 +694,4 @@ def check_counts(**counts: Any) -> None:
 def _warn_of_untested_versions() -> None:
     """Once in a process."""
     if sentence := untested_versions():
-        warnings.warn(sentence, stacklevel=3)
+        warn(sentence)

@@ -24,6 +24,7 @@ from tfdist_ext.placement.policies import Policy
 from tfdist_ext.placement.rules import Rules, nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["fresh_names", "is_learning", "learn_specs", "plan_placement"]
 
@@ -35,6 +36,7 @@ Model: TypeAlias = keras.Model | Callable[[], keras.Model]
 Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> what is kept for it
 
 
+@filter_traceback
 def plan_placement(
     model_or_builder: Model,
     *,
