@@ -5,6 +5,7 @@ A page that is new is run like the others; what is run elsewhere is in the table
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -360,3 +361,26 @@ def test_each_public_name_is_in_the_reference() -> None:
             assert isinstance(thing, ModuleType) or any(thing is other for other in things), (
                 f"docs/reference.md has no {module.__name__}.{name}"
             )
+
+
+@pytest.mark.parametrize(
+    ("field", "prose"),
+    [
+        (":rtype: None where no environment describes a cluster", True),
+        (":type: Whether this task writes what is written once", True),
+        (":type: Deprecated", True),
+        (":rtype: Paths, sorted", True),
+        (":vartype rows: rows of the table", True),
+        (":rtype: dict[str, tuple[int, ...]] | None", False),
+        (":vartype task: tfdist_ext.cluster.jobs.Task", False),
+        (":vartype kind: Literal['gradient', 'metric']", False),
+        (":returns: text: with a colon", False),
+    ],
+)
+def test_prose_that_the_reference_takes_for_a_type(field: str, prose: bool) -> None:
+    spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    assert bool(conf.prose_in_types(["Text.", "", field])) == prose

@@ -28,7 +28,7 @@ def renamed_function(old: str, new: str, function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     called.__name__ = called.__qualname__ = old.rpartition(".")[2]
-    called.__doc__ = f"Deprecated: `{new}`."
+    called.__doc__ = f"Deprecated. Use `{new}`."
     return called  # type: ignore[return-value]  # it takes what the function takes
 
 

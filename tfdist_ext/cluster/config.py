@@ -55,7 +55,7 @@ class ClusterConfig:
             env: environment variables; None: those of this process.
 
         Returns:
-            None where no environment describes a cluster of its own: this process is alone.
+            The cluster, or None if no environment describes one and this process is alone.
 
         Raises:
             ClusterConfigError: an environment is present, but what it says cannot be right.
@@ -89,7 +89,7 @@ class ClusterConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this task writes what is written once: the chief, or worker 0 without one."""
+        """Whether this task writes files for all (the chief, or worker 0 without a chief)."""
         if "chief" in self.jobs:
             return self.task.type == "chief"
         return self.task == Task("worker", 0)

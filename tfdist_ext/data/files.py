@@ -60,7 +60,7 @@ def shard_files(
             keeps it beside them. All files of the shard count as such where one of them does.
 
     Returns:
-        Paths, sorted: `tf.data.TFRecordDataset` takes them. Or ranges, in the order of paths.
+        Sorted paths, which `tf.data.TFRecordDataset` takes, or ranges in the order of paths.
 
     Raises:
         DataError: a pattern that matches no file; a file that cannot be read, is truncated, or of

@@ -74,13 +74,13 @@ class Order:
 
     @property
     def global_batch(self) -> int:
-        """Deprecated: `global_batch_size`."""
+        """Deprecated. Use `global_batch_size`."""
         warn_renamed("Order.global_batch", "Order.global_batch_size")
         return self.global_batch_size
 
     @property
     def first(self) -> int:
-        """Deprecated: `examples_seen`."""
+        """Deprecated. Use `examples_seen`."""
         warn_renamed("Order.first", "Order.examples_seen")
         return self.examples_seen
 

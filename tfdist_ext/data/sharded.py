@@ -59,19 +59,19 @@ class ShardedDataset(abc.ABC):
 
     @property
     def global_batch(self) -> int | None:
-        """Deprecated: `global_batch_size`."""
+        """Deprecated. Use `global_batch_size`."""
         warn_renamed("ShardedDataset.global_batch", "ShardedDataset.global_batch_size")
         return self.global_batch_size
 
     @property
     def place(self) -> tuple[int, int]:
-        """Deprecated: `position`."""
+        """Deprecated. Use `position`."""
         warn_renamed("ShardedDataset.place", "ShardedDataset.position")
         return self.position
 
     @property
     def steps_behind(self) -> int:
-        """Deprecated: `steps_done`."""
+        """Deprecated. Use `steps_done`."""
         warn_renamed("ShardedDataset.steps_behind", "ShardedDataset.steps_done")
         return self.steps_done
 

@@ -43,7 +43,7 @@ def run_tasks(
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
     Returns:
-        What `fn` returned in each task, by name: {"worker:0": ..., "worker:1": ...}.
+        What `fn` returned in each task, by the name of the task.
 
     Raises:
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
