@@ -17,7 +17,7 @@ from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, RESTART
 from tfdist_ext.launch.plan import tasks_of
 from tfdist_ext.launch.schedulers.job_file import Job, check_table
-from tfdist_ext.messages import shown
+from tfdist_ext.messages import optional_module, shown
 
 __all__ = ["manifests", "manifests_text"]
 
@@ -55,9 +55,9 @@ def manifests_text(job: Job, where: str = "job.toml") -> str:
     Raises:
         LaunchError: a key of [kubernetes] that cannot be right.
     """
-    import yaml
+    yaml = optional_module("yaml", "pyyaml", "Writing manifests", error=LaunchError)
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[name-defined]
         """Repeats what is the same in several places, and writes lists of words in a line."""
 
         def ignore_aliases(self, data: Any) -> bool:
