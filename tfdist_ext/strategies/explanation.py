@@ -44,7 +44,8 @@ class Explanation:
             say: the default one, and ParameterServerStrategy.
         considered: a line for each alternative that was not taken, with the reason.
         steps: of a distributed model, a line for each step that has run: whether one trace of it
-            serves all replicas of this task, and if not, why; empty for a strategy.
+            serves all replicas of this task, and if not, why; and a line where BatchNormalization
+            is not synchronized. Empty for a strategy.
         text: all of it, as `str` gives it.
     """
 
