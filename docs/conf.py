@@ -1,5 +1,10 @@
 """How scripts/docs builds these pages, which GitHub shows as they are."""
 
+import ast
+import builtins
+import re
+import sys
+import typing
 from typing import Any
 
 project = "tfdist_ext"
@@ -37,5 +42,32 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def is_type(text: str) -> bool:
+    """Whether a text is a type: an expression of builtins, of typing and of dotted names."""
+    try:
+        names = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    except SyntaxError:
+        return False
+    return all(
+        hasattr(builtins, name) or hasattr(typing, name) or name in sys.modules for name in names
+    )
+
+
+def prose_in_types(lines: list[str]) -> list[str]:
+    """Fields for types that hold prose: napoleon takes what is before a colon for a type."""
+    fields = (re.match(r"\s*:(?:r|var)?type\b[^:]*: (.*)", line) for line in lines)
+    return [field[1] for field in fields if field and not is_type(field[1])]
+
+
+def check_types(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    from sphinx.util.logging import getLogger
+
+    for text in prose_in_types(lines):
+        getLogger(__name__).warning(
+            "%s: %r is taken for a type. Begin the section without a colon.", name, text
+        )
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", check_types, priority=900)  # after napoleon
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon

@@ -5,6 +5,8 @@ A page that is new is run like the others; what is run elsewhere is in the table
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import itertools
 import json
 import os
@@ -89,7 +91,7 @@ COMMANDS_BY = {
     ],
     "tests/testing/test_sample_project.py::test_the_sample_project_passes_on_the_installed_wheel": [
         "pip install /path/to/tfdist_ext",
-        'pip install "/path/to/tfdist_ext[tensorboard,pytest,plot]"',
+        'pip install "/path/to/tfdist_ext[tensorboard,records]"',
     ],
     "tests/testing/test_new_strategy.py::test_without_the_repository": [
         "python -m tfdist_ext.testing.new_strategy my_strategy.py",
@@ -347,3 +349,48 @@ def test_each_public_name_is_in_the_reference() -> None:
             assert isinstance(thing, ModuleType) or any(thing is other for other in things), (
                 f"docs/reference.md has no {module.__name__}.{name}"
             )
+
+
+def names_in_package() -> set[str]:
+    """Modules, functions and classes of the package, by their own names."""
+    found = set()
+    for path in (ROOT / "tfdist_ext").rglob("*.py"):
+        found.add(path.stem)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+    return found
+
+
+def test_pages_for_developers_name_what_exists() -> None:
+    """In CONTRIBUTING.md, and in the last column of the table of docs/tensorflow_facts.md."""
+    facts = (ROOT / "docs" / "tensorflow_facts.md").read_text().splitlines()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text += "\n".join(line.split(" | ")[-1] for line in facts if line.startswith("| "))
+    known = names_in_package()
+    for name in re.findall(r"`(\w*[A-Z_./][\w./]*)`", text):
+        is_file = (ROOT / name).exists() or any((ROOT / "tfdist_ext").rglob(name))
+        assert is_file or set(name.split(".")) <= known, f"{name} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("field", "prose"),
+    [
+        (":rtype: None where no environment describes a cluster", True),
+        (":type: Whether this task writes what is written once", True),
+        (":type: Deprecated", True),
+        (":rtype: Paths, sorted", True),
+        (":vartype rows: rows of the table", True),
+        (":rtype: dict[str, tuple[int, ...]] | None", False),
+        (":vartype task: tfdist_ext.cluster.jobs.Task", False),
+        (":vartype kind: Literal['gradient', 'metric']", False),
+        (":returns: text: with a colon", False),
+    ],
+)
+def test_prose_that_the_reference_takes_for_a_type(field: str, prose: bool) -> None:
+    spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    assert bool(conf.prose_in_types(["Text.", "", field])) == prose

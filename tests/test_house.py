@@ -40,6 +40,7 @@ FLOORS = [
     "private_names",
     "errors",
     "deprecation",
+    "user_frames",
 ]
 WITHOUT_TENSORFLOW = (
     "cli",
@@ -54,6 +55,7 @@ WITHOUT_TENSORFLOW = (
     "private_names",
     "errors",
     "deprecation",
+    "user_frames",
 )
 QUARANTINED = {"_keras_private.py", "_tf_private.py"}
 
@@ -274,6 +276,11 @@ def is_live(value: object) -> bool:
     of_source = inspect.isroutine(value) or inspect.isclass(value) or is_dataclass(value)
     of_source |= isinstance(value, enum.Enum)
     return hasattr(value, "__dict__") and not of_source and repr(value) != "<factory>"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_warnings_point_at_the_users_line(path: Path) -> None:
+    assert "warnings.warn(" not in path.read_text(), "call tfdist_ext.user_frames.warn"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from tfdist_ext.user_frames import warn
 
 __all__ = ["renamed_arguments", "renamed_function", "warn_renamed"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
-    """One DeprecationWarning, at the caller's line for a `stacklevel` of 2."""
+def warn_renamed(old: str, new: str) -> None:
+    """One DeprecationWarning, at the user's line."""
     message = f"{old} is deprecated and will be removed in the next release; use {new}"
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+    warn(message, DeprecationWarning)
 
 
 def renamed_function(old: str, new: str, function: _Function) -> _Function:
@@ -27,7 +28,7 @@ def renamed_function(old: str, new: str, function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     called.__name__ = called.__qualname__ = old.rpartition(".")[2]
-    called.__doc__ = f"Deprecated: `{new}`."
+    called.__doc__ = f"Deprecated. Use `{new}`."
     return called  # type: ignore[return-value]  # it takes what the function takes
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 from absl import flags
 
+from tfdist_ext.user_frames import filter_traceback
+
 __all__ = ["define_strategy_flags", "not_parsed", "strategy_config", "strategy_flags"]
 
 _NUMBER = re.compile(r"[+-]?\d+")
 _NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communication", "wait")
 
 
+@filter_traceback
 def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     """Define --strategy, --strategy_config, --devices, --logical_cpus, --communication, --wait.
 
@@ -46,6 +49,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     flags.DEFINE_float("wait", help=wait, **at)
 
 
+@filter_traceback
 def strategy_flags() -> dict[str, Any]:
     """The strategy's settings that were given as flags; none where flags are not in use."""
     if not _in_use():
@@ -60,6 +64,7 @@ def strategy_flags() -> dict[str, Any]:
     return settings
 
 
+@filter_traceback
 def strategy_config() -> str | None:
     """The settings file given as a flag."""
     return flags.FLAGS["strategy_config"].value if _in_use() else None

@@ -7,9 +7,11 @@ before they are shown.
 from __future__ import annotations
 
 import difflib
+import importlib
 import operator
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 from tfdist_ext.errors import ClusterConfigError, TfDistError
 
@@ -61,6 +63,24 @@ def check_int(
 def counted(number: int, noun: str) -> str:
     """ "1 worker", "2 workers"; "ps" is its own plural."""
     return f"{number} {noun}" if number == 1 or noun == "ps" else f"{number} {noun}s"
+
+
+def optional_module(name: str, package: str, use: str, *, error: type[TfDistError]) -> Any:
+    """A module of a package that only one feature needs.
+
+    Args:
+        name: the name to import.
+        package: the name to install.
+        use: the feature, as the beginning of a sentence.
+
+    Raises:
+        TfDistError: of type `error`: the package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        message = f"{use} needs {package}, which is not installed. Install {package}."
+        raise error(message) from missing
 
 
 def refuse(where: str, what: str, received: object, advice: str) -> ClusterConfigError:

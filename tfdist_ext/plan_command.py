@@ -46,6 +46,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="also the bytes per device of other strategies")
     devices = "with --compare: replicas, on devices or workers (default 1)"
     add("--devices", type=int, default=1, metavar="N", help=devices)
+    lookups = "with --compare: ids a step looks up in each embedding: batch size x ids per example"
+    add("--lookups", type=int, default=1024, metavar="N", help=f"{lookups} (default 1024)")
 
 
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
@@ -76,7 +78,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
     )
     print(plan)
     if options.compare:
-        print(f"\n{compare(plan.specs, options.devices, options.ps)}")
+        print(f"\n{compare(plan.specs, options.devices, options.ps, options.lookups)}")
     _write(plan, options)
     return 0
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["CHECKPOINT", "ReportCallback"]
 
@@ -22,6 +23,7 @@ __all__ = ["CHECKPOINT", "ReportCallback"]
 CHECKPOINT = "checkpoint.h5"  # the file in a checkpoint of Ray
 
 
+@filter_traceback
 class ReportCallback(keras.callbacks.Callback):
     """Reports each epoch to Ray Train, from the function that a worker of a trainer runs.
 

@@ -205,7 +205,7 @@ def test_the_image_is_made_of_what_there_is(tmp_path: Path) -> None:
             else:
                 shutil.copy(ROOT / source, tmp_path / target)
     install, user = (step[1:] for step in steps if step[0] == "RUN")
-    assert install == ["pip", "install", "--no-cache-dir", "."]
+    assert install == ["pip", "install", "--no-cache-dir", ".[records]"]
     # What is copied is enough to build the package.
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", "wheels", "."]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)

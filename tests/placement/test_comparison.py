@@ -50,6 +50,17 @@ def test_owners_share_the_slots() -> None:
     assert owned.total == 2000 + 2000 + 2400
 
 
+def test_the_gradient_of_an_embedding_has_a_row_for_each_lookup() -> None:
+    table = VariableSpec("users/embeddings", (800_000_000, 64), slots=2, embedding=True)
+    frozen = VariableSpec("items/embeddings", (1000, 64), trainable=False, embedding=True)
+    compared = compare([table, frozen, *SPECS], devices=8, ps=4, lookups=500)
+    gradients = {row.gradients for row in compared.rows}
+    assert gradients == {0, 500 * 64 * 4 + 4000}  # 190 GiB if every row had one
+    text = str(compared)
+    assert text.endswith("that a step looks up: 500 in each of 1 embedding (--lookups).")
+    assert "--lookups" not in str(compare(SPECS, devices=8, ps=4))
+
+
 def test_no_parameter_servers() -> None:
     assert not any("parameter_server" in row.strategy for row in compare(SPECS, 1, 0).rows)
 
@@ -59,3 +70,5 @@ def test_what_cannot_be_compared() -> None:
         compare(SPECS, 0, 1)
     with pytest.raises(PlacementError, match="ps must be an integer of at least 0"):
         compare(SPECS, 1, -1)
+    with pytest.raises(PlacementError, match="lookups must be an integer of at least 1, got 0"):
+        compare(SPECS, 1, 1, lookups=0)

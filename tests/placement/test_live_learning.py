@@ -32,6 +32,31 @@ def resident_kib() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
+class WithTiedTable(keras.layers.Embedding):
+    """Computes with the whole table."""
+
+
+def test_embeddings_are_those_whose_gradient_has_only_some_rows() -> None:
+    def build() -> keras.Model:
+        ids = keras.Input([3], dtype="int32")
+        inner = keras.Sequential([keras.layers.Embedding(9, 4, name="inner")])
+        wrapped = keras.layers.Embedding(9, 4, name="wrapped")
+        parts = [
+            inner(ids),
+            keras.layers.TimeDistributed(wrapped)(keras.layers.Reshape([3, 1])(ids)),
+            keras.layers.Embedding(9, 4, embeddings_regularizer="l2", name="regularized")(ids),
+            WithTiedTable(9, 4, name="tied")(ids),
+            keras.layers.Dense(4, name="dense")(ids),
+        ]
+        return keras.Model(ids, parts)
+
+    specs = learn_specs(build, "sgd")
+    tables = {spec.path.split("/")[-2] for spec in specs if spec.embedding}
+    assert tables == {"inner", "wrapped"}
+    made = tfd.plan_placement(build, ps=2)
+    assert tfd.PlacementPlan.from_json(made.to_json()).specs == made.specs
+
+
 def test_variables_are_those_of_the_real_model() -> None:
     specs = learn_specs(recommender)
     keras.utils.clear_session()

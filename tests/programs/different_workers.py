@@ -46,7 +46,8 @@ def told(name, call):
         except tfd.TrainingError as error:
             result[name] = f"error: {error}"
         else:
-            ours = [str(w.message) for w in caught if "on all workers" in str(w.message)]
+            here = [str(w.message) for w in caught if w.filename == __file__]
+            ours = [message for message in here if "on all workers" in message]
             result[name] = "warning: " + ours[0] if ours else "nothing"
     print(name, result[name], flush=True)
 

@@ -209,7 +209,7 @@ def build_eager():
     return model
 
 
-named = tfd.distribute(build_named, strategy)
+named = tfd.distribute(build_named, strategy, synchronize_batch_norm=False)
 inputs = {"features": x, "row": np.arange(len(x))}
 logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0, callbacks=[ReadsRate()])
 # The last global batch starts at row 168; two workers' parts start at 168 and 180.

@@ -45,13 +45,13 @@ def test_the_sample_project_passes_on_the_installed_wheel(tmp_path: Path) -> Non
     subprocess.run(build, check=True, timeout=120)
     (wheel,) = wheels.glob("*.whl")
     # Without what it needs, which is here; the extras are those of README.md.
-    extras = f"{wheel}[tensorboard,pytest,plot]"
+    extras = f"{wheel}[tensorboard,records]"
     install = [*pip, "install", "--no-deps", "--target", str(installed), extras]
     subprocess.run(install, check=True, timeout=60)
 
     (metadata,) = installed.glob("tfdist_ext-*.dist-info/METADATA")
     provided = re.findall(r"^Provides-Extra: (.*)$", metadata.read_text(encoding="utf-8"), re.M)
-    assert {"tensorboard", "pytest", "plot"} <= set(provided)
+    assert {"tensorboard", "records", "launch", "kubernetes", "plot", "pytest"} <= set(provided)
 
     project = shutil.copytree(ROOT / "tests" / "sample_project", tmp_path / "project")
     run_it(project, installed)

@@ -127,6 +127,64 @@ def test_batch_normalization_of_models_that_one_did_not_write(build: Any, copied
         assert same == synchronize
 
 
+NOT_SYNCHRONIZED = "BatchNormalization is not synchronized in"
+
+
+def wrapped() -> keras.Model:
+    layers = keras.layers
+    norm = layers.TimeDistributed(layers.BatchNormalization(name="norm"))
+    model = keras.Sequential([keras.Input((5,)), layers.Reshape((5, 1)), norm])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [
+        (normalized, r"2 layers \['batch_normalization\w*', 'batch_normalization\w*'\]"),
+        (wrapped, r"1 layer \['norm'\]"),
+        (made_in_the_first_call, r"1 layer \['batch_normalization\w*'\]"),
+    ],
+)
+def test_batch_normalization_of_each_replica_is_a_warning(build: Any, layers: str) -> None:
+    """One warning at `distribute`, or at `fit` if the layers are made in the first call."""
+    with pytest.warns(UserWarning, match=f"{NOT_SYNCHRONIZED} {layers}: each replica") as caught:
+        model = fit_twice(tfd.distribute(build, mirrored()))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert NOT_SYNCHRONIZED in str(tfd.explain(model))
+
+
+def test_no_warning_where_batch_normalization_is_as_on_one_device() -> None:
+    frozen = normalized()
+    frozen.layers[0].trainable = frozen.layers[1].trainable = False
+    frozen.compile("sgd", "mse")
+    for model in (
+        tfd.distribute(frozen, mirrored()),
+        tfd.distribute(normalized(synchronized=True), mirrored()),
+        tfd.distribute(normalized, mirrored(), synchronize_batch_norm=True),
+        tfd.distribute(normalized, tfd.create_strategy("one_device")),
+    ):
+        fit_twice(model)  # warnings are errors here
+        assert NOT_SYNCHRONIZED not in str(tfd.explain(model))
+
+
+def test_an_unfrozen_batch_normalization_is_a_warning() -> None:
+    frozen = normalized()
+    frozen.trainable = False
+    model = tfd.distribute(frozen, mirrored())
+    model.keras_model.trainable = True
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=f"{NOT_SYNCHRONIZED} 2 layers"):
+        fit_twice(model)
+
+
+def fit_twice(model: tfd.DistributedModel) -> tfd.DistributedModel:
+    for _ in range(2):
+        model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    return model
+
+
 def test_a_copy_is_synchronized_and_not_the_original() -> None:
     model = normalized()
     copy = tfd.distribute(model, mirrored(), synchronize_batch_norm=True)

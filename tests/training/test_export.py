@@ -78,7 +78,7 @@ def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
-    model = tfd.distribute(normalized, mirrored(3))
+    model = tfd.distribute(normalized, mirrored(3), synchronize_batch_norm=False)
     model.fit(X, Y, **FIT)
     np.save(tmp_path / "x.npy", X)
     np.save(tmp_path / "expected.npy", model.predict(X, verbose=0))
@@ -93,7 +93,7 @@ def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
 @pytest.mark.long("default", "one_device", "central_storage", "mirrored")
 @pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "central_storage"])
 def test_from_each_strategy(name: str, tmp_path: Path) -> None:
-    model = tfd.distribute(normalized, strategy_of(name))
+    model = tfd.distribute(normalized, strategy_of(name), synchronize_batch_norm=False)
     model.fit(X, Y, **FIT)
     before = [weight.copy() for weight in model.keras_model.get_weights()]
     model.export(tmp_path / "exported", verbose=False)

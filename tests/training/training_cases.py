@@ -98,7 +98,11 @@ def plain_fit(
 
 
 def distributed_fit(
-    build: Callable[[], keras.Model], *data: Any, strategy: Any = None, **arguments: Any
+    build: Callable[[], keras.Model],
+    *data: Any,
+    strategy: Any = None,
+    synchronize_batch_norm: bool | None = None,
+    **arguments: Any,
 ) -> Any:
     """(distributed model, history); on two mirrored replicas unless a strategy is given.
 
@@ -108,7 +112,8 @@ def distributed_fit(
     if build is CLASSIFIER and strategy is None:
         model = _shared_classifier()
     else:
-        model = tfd.distribute(build, strategy or mirrored())
+        strategy = strategy or mirrored()
+        model = tfd.distribute(build, strategy, synchronize_batch_norm=synchronize_batch_norm)
     return model, model.fit(*data, **{"verbose": 0, "shuffle": False, **arguments}).history
 
 

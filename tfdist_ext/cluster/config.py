@@ -11,8 +11,10 @@ from tfdist_ext.cluster.environments import ENVIRONMENTS
 from tfdist_ext.cluster.jobs import Jobs, Task, check_task
 from tfdist_ext.errors import ClusterConfigError
 from tfdist_ext.messages import counted
+from tfdist_ext.user_frames import filter_traceback
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class ClusterConfig:
     """A cluster as one of its tasks sees it. Immutable, hashable, and valid once it exists.
@@ -53,7 +55,7 @@ class ClusterConfig:
             env: environment variables; None: those of this process.
 
         Returns:
-            None where no environment describes a cluster of its own: this process is alone.
+            The cluster, or None if no environment describes one and this process is alone.
 
         Raises:
             ClusterConfigError: an environment is present, but what it says cannot be right.
@@ -87,7 +89,7 @@ class ClusterConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this task writes what is written once: the chief, or worker 0 without one."""
+        """Whether this task writes files for all (the chief, or worker 0 without a chief)."""
         if "chief" in self.jobs:
             return self.task.type == "chief"
         return self.task == Task("worker", 0)

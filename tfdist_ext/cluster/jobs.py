@@ -8,11 +8,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from tfdist_ext.cluster.addresses import AddressError, identity
 from tfdist_ext.messages import nearest, refuse
+from tfdist_ext.user_frames import filter_traceback
 
 JOB_NAMES = ("chief", "worker", "ps", "evaluator")
 MAX_INDEX = 1_000_000  # exclusive; a sparse index beyond it is a slip, and would cost memory
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Task:
     """One process of the cluster.

@@ -16,12 +16,14 @@ from tfdist_ext.data.sources import Arrays, Lookup
 from tfdist_ext.deprecation import renamed_arguments
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 
 _OLD_NAMES = renamed_arguments({"global_batch": "global_batch_size"})
 
 
+@filter_traceback
 @_OLD_NAMES
 def from_source(source: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Examples of whatever has a length and gives them by number.
@@ -41,6 +43,7 @@ def from_source(source: Any, *, global_batch_size: int, seed: int | None = None)
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
+@filter_traceback
 @_OLD_NAMES
 def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
@@ -58,6 +61,7 @@ def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None)
     return OrderedDataset(Arrays(arrays), global_batch_size=global_batch_size, seed=seed)
 
 
+@filter_traceback
 @_OLD_NAMES
 def from_tfrecords(
     files: str | Sequence[str],
@@ -93,6 +97,7 @@ def from_tfrecords(
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
+@filter_traceback
 @_OLD_NAMES
 def from_dataset_fn(
     function: Callable[..., tf.data.Dataset],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of, is_i
 from tfdist_ext.data.shards import Shard, assign
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["RecordRange", "files_of", "shard_files"]
 
@@ -37,6 +37,7 @@ class RecordRange(NamedTuple):
     stop: int
 
 
+@filter_traceback
 def shard_files(
     patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     shard: Shard,
@@ -59,7 +60,7 @@ def shard_files(
             keeps it beside them. All files of the shard count as such where one of them does.
 
     Returns:
-        Paths, sorted: `tf.data.TFRecordDataset` takes them. Or ranges, in the order of paths.
+        Sorted paths, which `tf.data.TFRecordDataset` takes, or ranges in the order of paths.
 
     Raises:
         DataError: a pattern that matches no file; a file that cannot be read, is truncated, or of
@@ -136,10 +137,9 @@ def _ranges(files: list[str], shard: Shard) -> list[RecordRange]:
             f"{len(files)} files for {shard.count} shards: each shard would get a part of a file,"
             f" by records. {error}"
         ) from None
-    warnings.warn(
+    warn(
         f"{len(files)} files for {shard.count} shards: each shard reads ranges of records inside"
-        f" of files. With {shard.count} files or more, each would read files of its own.",
-        stacklevel=3,
+        f" of files. With {shard.count} files or more, each would read files of its own."
     )
     records = sum(index.records for index in indexes)
     if records < shard.count:

@@ -13,10 +13,12 @@ from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_al
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["FunctionDataset"]
 
 
+@filter_traceback
 class FunctionDataset(ShardedDataset):
     """A dataset made by a function of the shard; a shard is the part of one task.
 

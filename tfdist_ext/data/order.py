@@ -24,6 +24,7 @@ from tfdist_ext.data.shards import Number, Shard, bounds, check_field
 from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Order", "key_in_graph", "sorted_at_random"]
 
@@ -36,6 +37,7 @@ _ALL = Shard(0, 1)
 _FEW_EXAMPLES = 1024
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Order:
     """The sequence of global batches: which example is where, whoever reads it.
@@ -72,13 +74,13 @@ class Order:
 
     @property
     def global_batch(self) -> int:
-        """Deprecated: `global_batch_size`."""
+        """Deprecated. Use `global_batch_size`."""
         warn_renamed("Order.global_batch", "Order.global_batch_size")
         return self.global_batch_size
 
     @property
     def first(self) -> int:
-        """Deprecated: `examples_seen`."""
+        """Deprecated. Use `examples_seen`."""
         warn_renamed("Order.first", "Order.examples_seen")
         return self.examples_seen
 

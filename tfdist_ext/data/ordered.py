@@ -16,10 +16,12 @@ from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["OrderedDataset"]
 
 
+@filter_traceback
 class OrderedDataset(ShardedDataset):
     """Global batches of a source in one order, and each shard's part of them.
 

@@ -19,6 +19,7 @@ from tfdist_ext.data.file_bytes import Stamp
 from tfdist_ext.data.shards import check_field
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Fingerprint", "Position", "difference", "fingerprint_of_arrays", "fingerprint_of_files"]
 
@@ -28,6 +29,7 @@ _BLOCK = 1 << 12  # bytes that are hashed together
 _BLOCKS = 256  # of each array at most: with 4 KiB each, 1 MiB of it is read
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Position:
     """A place in the order of examples; it says nothing about workers, so any number can resume.

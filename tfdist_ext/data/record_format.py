@@ -9,12 +9,15 @@ There is no table of records in it, so one is made by a walk from length to leng
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from struct import Struct
 from typing import Any, NamedTuple
 
-import google_crc32c
 import numpy as np
+
+from tfdist_ext.errors import DataError
+from tfdist_ext.messages import optional_module
 
 __all__ = ["HEADER", "OVERHEAD", "TAIL", "Damage", "is_header", "is_record", "payloads_of", "walk"]
 
@@ -47,24 +50,30 @@ class Damage(NamedTuple):
     what: str
 
 
-_ZEROS = np.uint32(google_crc32c.value(bytes(8)))
-# For each of 8 bytes and each value of it: the bits it changes in the checksum of all zeros. A CRC
-# is linear over XOR, so the checksums of many lengths are sums of these.
-_CHANGES = _ZEROS ^ np.array(
-    [
-        [google_crc32c.value(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)]
-        for i in range(8)
-    ],
-    np.uint32,
-)
+def _crc32c() -> Callable[[Any], int]:
+    use = "Reading records of TFRecord files by number"
+    return optional_module("google_crc32c", "google-crc32c", use, error=DataError).value
+
+
+@functools.cache
+def _checksums_of_bytes() -> tuple[np.uint32, np.ndarray]:
+    """The checksum of 8 zeros; for each byte and each value of it, the bits that change in it.
+
+    A CRC is linear over XOR, so the checksums of many lengths are sums of these.
+    """
+    value = _crc32c()
+    zeros = np.uint32(value(bytes(8)))
+    single = [[value(bytes(i) + bytes([b]) + bytes(7 - i)) for b in range(256)] for i in range(8)]
+    return zeros, zeros ^ np.array(single, np.uint32)
 
 
 def _checksums_of(lengths: np.ndarray) -> np.ndarray:
     """The masked checksums of length fields (uint64 -> uint32)."""
     digits = lengths.astype("<u8").view(np.uint8).reshape(-1, 8)
-    crc = np.full(len(lengths), _ZEROS)
+    zeros, changes = _checksums_of_bytes()
+    crc = np.full(len(lengths), zeros)
     for i in range(8):
-        crc ^= _CHANGES[i][digits[:, i]]
+        crc ^= changes[i][digits[:, i]]
     return _masked(crc)
 
 
@@ -83,7 +92,7 @@ def is_header(data: bytes) -> bool:
 
 def is_record(header: bytes, payload: bytes, tail: bytes) -> bool:
     """Whether these parts are a record: its length and its checksum are right."""
-    crc = np.uint32(google_crc32c.value(payload))
+    crc = np.uint32(_crc32c()(payload))
     right = _LENGTH.unpack_from(header)[0] == len(payload)
     return bool(right and _masked(crc) == _CHECKSUM.unpack(tail)[0])
 
@@ -101,7 +110,7 @@ def payloads_of(data: bytes, sizes: np.ndarray) -> list[bytes | None]:
     starts = ends - sizes
     cuts = zip((starts + HEADER).tolist(), (ends - TAIL).tolist(), strict=True)
     payloads: list[bytes | None] = [data[start:end] for start, end in cuts]
-    checksums = np.fromiter(map(google_crc32c.value, payloads), np.uint32, len(payloads))
+    checksums = np.fromiter(map(_crc32c(), payloads), np.uint32, len(payloads))
     # Fields at any offset: arrays whose elements overlap.
     lengths = np.ndarray(len(data) - 7, "<u8", data, strides=1)[starts]
     written = np.ndarray(len(data) - 3, "<u4", data, strides=1)[ends - TAIL]

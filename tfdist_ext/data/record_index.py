@@ -17,7 +17,6 @@ import json
 import os
 import re
 import uuid
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import tensorflow as tf
 from tfdist_ext.data.file_bytes import Stamp, is_local, open_bytes, stamp_of
 from tfdist_ext.data.record_format import Damage, walk
 from tfdist_ext.errors import DataError
+from tfdist_ext.user_frames import warn
 
 __all__ = ["RecordIndex", "index_of", "indexes_of", "is_index", "load", "places_of", "store"]
 
@@ -100,7 +100,7 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
     """
     stamp = stamp_of(path)
     if stamp.size == 0:  # as writers leave it that had no records, or that died at once
-        warnings.warn(f"{path} is empty: it has 0 bytes, and no records.", stacklevel=2)
+        warn(f"{path} is empty: it has 0 bytes, and no records.")
     # Where the file system knows no times, a kept index may be of another file.
     places = places_of(path) if stamp.modified_ns else ()
     for place in places:
@@ -119,11 +119,10 @@ def index_of(path: str, *, on_error: str = "raise") -> RecordIndex:
         return index
     kept_in = next((place for place in places if store(place, stamp, offsets)), "")
     if places and not kept_in:
-        warnings.warn(
+        warn(
             f"the index of {path} can be kept neither in {' nor in '.join(places)}: each task"
             " counts the file's records at each start. Make one of the folders writable, or set"
-            " XDG_CACHE_HOME.",
-            stacklevel=2,
+            " XDG_CACHE_HOME."
         )
     return _indexed(path, stamp, offsets, kept_in)
 

@@ -10,7 +10,6 @@ Bytes read are those of the records asked for; neighbors are read together.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -23,6 +22,7 @@ from tfdist_ext.data.record_format import HEADER, TAIL, is_record, payloads_of
 from tfdist_ext.data.record_index import indexes_of
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["Records"]
 
@@ -34,6 +34,7 @@ _MOST_OPEN = 2048  # files held open, when the system allows it
 ReadAt = Callable[[int, int], bytes]
 
 
+@filter_traceback
 class Records:
     """The records of TFRecord files, numbered through in the order of the files. Thread-safe.
 
@@ -61,7 +62,7 @@ class Records:
         self.indexes = indexes_of(self.files, on_error=on_error)
         self.left_out = [index.damaged() for index in self.indexes if index.damage]
         for damaged in self.left_out:
-            warnings.warn(f"{damaged} The file's records from there on are skipped.", stacklevel=2)
+            warn(f"{damaged} The file's records from there on are skipped.")
         # The number of the first record of each file, and of all.
         counts = [index.records for index in self.indexes]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
@@ -186,9 +187,7 @@ class Records:
             seen = number in self.skipped
             self.skipped[number] = message
         if not seen:
-            warnings.warn(
-                f"{message} It is skipped; skipped so far: {len(self.skipped)}.", stacklevel=2
-            )
+            warn(f"{message} It is skipped; skipped so far: {len(self.skipped)}.")
 
     def _opened(self, file: int) -> tuple[ReadAt, np.ndarray]:
         """A file's reader and its offsets; kept open for the next time, unless too many are."""

@@ -13,10 +13,12 @@ from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
 
 
+@filter_traceback
 class ShardedDataset(abc.ABC):
     """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
 
@@ -57,19 +59,19 @@ class ShardedDataset(abc.ABC):
 
     @property
     def global_batch(self) -> int | None:
-        """Deprecated: `global_batch_size`."""
+        """Deprecated. Use `global_batch_size`."""
         warn_renamed("ShardedDataset.global_batch", "ShardedDataset.global_batch_size")
         return self.global_batch_size
 
     @property
     def place(self) -> tuple[int, int]:
-        """Deprecated: `position`."""
+        """Deprecated. Use `position`."""
         warn_renamed("ShardedDataset.place", "ShardedDataset.position")
         return self.position
 
     @property
     def steps_behind(self) -> int:
-        """Deprecated: `steps_done`."""
+        """Deprecated. Use `steps_done`."""
         warn_renamed("ShardedDataset.steps_behind", "ShardedDataset.steps_done")
         return self.steps_done
 

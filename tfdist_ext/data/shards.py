@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -63,6 +64,7 @@ def check_field(
     object.__setattr__(owner, name, number)
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Shard:
     """One of `count` parts that together are everything.
@@ -174,6 +176,7 @@ class ShardRange(NamedTuple):
         return self.stop - self.start + self.padding
 
 
+@filter_traceback
 def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> ShardRange:
     """The rows of `n` that are the shard's: contiguous, in the order of shards.
 

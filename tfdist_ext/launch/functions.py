@@ -19,8 +19,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import cloudpickle
-
 from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch import function_task
 from tfdist_ext.launch.command_line import COMMAND
@@ -30,10 +28,13 @@ from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.restarting import RESULT, Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.messages import optional_module
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["launch"]
 
 
+@filter_traceback
 def launch(
     fn: Callable[..., Any],
     *,
@@ -64,8 +65,8 @@ def launch(
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
 
     Returns:
-        What `fn` returned in each task, by name: {"worker:0": ..., "worker:1": ...}. A task that
-        has ended otherwise is not in it: a server whose coordinator was done.
+        What `fn` returned in each task, by the name of the task. Servers, which end when the
+        coordinator is done, are not in it.
 
     Raises:
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
@@ -118,9 +119,9 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         raise LaunchError(
             f"fn must be a function, got {fn!r}; write: tfd.launch(train, args=(...))"
         )
-    buffer = io.BytesIO()
+    buffer, pickler = io.BytesIO(), _pickler_class()
     try:
-        _Pickler(buffer).dump((fn, tuple(args)))
+        pickler(buffer).dump((fn, tuple(args)))
     except Exception as error:  # of whatever object
         raise LaunchError(
             "fn, its arguments and what it uses must be copied to other processes, got:"
@@ -131,13 +132,23 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     return pickle.dumps({"path": sys.path, "sources": cells, "call": buffer.getvalue()})
 
 
-class _Pickler(cloudpickle.CloudPickler):
-    """Keeps the file of a function, by which its text is found; cloudpickle drops it."""
+def _pickler_class() -> type[pickle.Pickler]:
+    """
+    Raises:
+        LaunchError: cloudpickle is not installed.
+    """
+    use = "Sending a function to another process"
+    cloudpickle = optional_module("cloudpickle", "cloudpickle", use, error=LaunchError)
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, CodeType):  # it goes to the same Python
-            return marshal.loads, (marshal.dumps(obj),)
-        return super().reducer_override(obj)
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[name-defined]
+        """Keeps the file of a function, by which its text is found; cloudpickle drops it."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType):  # it goes to the same Python
+                return marshal.loads, (marshal.dumps(obj),)
+            return super().reducer_override(obj)
+
+    return Pickler
 
 
 def _is_cell(entry: Sequence[Any]) -> bool:

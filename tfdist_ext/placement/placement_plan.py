@@ -11,12 +11,14 @@ from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement import picture, plan_json, report
 from tfdist_ext.placement.rules import Rule, nearest_paths
 from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["PlacementPlan"]
 
 _NAMED = 5  # differences of each kind that an error names
 
 
+@filter_traceback
 @dataclass(frozen=True, repr=False)
 class PlacementPlan:
     """Where every variable lives. Made by `plan`, or read by `from_json`.

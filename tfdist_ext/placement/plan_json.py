@@ -21,7 +21,7 @@ _FORMAT = "tfdist_ext placement plan"
 _VERSION = 1
 _WHERE = "the placement plan"
 # Fields of a variable that are left out where they have the usual value: large plans stay readable.
-_USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True}
+_USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True, "embedding": False}
 
 
 def dump(plan: PlacementPlan) -> str:

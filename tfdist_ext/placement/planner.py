@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tfdist_ext.placement.policies import Tasks
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["balanced"]
 
@@ -26,6 +27,7 @@ _MOST_PIECES = 16  # for each task
 Floats = NDArray[np.float64]
 
 
+@filter_traceback
 def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]:
     """The planner as a policy: for each variable the tasks of its pieces.
 

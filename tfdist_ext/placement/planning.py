@@ -28,6 +28,7 @@ from tfdist_ext.placement.rules import (
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
 from tfdist_ext.placement.targets import Targets
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["accepted", "plan", "policy_named"]
 
@@ -40,6 +41,7 @@ _FREE = Balanced()
 _MOST_TASKS = 4096  # that an error looks for
 
 
+@filter_traceback
 @renamed_arguments({"otherwise": "default"})
 def plan(
     specs: Iterable[VariableSpec],
@@ -269,7 +271,7 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
     if policy is None or policy is balanced:
         return balanced, "balanced"
     if policy == "planner":
-        warn_renamed('policy "planner"', 'policy "balanced"', stacklevel=4)
+        warn_renamed('policy "planner"', 'policy "balanced"')
         policy = "balanced"
     if isinstance(policy, str) and policy in _POLICIES:
         return _POLICIES[policy], policy

@@ -22,6 +22,7 @@ from typing import Any
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Policy", "Tasks", "greedy", "partitioned", "round_robin"]
 
@@ -49,6 +50,7 @@ class Tasks:
 Policy = Callable[[Sequence[VariableSpec], Tasks], Sequence[Sequence[int]]]
 
 
+@filter_traceback
 def round_robin(specs: Sequence[VariableSpec], tasks: Tasks) -> list[list[int]]:
     """Piece i on task i modulo tasks, in the order of creation, whatever its bytes.
 
@@ -63,6 +65,7 @@ def round_robin(specs: Sequence[VariableSpec], tasks: Tasks) -> list[list[int]]:
     return placed
 
 
+@filter_traceback
 def greedy(specs: Sequence[VariableSpec], tasks: Tasks) -> list[list[int]]:
     """Each piece, in the order of creation, on the task with the fewest bytes so far.
 
@@ -81,6 +84,7 @@ def greedy(specs: Sequence[VariableSpec], tasks: Tasks) -> list[list[int]]:
     return placed
 
 
+@filter_traceback
 def partitioned(
     partitioner: Callable[[Any, Any], Sequence[int]],
     base: Policy = round_robin,

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
     "Balanced",
@@ -65,6 +66,7 @@ class Balanced(Placement):
     """Where the policy puts it; on parameter servers cut into pieces where that balances."""
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
     """Even pieces along axis 0; Sharded(1) keeps a variable whole.
@@ -90,6 +92,7 @@ class Sharded(Placement):
         return max(min(targets, rows), 1) if self.pieces is None else self.pieces
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class OnTask(Placement):
     """Whole, on one parameter server.
@@ -107,6 +110,7 @@ class OnTask(Placement):
         return f"task {self.task}"
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class OnDevice(Placement):
     """One copy, on one device.
@@ -127,6 +131,7 @@ class OnDevice(Placement):
         return f"device {self.name}"
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class Rule:
     """Gives a placement to variables.
@@ -160,6 +165,7 @@ class Rule:
 Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
 
 
+@filter_traceback
 def placement_from(text: str) -> Placement:
     """The placement of a text: "mirrored", "owned", "balanced", "sharded", "sharded(4)", "task 0",
     "device GPU:0".
@@ -183,6 +189,7 @@ def placement_from(text: str) -> Placement:
     )
 
 
+@filter_traceback
 def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
     """The rules of a table pattern -> placement or its text, as a TOML file has it.
 

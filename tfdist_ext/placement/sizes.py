@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import nearest, shown
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["itemsize", "parse_size", "size_text"]
 
@@ -40,6 +41,7 @@ def itemsize(dtype: str) -> int:
     return size
 
 
+@filter_traceback
 def parse_size(size: int | str, what: str = "budget") -> int:
     """Bytes from a number of bytes or a text: "8GiB", "500 MB", "1.5TiB", "1024".
 
@@ -62,6 +64,7 @@ def parse_size(size: int | str, what: str = "budget") -> int:
     return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
 
+@filter_traceback
 def size_text(size: int) -> str:
     """A readable size: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
     if size < 1024:

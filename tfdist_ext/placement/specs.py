@@ -12,12 +12,14 @@ from typing import NamedTuple
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.placement.sizes import itemsize
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
 
 MOST_BYTES = 2**60  # sums of such sizes stay within what numpy and floats count well
 
 
+@filter_traceback
 @dataclass(frozen=True)
 class VariableSpec:
     """A variable that need not exist.
@@ -31,6 +33,7 @@ class VariableSpec:
             none. The rows of a variable share it evenly.
         slot_bytes: bytes of slots of other shapes; they go with the first piece.
         trainable: whether it has a gradient.
+        embedding: whether its gradient has only the rows that a step looks up.
         bytes: of the whole variable with all its slots.
 
     Raises:
@@ -45,6 +48,7 @@ class VariableSpec:
     load: float | None = None
     slot_bytes: int = 0
     trainable: bool = True
+    embedding: bool = False
     bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,13 @@ class VariableSpec:
     def weight_bytes(self) -> int:
         """Bytes of the variable without slots."""
         return (self.bytes - self.slot_bytes) // (1 + self.slots)
+
+    def gradient_bytes(self, lookups: int) -> int:
+        """Bytes of one gradient; that of an embedding has a row for each lookup."""
+        if not self.trainable or not self.rows:
+            return 0
+        rows = lookups if self.embedding else self.rows
+        return self.weight_bytes // self.rows * rows
 
     def piece_bytes(self, pieces: int) -> list[int]:
         """Bytes of each of so many even pieces, slots included."""

@@ -15,12 +15,14 @@ from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
 from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["run"]
 
 Result = TypeVar("Result")
 
 
+@filter_traceback
 def run(main: Callable[[], Result]) -> Result | None:
     """Do what this process is there for in the cluster that the environment describes.
 

@@ -12,6 +12,7 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
 from tfdist_ext.strategies.choice import Choice
 from tfdist_ext.strategies.resolvers import Described, describe_if_known
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
     "Explains",
@@ -43,7 +44,8 @@ class Explanation:
             say: the default one, and ParameterServerStrategy.
         considered: a line for each alternative that was not taken, with the reason.
         steps: of a distributed model, a line for each step that has run: whether one trace of it
-            serves all replicas of this task, and if not, why; empty for a strategy.
+            serves all replicas of this task, and if not, why; and a line where BatchNormalization
+            is not synchronized. Empty for a strategy.
         text: all of it, as `str` gives it.
     """
 
@@ -103,6 +105,7 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
     return names if len(names) == count else [f"worker {index}" for index in range(count)]
 
 
+@filter_traceback
 def explain(strategy: tf.distribute.Strategy | Explains) -> Explanation:
     """The choice, the signal behind it, task, replicas, devices and alternatives; prints as text.
 

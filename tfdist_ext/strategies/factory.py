@@ -23,6 +23,7 @@ from tfdist_ext.strategies.registry import Entry, lookup
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, describe_if_known
 from tfdist_ext.strategies.settings import Settings, merge, read_file
 from tfdist_ext.strategies.spanning import check_spans_cluster
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["create_strategy"]
 
@@ -30,6 +31,7 @@ _CALL, _FLAGS, _ENVIRONMENT = "the call", "flags", "the environment"
 _OF_CLUSTERS = ("multi_worker_mirrored", "parameter_server")
 
 
+@filter_traceback
 def create_strategy(
     name: str = "auto",
     *,

@@ -20,12 +20,14 @@ from tfdist_ext.placement import (
 from tfdist_ext.placement.device_placer import DevicePlacer
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies.template import StrategyTemplate
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["PlacedStrategy"]
 
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
 
+@filter_traceback
 class PlacedStrategy(StrategyTemplate):
     """A synchronous strategy on one machine that places each variable by rules.
 

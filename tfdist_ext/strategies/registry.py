@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import cluster_constructors, constructors, tpu
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
 
@@ -77,6 +78,7 @@ class Entry:
 _TABLE: dict[str, Entry] = {}
 
 
+@filter_traceback
 def register_strategy(
     name: str, factory: Callable[..., tf.distribute.Strategy], description: str
 ) -> None:
@@ -119,6 +121,7 @@ def register_strategy(
     _TABLE[name] = Entry(name, factory, description)
 
 
+@filter_traceback
 def available_strategies() -> dict[str, str]:
     """Name -> description of every strategy that `create_strategy` knows."""
     return {name: entry.description for name, entry in _TABLE.items()}

@@ -130,7 +130,7 @@ def tell_servers(described: Described) -> Callable[[], None]:
     """Make this process, the coordinator, tell its servers that it is here, and how it ends.
 
     Returns:
-        A function that tells them before it ends: the training stands still.
+        A function that tells them before it ends, so the training stands still.
     """
     # All is made now. At its end Python starts no threads any more, and a tensor that is made
     # while one of the servers is frozen may never be done. A thread for each server, because

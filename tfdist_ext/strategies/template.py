@@ -19,10 +19,12 @@ from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
 from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_extended import TemplateExtended
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["StrategyTemplate"]
 
 
+@filter_traceback
 class StrategyTemplate(tf.distribute.Strategy):
     """A synchronous strategy on the devices of one machine, with hooks.
 

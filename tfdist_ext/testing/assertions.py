@@ -10,12 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.training import distribute
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["assert_same_on_all_replicas", "assert_trains_like_one_device"]
 
 _SEED = 1337
 
 
+@filter_traceback
 def assert_same_on_all_replicas(
     value: Any, *, strategy: tf.distribute.Strategy | None = None, atol: float = 0.0
 ) -> None:
@@ -39,6 +41,7 @@ def assert_same_on_all_replicas(
             )
 
 
+@filter_traceback
 def assert_trains_like_one_device(
     builder: Callable[[], keras.Model],
     data: Any,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
 
@@ -74,7 +74,7 @@ def case_of(name: str) -> Case:
     kind, count = match.groups() if match else ("", None)
     if kind in _DEPRECATED:
         new = f"{_DEPRECATED[kind]}_{count}"
-        warnings.warn(f"{name!r} is now {new!r}", DeprecationWarning, stacklevel=3)
+        warn(f"{name!r} is now {new!r}", DeprecationWarning)
         return case_of(new)
     if kind not in _KINDS or (count is None) != (kind == "one_device"):
         kinds = ", ".join(kind if kind == "one_device" else f"{kind}_2" for kind in _KINDS)
@@ -85,6 +85,7 @@ def case_of(name: str) -> Case:
     return Case(name.strip(), kind, int(count or 1))
 
 
+@filter_traceback
 def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
     """Name -> function that makes the strategy; without names, the default ones.
 
@@ -97,6 +98,7 @@ def strategy_matrix(*names: str) -> dict[str, Callable[[], Any]]:
     return {name: case_of(name).make for name in names or DEFAULT}
 
 
+@filter_traceback
 def logical_cpus(count: int) -> None:
     """Make TensorFlow see this many CPUs in this process; before its first operation.
 

@@ -21,7 +21,6 @@ import contextlib
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -45,6 +44,7 @@ from tfdist_ext.training.protocols import (
     StepProgram,
     Structure,
 )
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "DatasetPasses",
@@ -337,10 +337,9 @@ class Epochs:
         self._batches.ended()
 
     def _warn_of_end(self, steps: int) -> None:
-        warnings.warn(
+        warn(
             f"the data ended after {steps} of the {self._requested} steps requested in this epoch."
-            " Request fewer steps, or repeat the data with .repeat().",
-            stacklevel=7,
+            " Request fewer steps, or repeat the data with .repeat()."
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import PREEMPTED
+from tfdist_ext.messages import counted, shown
 from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
@@ -37,12 +37,12 @@ from tfdist_ext.training.agreement.equality import (
 from tfdist_ext.training.agreement.peers import peers_of
 from tfdist_ext.training.building.build import (
     adopt,
+    batch_normalization_layers,
     belongs_to,
     build,
     creating_variables_together,
     creation_scope,
     recompile,
-    synchronize_batch_normalization,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
     board_among,
@@ -72,10 +72,12 @@ from tfdist_ext.training.protocols import (
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = ["DistributedModel", "check_counts", "distribute"]
 
 
+@filter_traceback
 class DistributedModel(SavingMixin):
     """A Keras model whose steps run on all replicas of a strategy.
 
@@ -89,7 +91,7 @@ class DistributedModel(SavingMixin):
         strategy: tf.distribute.Strategy,
         builder: Callable[[], keras.Model] | None = None,
         *,
-        synchronize_batch_norm: bool = False,
+        synchronize_batch_norm: bool | None = None,
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
@@ -111,8 +113,7 @@ class DistributedModel(SavingMixin):
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
         self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
-        if synchronize_batch_norm:
-            synchronize_batch_normalization(model)
+        self._check_batch_normalization()
         self._same_python = check_equal_versions(self._reduction)
         self._check_same_model()
         # Weights that came along are each worker's own; where they differ, the chief's count.
@@ -128,8 +129,8 @@ class DistributedModel(SavingMixin):
         return self._strategy
 
     def traces(self) -> list[str]:
-        """How each kind of step that has run is traced, a line each; for `tfd.explain`."""
-        return self._engine.traces()
+        """For `tfd.explain`: how steps are traced, and what is not synchronized."""
+        return [*self._engine.traces(), *filter(None, [self._unsynchronized()])]
 
     @overridable
     @on_every_worker
@@ -587,11 +588,35 @@ class DistributedModel(SavingMixin):
             if kind != "predict":
                 recompile(self._model, self._model, self._strategy)
             build(self._model, self._built_for, self._strategy, kind=kind)
-        if self._synchronize_batch_norm:  # of layers that are made in the first call, too
-            synchronize_batch_normalization(self._model)
+        self._check_batch_normalization()  # of layers that are made in the first call, too
         if kind != "predict":
             self._engine.prepare(self._model)
         self._check_same_model()
+
+    def _unsynchronized(self) -> str:
+        """The layers that normalize by the rows of one of several replicas; "" for none."""
+        layers = batch_normalization_layers(self._model)
+        names = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
+        if not names or self._strategy.num_replicas_in_sync == 1:
+            return ""
+        return (
+            f"BatchNormalization is not synchronized in {counted(len(names), 'layer')}"
+            f" {shown(names)}: each replica normalizes its own rows of the global batch"
+        )
+
+    def _check_batch_normalization(self) -> None:
+        """Turn on `synchronized`, or warn once where it is off."""
+        if self._synchronize_batch_norm:
+            for layer in batch_normalization_layers(self._model):
+                layer.synchronized = True
+        elif self._synchronize_batch_norm is None and (layers := self._unsynchronized()):
+            self._synchronize_batch_norm = False
+            if self._reduction.is_chief:
+                warn(
+                    f"{layers}, so training differs from one device. Pass"
+                    " synchronize_batch_norm=True to tfd.distribute to normalize over the global"
+                    " batch, or synchronize_batch_norm=False to keep this and silence the warning."
+                )
 
     def _check_same_model(self) -> None:
         if self._reduction.multi_worker:
@@ -619,6 +644,7 @@ REFUSED = {
 }
 
 
+@filter_traceback
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise TrainingError(
         f"{name}() must not be called on a DistributedModel, got a call: {REFUSED[name]}."
@@ -629,11 +655,12 @@ def _rows(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
 
+@filter_traceback
 def distribute(
     model_or_builder: keras.Model | Callable[[], keras.Model],
     strategy: tf.distribute.Strategy | None = None,
     *,
-    synchronize_batch_norm: bool = False,
+    synchronize_batch_norm: bool | None = None,
     alone: bool = False,
 ) -> DistributedModel:
     """Put a Keras model on a strategy.
@@ -644,9 +671,11 @@ def distribute(
             weights, compile settings and optimizer state; the original stays as it is.
         strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
             `create_strategy()`; with `alone` that is one of this machine.
-        synchronize_batch_norm: turn on `synchronized` in every BatchNormalization, so that it
-            normalizes by the statistics of the global batch, as on one device, and not by those of
-            each replica's part. A saved model keeps it.
+        synchronize_batch_norm: True turns on `synchronized` in every BatchNormalization, so that
+            it normalizes by the statistics of the global batch, as on one device, and not by those
+            of each replica's part; a saved model keeps it. False leaves the layers as they are.
+            None does, too, and warns where several replicas train a layer that is not
+            synchronized.
         alone: let each task of the cluster that the environment describes train by itself, where
             the strategy has replicas on this machine only.
 
@@ -691,4 +720,4 @@ def check_counts(**counts: Any) -> None:
 def _warn_of_untested_versions() -> None:
     """Once in a process."""
     if sentence := untested_versions():
-        warnings.warn(sentence, stacklevel=3)
+        warn(sentence)

@@ -6,7 +6,6 @@ knows the variables of its step, and how the logs come out of it.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,6 +18,7 @@ from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFun
 from tfdist_ext.training.steps.logs import DerivedLogs, MetricVersions, has_own_outputs
 from tfdist_ext.training.steps.scope import metrics_and_others
 from tfdist_ext.training.variables import check_built
+from tfdist_ext.user_frames import warn
 
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import StepsPerExecutionTuner
@@ -118,13 +118,12 @@ class ProgramBase:
         new = [name for name in self._derived.mixed if name not in self._mixed]
         self._mixed.update(new)
         if new and warns:
-            warnings.warn(
+            warn(
                 f"{type(self._model).__name__}.{self._kind}_step returns"
                 f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
                 " of single examples, or from a variable in a tf.function of its own. It is the"
                 " value of the replicas' own rows. Reduce the numbers to one, or return them and"
                 " the metric's result under keys of their own, to log the values over all"
-                " examples.",
-                stacklevel=3,
+                " examples."
             )
         return self._derived

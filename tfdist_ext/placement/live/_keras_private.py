@@ -13,7 +13,14 @@ import keras
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.private_names import PrivateNames
 
-__all__ = ["NAMES", "fresh_names", "leaving_no_names", "optimizer_behind", "variable_behind"]
+__all__ = [
+    "NAMES",
+    "embeddings_of",
+    "fresh_names",
+    "leaving_no_names",
+    "optimizer_behind",
+    "variable_behind",
+]
 
 NAMES = PrivateNames(
     "keras.src",
@@ -47,6 +54,19 @@ def leaving_no_names() -> contextlib.AbstractContextManager[object]:
     """Scope with fresh names, after which Keras is as if nothing had been made in it."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
     return mock.patch.multiple(tracker, create=True, **{_COUNTERS: None, _SEEDS: None})
+
+
+def embeddings_of(model: keras.Model) -> list[keras.Variable]:
+    """The tables of a model whose gradient has only the rows that are looked up.
+
+    A subclass may compute with the whole table, and a regularizer does. Private because the public
+    list of layers has one level only.
+    """
+    layers = NAMES.of(model, "_flatten_layers", "the embeddings of a model")()
+    tables = [layer for layer in layers if type(layer) is keras.layers.Embedding]
+    return [
+        layer.embeddings for layer in tables if layer.built and layer.embeddings_regularizer is None
+    ]
 
 
 def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:

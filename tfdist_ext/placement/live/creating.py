@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -25,6 +24,7 @@ from tfdist_ext.placement.placer import Placer
 from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "Where",
@@ -189,10 +189,9 @@ def _count(placer: Placer, made: tf.Variable) -> None:
 
 def _warn_of_unplanned(placer: Placer, spec: VariableSpec) -> None:
     paths = [] if placer.plan is None else [known.path for known in placer.plan.specs]
-    warnings.warn(
+    warn(
         f"the plan has no variable {spec.path!r} of shape {list(spec.shape)}; it goes to the"
         f" parameter server with the fewest bytes. {nearest_paths(spec.path, paths)} Layers are"
         " named anew each time they are made: pass the function that builds the model to"
-        " distribute(), which names them as the plan does.",
-        stacklevel=2,
+        " distribute(), which names them as the plan does."
     )

@@ -17,13 +17,19 @@ import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
-from tfdist_ext.placement.live._keras_private import fresh_names, leaving_no_names, variable_behind
+from tfdist_ext.placement.live._keras_private import (
+    embeddings_of,
+    fresh_names,
+    leaving_no_names,
+    variable_behind,
+)
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.policies import Policy
 from tfdist_ext.placement.rules import Rules, nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["fresh_names", "is_learning", "learn_specs", "plan_placement"]
 
@@ -35,6 +41,7 @@ Model: TypeAlias = keras.Model | Callable[[], keras.Model]
 Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> what is kept for it
 
 
+@filter_traceback
 def plan_placement(
     model_or_builder: Model,
     *,
@@ -187,8 +194,12 @@ def _specs(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: Slots
 ) -> list[VariableSpec]:
     trainable = {id(variable) for variable in model.trainable_variables}
+    embeddings = {id(variable) for variable in embeddings_of(model)}
     specs = [
-        _spec(variable, slots.get(id(variable), ()), id(variable) in trainable)
+        replace(
+            _spec(variable, slots.get(id(variable), ()), id(variable) in trainable),
+            embedding=id(variable) in embeddings,
+        )
         for variable in model.variables
     ]
     # Counters, and slots that the optimizer made without naming their variable.

@@ -14,10 +14,12 @@ from tfdist_ext.cluster.jobs import JOB_NAMES
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, TaskPlan, addresses_needed, plan_local, reserve_ports
 from tfdist_ext.testing.tasks.supervision import Results, Supervision
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["check_timeout", "run_tasks", "supervise", "task_counts"]
 
 
+@filter_traceback
 def run_tasks(
     fn: Callable[..., Any],
     cluster: Mapping[str, int] | int | None,
@@ -41,7 +43,7 @@ def run_tasks(
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
     Returns:
-        What `fn` returned in each task, by name: {"worker:0": ..., "worker:1": ...}.
+        What `fn` returned in each task, by the name of the task.
 
     Raises:
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.

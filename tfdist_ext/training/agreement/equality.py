@@ -20,7 +20,6 @@ import json
 import math
 import platform
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -37,6 +36,7 @@ from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
 from tfdist_ext.training.protocols import BatchSource, Reduction, Structure
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "Difference",
@@ -260,10 +260,9 @@ def first_batch_comparison(
         if not random:
             raise TrainingError(message)
         if reduction.is_chief:
-            warnings.warn(
+            warn(
                 f"{message} This is a warning because the pipeline draws random numbers or calls"
-                " Python: if only an augmentation differs, nothing is wrong.",
-                stacklevel=7,
+                " Python: if only an augmentation differs, nothing is wrong."
             )
 
     return check
@@ -352,7 +351,7 @@ def check_equal_versions(reduction: Reduction) -> bool:
     python = {"the version of Python": ".".join(platform.python_version_tuple()[:2])}
     difference = difference_between_workers(reduction, python)
     if difference is not None and reduction.is_chief:
-        warnings.warn(f"{difference}: {advice}", stacklevel=5)
+        warn(f"{difference}: {advice}")
     return difference is None
 
 
@@ -380,8 +379,7 @@ def check_equal_models(
         )
     difference = difference_between_workers(reduction, described.attributes)
     if difference is not None and reduction.is_chief:
-        warnings.warn(
+        warn(
             f"the models differ: {difference}. If that changes what the model computes, the"
-            " workers train a mixture of models.",
-            stacklevel=5,
+            " workers train a mixture of models."
         )

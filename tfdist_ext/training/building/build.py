@@ -45,13 +45,13 @@ from tfdist_ext.training.variables import (
 
 __all__ = [
     "adopt",
+    "batch_normalization_layers",
     "belongs_to",
     "build",
     "creating_variables_together",
     "creation_scope",
     "recompile",
     "reject_stateful_rnns",
-    "synchronize_batch_normalization",
 ]
 
 
@@ -392,11 +392,10 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
     )
 
 
-def synchronize_batch_normalization(model: keras.Model) -> None:
-    """Turn on `synchronized` in every BatchNormalization."""
-    for layer in kp.flat_layers(model):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = True
+def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """The BatchNormalization layers of a model, of its inner models and wrappers."""
+    layers = kp.flat_layers(model)
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from tfdist_ext.training.steps.replaced import (
     substitute_of,
     substitutes,
 )
+from tfdist_ext.user_frames import filter_traceback
 
 if TYPE_CHECKING:
     from tfdist_ext.training.model import DistributedModel
@@ -180,6 +181,7 @@ def overridable(method: Method) -> Method:
 def redirected_method(distributed: DistributedModel, method: Function) -> Function:
     """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
 
+    @filter_traceback
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with _trained_by(distributed):
@@ -192,7 +194,7 @@ class _Overridable:
     """A descriptor, so that a method that nothing overrides is called without a detour."""
 
     def __init__(self, method: Function):
-        self.method = method
+        self.method = filter_traceback(method)
         self.__doc__ = method.__doc__
 
     def __get__(self, distributed: DistributedModel | None, owner: type | None = None) -> Function:
@@ -204,6 +206,7 @@ class _Overridable:
         return functools.wraps(bound)(functools.partial(_call_own, distributed, bound))
 
 
+@filter_traceback
 def _call_own(distributed: DistributedModel, bound: Function, *args: Any, **kwargs: Any) -> Any:
     model, name = distributed.keras_model, bound.__name__
     own = getattr(type(model), name)

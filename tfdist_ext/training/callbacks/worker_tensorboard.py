@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.protocols import Logs
 from tfdist_ext.training.steps.step_timer import NO_ROWS
+from tfdist_ext.user_frames import filter_traceback
 
 if TYPE_CHECKING:
     from tfdist_ext.training.synchronous.program import SynchronousProgram
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
 
 
+@filter_traceback
 class WorkerTensorBoard(keras.callbacks.Callback):
     """Writes what each worker does in a `fit` of `tfd.distribute`; give it to all of them.
 

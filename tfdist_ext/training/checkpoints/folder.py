@@ -25,7 +25,6 @@ import re
 import socket
 import time
 import uuid
-import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -45,6 +44,7 @@ from tfdist_ext.training.checkpoints.atomic_write import (
     to_disk,
 )
 from tfdist_ext.training.checkpoints.file import CheckpointFile
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [
     "CheckpointFolder",
@@ -108,9 +108,7 @@ class CheckpointFolder:
             goes_on = "resumes from what is there; to start it anew, give another folder"
             if not self._listed:
                 goes_on = "starts anew: there are no checkpoints"
-            warnings.warn(
-                f"{self.path}: {'; '.join(faults)}. The training {goes_on}.", stacklevel=3
-            )
+            warn(f"{self.path}: {'; '.join(faults)}. The training {goes_on}.")
             self._check_goes_on(epochs)
         if faults or self._listed:
             self.write_index()
@@ -257,12 +255,11 @@ class CheckpointFolder:
         wrote = before.since
         with contextlib.suppress(OSError):
             wrote = max(wrote, (self.path / INDEX).stat().st_mtime)
-        warnings.warn(
+        warn(
             f"checkpoint_dir must have one writer, and another job has {self.path}: {before}; it"
             f" wrote last {max(0, time.time() - wrote):.0f} s ago and has not said that it ended."
             " This job takes the folder over: the other one, if it still runs, stops before it"
-            " writes there again. Give each training a checkpoint_dir of its own.",
-            stacklevel=3,
+            " writes there again. Give each training a checkpoint_dir of its own."
         )
 
 
@@ -435,6 +432,7 @@ class Index:
         return [f"lacks {', '.join(removed)} of its index"] if removed else []
 
 
+@filter_traceback
 def finished_checkpoints(directory: str | os.PathLike[str]) -> list[AnyPath]:
     """The complete checkpoints of `fit(checkpoint_dir=directory)`, the oldest first.
 
@@ -444,6 +442,7 @@ def finished_checkpoints(directory: str | os.PathLike[str]) -> list[AnyPath]:
     return [folder / name for name in Index.read(folder).checkpoints]
 
 
+@filter_traceback
 def training_is_done(directory: str | os.PathLike[str]) -> bool:
     """Whether the fit that saves to `directory` has come to its end."""
     return Index.read(path_of(directory)).epochs_when_done is not None

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from tfdist_ext.training.checkpoints.state import (
 )
 from tfdist_ext.training.protocols import Callbacks, Logs, Reduction, StepListener
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
+from tfdist_ext.user_frames import warn
 
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import Epochs
@@ -337,10 +337,9 @@ class CheckpointManager:
             self._save_in_index()
             self._saved = -1 if self._progress.batches else self._progress.epoch
         elif self._reduction.is_chief:
-            warnings.warn(
+            warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
-                f" and those in {self._files.path} stay.",
-                stacklevel=3,
+                f" and those in {self._files.path} stay."
             )
         return self._progress
 

@@ -54,6 +54,7 @@ from tfdist_ext.training.checkpoints.file import (
 from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import MODEL, CallbackState, kinds_of, matching, state_of
 from tfdist_ext.training.protocols import Engine, Reduction, Specs, on_every_worker
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
     "Progress",
@@ -74,6 +75,7 @@ _CALLBACKS, _RANDOM = "callbacks", "random"
 Builder: TypeAlias = Callable[[], keras.Model] | None
 
 
+@filter_traceback
 class SavingMixin:
     """The saving methods of a `DistributedModel`. Every task of a cluster makes the same calls."""
 

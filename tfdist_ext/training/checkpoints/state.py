@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.atomic_write import AnyPath
 from tfdist_ext.training.checkpoints.file import CheckpointFile, Saved
 from tfdist_ext.training.variables import optimizers_of
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "MODEL",
@@ -335,11 +335,10 @@ def _without_arrays(value: Any, arrays: CallbackState, where: str, *, strict: bo
             except TrainingError:
                 if strict:
                     raise
-                warnings.warn(
+                warn(
                     f"{key!r} of {where} is not in the checkpoint: it holds a"
                     f" {type(each).__name__}, and can hold numbers, texts, arrays, lists and dicts."
-                    " A training that is resumed begins without it.",
-                    stacklevel=2,
+                    " A training that is resumed begins without it."
                 )
         return stored
     if isinstance(value, list | tuple):

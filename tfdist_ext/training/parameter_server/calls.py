@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +23,7 @@ import tensorflow as tf
 from tfdist_ext.errors import PeerError
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "BATCHES_IN_A_CALL",
@@ -113,10 +113,9 @@ class Calls:
             time.sleep(pause)
             pause = min(pause * 2, 0.005)
             if time.monotonic() - silent_since > _SILENCE:
-                warnings.warn(
+                warn(
                     f"no worker has finished its calls for {_SILENCE:.0f} s; waiting. Are the"
-                    " worker processes alive?",
-                    stacklevel=2,
+                    " worker processes alive?"
                 )
                 silent_since = time.monotonic()
 

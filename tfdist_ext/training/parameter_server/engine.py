@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -35,6 +34,7 @@ from tfdist_ext.training.parameter_server.worker_data import (
 from tfdist_ext.training.programs import EngineBase, step_of
 from tfdist_ext.training.protocols import BatchSource, NullStepTimer, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
+from tfdist_ext.user_frames import warn
 
 __all__ = ["CoordinatorReduction", "ParameterServerEngine"]
 
@@ -110,10 +110,9 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
 
     @staticmethod
     def _warn_reads_here(why: str) -> None:
-        warnings.warn(
+        warn(
             f"the workers cannot read this data for themselves: {why}. This process reads all of"
-            " it, and hands out the batches.",
-            stacklevel=5,
+            " it, and hands out the batches."
         )
 
     def keeps_position(self, data: Any) -> bool:
@@ -147,10 +146,9 @@ class ParameterServerEngine(EngineBase[CoordinatorReduction]):
     def prepare(self, model: keras.Model) -> None:
         for name in ("jit_compile", "run_eagerly"):
             if getattr(model, name):
-                warnings.warn(
+                warn(
                     f"{name}=True is off: steps run in the workers' processes, in graphs that"
-                    " reach over to the parameter servers.",
-                    stacklevel=5,
+                    " reach over to the parameter servers."
                 )
                 setattr(model, name, False)
 

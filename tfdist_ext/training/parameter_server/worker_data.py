@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from tfdist_ext.training.parameter_server.calls import (
     on_worker,
 )
 from tfdist_ext.training.protocols import Structure
+from tfdist_ext.user_frames import warn
 
 __all__ = [
     "PATIENCE",
@@ -420,10 +420,9 @@ class WorkerLoop:
     def _take_over(
         self, data: WorkerIterators, worker: int, *span: np.number
     ) -> dict[str, np.ndarray]:
-        warnings.warn(
+        warn(
             f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
-            " are done with their data: one of them goes on with the rest of its data.",
-            stacklevel=2,
+            " are done with their data: one of them goes on with the rest of its data."
         )
         with self.calls.joined() as call:
             call(self._calls_on_rest(data.batches), np.int64(worker), *span)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import numbers
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +43,7 @@ from tfdist_ext.training.steps.rows import (
     prepare_reduction,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
+from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [
     "StepContext",
@@ -212,13 +212,12 @@ class StepContext:
         first = bool(tensors) and self._is_traced_first()
         trace = self.trace(tensors) if first and may_compare_rows(tensors, self._batch) else None
         if trace is not None and (op := trace.compares_rows()) is not None:
-            warnings.warn(
+            warn(
                 "the loss compares rows of the batch with each other (in-batch negatives:"
                 f" {op.type} {op.name.split('/', 1)[1]!r}). On {self.replicas} replicas each"
                 " compares the rows of its own part only, which is another loss than on one"
                 " device. Take one side from tfd.all_rows: logits ="
-                " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True).",
-                stacklevel=2,
+                " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True)."
             )
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
@@ -681,6 +680,7 @@ def outside_of_inner_graphs(graph: tf.Graph | None) -> contextlib.AbstractContex
     return tf.init_scope() if graph is None else graph.as_default()
 
 
+@filter_traceback
 def all_rows(x: Any) -> Any:
     """The rows of all replicas, in the order of the global batch.
 

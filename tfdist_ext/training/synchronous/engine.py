@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +22,7 @@ from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction, trace_for_each
+from tfdist_ext.user_frames import warn
 
 __all__ = ["SynchronousEngine"]
 
@@ -89,7 +89,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
     def _warn_of_xla(self, why: str) -> None:
         """Say once that `jit_compile=True` is off; to be called by what `fit` calls in a helper."""
         if not self._warned_of_xla:
-            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=6)
+            warn(f"jit_compile=True is off: {why}")
             self._warned_of_xla = True
 
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -25,6 +24,7 @@ from tfdist_ext.training.agreement.peers import Peers, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
+from tfdist_ext.user_frames import warn
 
 __all__ = ["ReplicaSteps", "StackedStates", "States", "SynchronousReduction", "trace_for_each"]
 
@@ -392,7 +392,7 @@ class ReplicaSteps:
     def _warn_of_xla(self, why: str) -> None:
         if self._jit_compile:
             self._jit_compile = False
-            warnings.warn(f"jit_compile=True is off: {why}", stacklevel=2)
+            warn(f"jit_compile=True is off: {why}")
 
     @property
     def traces(self) -> str:

@@ -1,0 +1,75 @@
+"""Packages that one feature needs: nothing else needs them, and the feature names them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tfdist_ext as tfd
+from tfdist_ext.data import record_format
+
+WITHOUT_EXTRAS = """
+import sys
+
+for name in ("cloudpickle", "google_crc32c", "matplotlib", "pytest", "ray", "tensorboard"):
+    sys.modules[name] = None
+
+import keras
+import numpy as np
+
+import tfdist_ext as tfd
+from tfdist_ext import cli
+
+x = np.arange(64.0).reshape(16, 4)
+
+
+def build():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+model = tfd.distribute(build, tfd.create_strategy("mirrored", logical_cpus=2))
+model.fit(x, x[:, :1], batch_size=8, verbose=0, checkpoint_dir="checkpoints")
+model.fit(tfd.data.from_arrays((x, x[:, :1]), global_batch_size=8), verbose=0)
+assert all(getattr(tfd, name) for name in tfd.__all__)
+assert all(getattr(tfd.data, name) for name in tfd.data.__all__)
+cli.main(["env"])
+"""
+
+
+def test_a_training_needs_none_of_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+
+
+def read_records(path: Path) -> None:
+    file = path / "a.tfrecord"
+    file.write_bytes(bytes(64))
+    record_format._checksums_of_bytes.cache_clear()
+    tfd.data.from_tfrecords([str(file)], len, global_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "call"),
+    [
+        ("google_crc32c", "google-crc32c", read_records),
+        ("cloudpickle", "cloudpickle", lambda _: tfd.launch(print, workers=1)),
+    ],
+)
+def test_the_feature_names_the_package(
+    module: str,
+    package: str,
+    call: Callable[[Path], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"needs {package}, which is not installed\. Install {package}\.$"
+    with pytest.raises(tfd.TfDistError, match=message):
+        call(tmp_path)
