@@ -43,7 +43,6 @@ LONG = (
     "test_callbacks_in_cluster.py",
     "test_frozen_tasks.py",
     "test_sample_project.py",
-    "test_new_strategy.py",
     "test_configs.py",
     "test_keras_hub.py",
     "test_memory_of_servers.py",

@@ -93,9 +93,6 @@ COMMANDS_BY = {
         "pip install /path/to/tfdist_ext",
         'pip install "/path/to/tfdist_ext[tensorboard,records]"',
     ],
-    "tests/testing/test_new_strategy.py::test_without_the_repository": [
-        "python -m tfdist_ext.testing.new_strategy my_strategy.py",
-    ],
 }
 ELSEWHERE = {".ci/run", *itertools.chain.from_iterable(COMMANDS_BY.values())}
 EXAMPLE = re.compile(r"\bpython docs/examples/(\w+)\.py\b")  # each has a test that runs it

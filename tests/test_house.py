@@ -39,7 +39,6 @@ FLOORS = [
     "messages",
     "private_names",
     "errors",
-    "deprecation",
     "user_frames",
 ]
 WITHOUT_TENSORFLOW = (
@@ -54,7 +53,6 @@ WITHOUT_TENSORFLOW = (
     "messages",
     "private_names",
     "errors",
-    "deprecation",
     "user_frames",
 )
 QUARANTINED = {"_keras_private.py", "_tf_private.py"}

@@ -41,15 +41,9 @@ def test_imports_and_size(module: Path) -> None:
             allowed = (
                 name.split(".")[0] in sys.stdlib_module_names
                 or name.startswith(("tfdist_ext.errors", "tfdist_ext.cluster"))
-                or name in ("tfdist_ext.deprecation", "tfdist_ext.messages")
+                or name == "tfdist_ext.messages"
             )
             assert allowed, f"{module.name} imports {name}"
-
-
-def test_the_old_name_of_describe_environments_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="use tfdist_ext.cluster.describe_environments"):
-        old = tfdist_ext.cluster.survey({})
-    assert old == tfdist_ext.cluster.describe_environments({})
 
 
 def test_the_environment_is_read_in_one_place() -> None:

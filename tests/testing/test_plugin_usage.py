@@ -177,11 +177,3 @@ def test_a_fixture_that_cannot_be_made_fails_without_a_traceback(tmp_path: Path)
     ):
         assert message in run.stdout
     assert "/testing/" not in run.stdout
-
-
-def test_an_earlier_name_of_a_strategy_is_deprecated() -> None:
-    from tfdist_ext.testing.matrix import case_of
-
-    with pytest.warns(DeprecationWarning, match="'mwms_2' is now 'multi_worker_2'"):
-        case = case_of("mwms_2")
-    assert (case.name, case.workers, case.logical_cpus) == ("multi_worker_2", 2, 1)

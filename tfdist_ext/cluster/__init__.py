@@ -23,10 +23,5 @@ from __future__ import annotations
 
 from tfdist_ext.cluster.config import ClusterConfig, describe_environments
 from tfdist_ext.cluster.jobs import Task
-from tfdist_ext.deprecation import renamed_function
 
-__all__ = ["ClusterConfig", "Task", "describe_environments", "survey"]
-
-survey = renamed_function(
-    "tfdist_ext.cluster.survey", "tfdist_ext.cluster.describe_environments", describe_environments
-)
+__all__ = ["ClusterConfig", "Task", "describe_environments"]

@@ -13,18 +13,14 @@ from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.record_files import RecordFiles
 from tfdist_ext.data.records import Records
 from tfdist_ext.data.sources import Arrays, Lookup
-from tfdist_ext.deprecation import renamed_arguments
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 
-_OLD_NAMES = renamed_arguments({"global_batch": "global_batch_size"})
-
 
 @filter_traceback
-@_OLD_NAMES
 def from_source(source: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Examples of whatever has a length and gives them by number.
 
@@ -44,7 +40,6 @@ def from_source(source: Any, *, global_batch_size: int, seed: int | None = None)
 
 
 @filter_traceback
-@_OLD_NAMES
 def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
     """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
 
@@ -62,7 +57,6 @@ def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None)
 
 
 @filter_traceback
-@_OLD_NAMES
 def from_tfrecords(
     files: str | Sequence[str],
     parse: Callable[[tf.Tensor], Any],
@@ -98,7 +92,6 @@ def from_tfrecords(
 
 
 @filter_traceback
-@_OLD_NAMES
 def from_dataset_fn(
     function: Callable[..., tf.data.Dataset],
     *,

@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.data.shards import Number, Shard, bounds, check_field
-from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
@@ -71,18 +70,6 @@ class Order:
         if self.seed is not None:
             check_field(self, "seed", high=2**63 - 1)
         check_field(self, "examples_seen", high=self.n)
-
-    @property
-    def global_batch(self) -> int:
-        """Deprecated. Use `global_batch_size`."""
-        warn_renamed("Order.global_batch", "Order.global_batch_size")
-        return self.global_batch_size
-
-    @property
-    def first(self) -> int:
-        """Deprecated. Use `examples_seen`."""
-        warn_renamed("Order.first", "Order.examples_seen")
-        return self.examples_seen
 
     def after(self, examples: int) -> Order:
         """The rest of the epoch when `examples` of it, from its start, are behind.
@@ -194,11 +181,6 @@ class Order:
             self.examples_seen + tf.cast(step, tf.int64) * self.global_batch_size, self.n
         )
         return start, tf.minimum(start + self.global_batch_size, self.n)
-
-
-Order.__init__ = renamed_arguments(  # type: ignore[method-assign]
-    {"global_batch": "global_batch_size", "first": "examples_seen"}
-)(Order.__init__)
 
 
 def key_in_graph(seed: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:

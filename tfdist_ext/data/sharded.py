@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
-from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import DataError
 from tfdist_ext.user_frames import filter_traceback
 
@@ -56,24 +55,6 @@ class ShardedDataset(abc.ABC):
     def steps_done(self) -> int:
         """Global batches of the position's epoch that are done."""
         return self._done
-
-    @property
-    def global_batch(self) -> int | None:
-        """Deprecated. Use `global_batch_size`."""
-        warn_renamed("ShardedDataset.global_batch", "ShardedDataset.global_batch_size")
-        return self.global_batch_size
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Deprecated. Use `position`."""
-        warn_renamed("ShardedDataset.place", "ShardedDataset.position")
-        return self.position
-
-    @property
-    def steps_behind(self) -> int:
-        """Deprecated. Use `steps_done`."""
-        warn_renamed("ShardedDataset.steps_behind", "ShardedDataset.steps_done")
-        return self.steps_done
 
     @property
     def resumes_inside_epochs(self) -> bool:

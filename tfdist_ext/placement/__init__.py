@@ -12,16 +12,12 @@
     made.shards_of("users/embeddings")       # (VariableShard(task=0, start=0, stop=12500000), ...)
     made.save_picture("plan.svg")
 
-What is larger than a fair share is cut along axis 0 into even pieces, and the fullest task holds at
-most 1 % more than the mean, or than what no placement can beat. What cannot be right, and what does
-not fit, is a PlacementError.
+A variable that would overflow a task is cut along axis 0 into even pieces, so that the fullest task
+holds hardly more than the mean. What cannot be right, and what does not fit, is a PlacementError.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from tfdist_ext.deprecation import warn_renamed
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement.comparison import Comparison, Footprint, compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -73,10 +69,3 @@ __all__ = [
     "rules_from",
     "size_text",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Shard":
-        warn_renamed("tfdist_ext.placement.Shard", "tfdist_ext.placement.VariableShard")
-        return VariableShard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

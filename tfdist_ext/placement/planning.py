@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tfdist_ext.deprecation import renamed_arguments, warn_renamed
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import nearest, shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -42,7 +41,6 @@ _MOST_TASKS = 4096  # that an error looks for
 
 
 @filter_traceback
-@renamed_arguments({"otherwise": "default"})
 def plan(
     specs: Iterable[VariableSpec],
     tasks: int | None = None,
@@ -270,9 +268,6 @@ def policy_named(policy: Policy | str | None) -> tuple[Policy, str]:
     """
     if policy is None or policy is balanced:
         return balanced, "balanced"
-    if policy == "planner":
-        warn_renamed('policy "planner"', 'policy "balanced"')
-        policy = "balanced"
     if isinstance(policy, str) and policy in _POLICIES:
         return _POLICIES[policy], policy
     if isinstance(policy, str) or not callable(policy):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist_ext.errors import StrategyError
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["DEFAULT", "Case", "case_of", "logical_cpus", "strategy_matrix"]
 
@@ -24,7 +24,6 @@ _KINDS = {
     "multi_worker": "multi_worker_mirrored",
 }
 # Names of earlier versions.
-_DEPRECATED = {"central": "central_storage", "mwms": "multi_worker"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,6 @@ def case_of(name: str) -> Case:
     """
     match = re.fullmatch(r"([a-z_]+?)(?:_([1-9][0-9]*))?", name.strip())
     kind, count = match.groups() if match else ("", None)
-    if kind in _DEPRECATED:
-        new = f"{_DEPRECATED[kind]}_{count}"
-        warn(f"{name!r} is now {new!r}", DeprecationWarning)
-        return case_of(new)
     if kind not in _KINDS or (count is None) != (kind == "one_device"):
         kinds = ", ".join(kind if kind == "one_device" else f"{kind}_2" for kind in _KINDS)
         raise StrategyError(
