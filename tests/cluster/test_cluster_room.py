@@ -41,7 +41,7 @@ def test_imports_and_size(module: Path) -> None:
             allowed = (
                 name.split(".")[0] in sys.stdlib_module_names
                 or name.startswith(("tfdist_ext.errors", "tfdist_ext.cluster"))
-                or name == "tfdist_ext.messages"
+                or name in ("tfdist_ext.messages", "tfdist_ext.user_frames")
             )
             assert allowed, f"{module.name} imports {name}"
 
