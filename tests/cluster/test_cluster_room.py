@@ -20,7 +20,6 @@ def test_the_public_names() -> None:
         "ClusterConfig",
         "Task",
         "describe_environments",
-        "survey",
     ]
     assert all(hasattr(tfdist_ext.cluster, name) for name in tfdist_ext.cluster.__all__)
 
