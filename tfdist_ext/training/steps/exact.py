@@ -345,9 +345,12 @@ def _reduce_loss(
     if loss.shape.rank != 0:
         return loss  # not reduced here
     if values.shape.rank == 0:
-        if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
+        if sample_weight is None or mask is not None:
             return loss
-        return _weighted_number(here, values, reduce(tf.ones_like(values)), reduction)
+        weights = reduce(tf.ones_like(values))
+        if reduction == "mean_with_sample_weight":
+            return values * weights  # and no ratio of sums, of which a warning would tell
+        return _weighted_number(here, values, weights, reduction)
     if reduction == "sum":
         if here.has_all_rows(values):
             return loss
