@@ -395,6 +395,7 @@ def test_a_way_past_a_function_is_an_error(key: str, monkeypatch: pytest.MonkeyP
 
 def test_what_is_planted_is_each_function_but_those_tested_below() -> None:
     below = {"apply_gradients", "take", "variable_key", "collective_key", "reduce_slices"}
+    below |= {"average_loss", "divide_average_loss"}  # test_losses_of_rows.py
     drawing = {*RANDOM, "gather", "seed_generator"}  # test_random_numbers.py
     assert {replaced.key for replaced in REPLACED} == {*PLANTED, *below, *drawing}
 

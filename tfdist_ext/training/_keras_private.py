@@ -182,6 +182,17 @@ REPLACED = (
         " The public `Loss.__call__` tells neither the mask nor the divisor",
     ),
     Replaced(
+        "average_loss",
+        "tensorflow.python.ops.losses.util:check_per_example_loss_rank",
+        "`tf.nn.compute_average_loss` divides by the rows of the global batch. It calls this"
+        " function by whichever of its names a step calls it",
+    ),
+    Replaced(
+        "divide_average_loss",
+        "tensorflow.python.ops.math_ops:div_no_nan",
+        "the same: the division itself",
+    ),
+    Replaced(
         "added_loss",
         "keras:Model._aggregate_additional_loss",
         "Keras sums what a layer gives to add_loss. A sum over a part's rows is no mean",

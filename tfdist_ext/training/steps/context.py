@@ -41,6 +41,7 @@ from tfdist_ext.training.steps.rows import (
     may_place_rows,
     places_rows,
     prepare_reduction,
+    sums_in_loss,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 from tfdist_ext.user_frames import filter_traceback, warn
@@ -219,6 +220,30 @@ class StepContext:
                 " device. Take one side from tfd.all_rows: logits ="
                 " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True)."
             )
+
+    def warn_of_sums(self, targets: Sequence[tf.Tensor]) -> None:
+        """Warn if a loss of one number is a sum over this part's rows, or a ratio of two."""
+        if self._size is not None or not self._is_traced_first():
+            return  # a known size may be the constant that a mean divides by
+        numbers = [each for each in targets if tf.is_symbolic_tensor(each) and not each.shape.rank]
+        for summed, is_ratio in (found for each in numbers for found in sums_in_loss(each)):
+            trace = self.trace([summed])
+            if trace is None or not trace.is_of_part(trace.targets[0]):
+                continue
+            what = (
+                "divides one sum over rows by another, as a masked mean does. Each of"
+                f" {self.replicas} replicas divides by the sum of its own rows, which is another"
+                " loss than on one device. Sum over the rows of all replicas:"
+                " losses, mask = tfd.all_rows((losses, mask))."
+                if is_ratio
+                else "is a sum over rows that is not divided by the rows at hand. A loss of one"
+                f" number counts as a mean over rows: on {self.replicas} replicas this one is too"
+                " small by that number. Use tf.reduce_mean(losses), or"
+                " tf.nn.compute_average_loss(losses, global_batch_size=...) for a constant size,"
+                " or leave one number for each row."
+            )
+            warnings.warn(f"the loss {what} See docs/exactness.md.", stacklevel=2)
+            return
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
         """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""

@@ -19,8 +19,9 @@ Elsewhere nothing is changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -78,6 +79,7 @@ def substitutes_of(
         "apply_gradients": _apply_gradients,
         "reduce_loss": _reduce_loss,
         "loss": _loss_of_batch,
+        "average_loss": _average_loss,
         "clear_losses": _clear_losses,
         "added_loss": _added_loss,
         "gradient": _gradient,
@@ -343,9 +345,12 @@ def _reduce_loss(
     if loss.shape.rank != 0:
         return loss  # not reduced here
     if values.shape.rank == 0:
-        if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
+        if sample_weight is None or mask is not None:
             return loss
-        return _weighted_number(here, values, reduce(tf.ones_like(values)), reduction)
+        weights = reduce(tf.ones_like(values))
+        if reduction == "mean_with_sample_weight":
+            return values * weights  # and no ratio of sums, of which a warning would tell
+        return _weighted_number(here, values, weights, reduction)
     if reduction == "sum":
         if here.has_all_rows(values):
             return loss
@@ -390,6 +395,29 @@ def _loss_of_batch(
     if here.reduced_losses == before:
         raise not_called("reduce_loss")
     return value
+
+
+@contextlib.contextmanager
+def _average_loss(
+    here: StepContext, original: Callable[..., Any], losses: tf.Tensor
+) -> Iterator[None]:
+    """Scope of `tf.nn.compute_average_loss`, whose result is a mean over the rows at hand.
+
+    Given a `global_batch_size`, it divides the sum over the part by the rows of all parts.
+    """
+    is_mean = here.has_all_rows(losses)
+
+    def replicas(*_: Any) -> int:
+        nonlocal is_mean
+        is_mean = True  # no size was given: it divides by the rows at hand
+        return 1
+
+    def divide(original: Callable[..., tf.Tensor], total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        loss = original(total, size)
+        return loss if is_mean else original(loss, here.batch_fraction(loss.dtype))
+
+    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
+        yield
 
 
 class _RatioOfSums(keras.losses.Loss):
@@ -466,6 +494,7 @@ def _gradient(
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     here.warn_of_rows_compared(targets)
+    here.warn_of_sums(targets)
     output_gradients = _of_sums(here, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = here.keras_step and not is_recording()

@@ -21,7 +21,7 @@ one device: its slices are summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,6 +44,7 @@ __all__ = [
     "may_compare_rows",
     "places_rows",
     "prepare_reduction",
+    "sums_in_loss",
 ]
 
 
@@ -231,6 +232,34 @@ def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -
         for op in found.operations
         for output in op.outputs
     )
+
+
+_ADDED = ("AddN", "AddV2", "Identity", "Neg", "Sub")
+_SCALED = ("DivNoNan", "Mul", "RealDiv")
+
+
+def sums_in_loss(target: tf.Tensor) -> Iterator[tuple[tf.Tensor, bool]]:
+    """The tensors whose plain sums are terms of a loss, times or over constants.
+
+    With each comes whether it is the divisor in a ratio of two sums or means.
+    """
+    waiting = [target]
+    while waiting:
+        op = waiting.pop().op
+        terms = [each for each in map(_before_casts, op.inputs) if each.op.type != "Const"]
+        is_ratio = [term.op.type in ("Mean", "Sum") for term in terms] == [True, True]
+        if op.type == "Sum":
+            yield op.inputs[0], False
+        elif op.type in _ADDED or (op.type in _SCALED and len(terms) == 1):
+            waiting += terms
+        elif op.type in ("DivNoNan", "RealDiv") and is_ratio:
+            yield terms[1].op.inputs[0], True
+
+
+def _before_casts(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Cast":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 class _Slice:
