@@ -199,6 +199,26 @@ class StepContext:
                 f" rows = tfd.all_rows(rows), before they are put into {variable.name!r}."
             )
 
+    def check_equal(self, variable: tf.Variable, values: Any) -> None:
+        """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""
+        if not variable.dtype.is_floating and not self.dependence.is_equal(values):
+            raise TrainingError(
+                f"What is assigned to the variable {variable.name!r} ({variable.dtype.name}) must"
+                f" be the same on all {self.replicas} replicas, but it depends on the rows of this"
+                " replica's part of the batch. Compute it from the rows of all replicas, as"
+                " tf.shape(tfd.all_rows(x))[0], or count in a keras.metrics.Metric."
+            )
+
+    def check_aggregated(self, variable: tf.Variable) -> None:
+        """Raise TrainingError where replicas cannot meet to aggregate what they write."""
+        if current_graph() is not self._graph:
+            raise TrainingError(
+                f"The variable {variable.name!r} ({variable.aggregation.name}) is assigned inside a"
+                " tf.function, a cond or a loop of the step's own, where replicas cannot combine"
+                " their values. Assign it directly in the body of train_step or call, or create it"
+                " with self.add_weight(..., trainable=False)."
+            )
+
     def _is_traced_first(self) -> bool:
         """Whether this is the worker's first replica, in a graph: what it does, all do."""
         on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)

@@ -43,7 +43,7 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
 )
 from tfdist_ext.training.steps.rows import Gradient, PreparedReduction, finished, prepare_reduction
-from tfdist_ext.training.steps.scope import ReplicaScope
+from tfdist_ext.training.steps.scope import ReplicaScope, shared_by_replicas
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
@@ -85,6 +85,8 @@ def substitutes_of(
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
         "gather": _gather,
+        "write_variable": _write_variable,
+        "update_variable": _update_variable,
         **RANDOM,
     }
     bound = {key: functools.partial(function, here) for key, function in functions.items()}
@@ -116,6 +118,52 @@ def _gather(
     """`tf.gather`; of the rows of all replicas, where these are shuffled."""
     params = here.rows_at(params, indices, axis)
     return original(params, indices, validate_indices, axis, **named)
+
+
+def _write_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
+    scope = kp.stateless_scope()
+    if here.replicas > 1 and isinstance(scope, ReplicaScope):
+        here.check_equal(variable, (args, named))
+        scope.own.note_write(variable)
+    return original(variable, *args, **named)
+
+
+def _update_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """What a replica does to a tf.Variable that the strategy has made.
+
+    Where each replica has a copy, it writes that one. Where replicas share one they meet, as
+    TensorFlow does, if that gives the sum or the mean over all rows, or a counter.
+    """
+    if here.replicas == 1:
+        return original(variable, *args, **named)
+    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
+    sums = aggregation == tf.VariableAggregation.SUM
+    averages = aggregation == tf.VariableAggregation.MEAN
+    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
+    if sums or (is_shared and (averages or counts)):
+        here.check_aggregated(variable)
+        if averages:  # TensorFlow's is that of the replicas
+            value = here.contribution(tf.convert_to_tensor(args[0], variable.dtype))
+            args = (value * here.replicas, *args[1:])
+        return original(variable, *args, **named)
+    if is_shared:
+        raise shared_by_replicas(variable, here.local_replicas)
+    update, value = args
+    copies = tf.distribute.get_strategy().experimental_local_results(variable)
+    return update(copies[copy_number() % len(copies)], value, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:
