@@ -34,6 +34,8 @@ from tfdist_ext.training._tf_private import gathered_values, is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
+    PLACING,
+    SCATTERING,
     BatchDependence,
     Gradient,
     RowTrace,
@@ -182,8 +184,13 @@ class StepContext:
         except ValueError:  # a shape that cannot be with these numbers of rows
             return None
 
-    def check_written(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Raise TrainingError if rows of this part are written into a variable's rows."""
+    def check_written(
+        self, variable: keras.Variable | tf.Variable, value: Any, *, is_metric: bool = False
+    ) -> None:
+        """Raise TrainingError if rows of this part are written into a variable's rows.
+
+        A metric may add them to its rows: it is summed over replicas.
+        """
         if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
             return
         if self._size is None and not may_place_rows(value):
@@ -191,13 +198,24 @@ class StepContext:
         trace = self.trace([value])
         if trace is None or trace.crosses_replicas:
             return
-        if (op := places_rows(trace.targets[0], trace.is_of_part)) is not None:
-            raise TrainingError(
-                f"what is assigned to {variable.path!r} must be the same on all {self.replicas}"
-                f" replicas, got rows of this replica's part of the batch (from {op.type}): each"
-                " replica would write other rows. Use the rows of all replicas:"
-                f" rows = tfd.all_rows(rows), before they are put into {variable.name!r}."
-            )
+        kinds = PLACING if is_metric else PLACING | SCATTERING
+        op = places_rows(trace.targets[0], trace.is_of_part, lambda op: op.type in kinds)
+        if op is not None:
+            raise self._rows_written(variable, op.type)
+
+    def check_places(self, variable: tf.Variable, places: Any, how: str) -> None:
+        """Raise TrainingError if the places that are written follow from this part's rows."""
+        if not self.dependence.is_equal(places):
+            raise self._rows_written(variable, how)
+
+    def _rows_written(self, variable: keras.Variable | tf.Variable, how: str) -> TrainingError:
+        return TrainingError(
+            f"what is assigned to {getattr(variable, 'path', variable.name)!r} must be the same on"
+            f" all {self.replicas} replicas, got rows of this replica's part of the batch (from"
+            f" {how}): each replica would write other rows. Use the rows of all replicas:"
+            " rows = tfd.all_rows(rows), and so for their indices, before they are put into"
+            f" {variable.name!r}."
+        )
 
     def check_equal(self, variable: tf.Variable, values: Any) -> None:
         """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""

@@ -130,7 +130,13 @@ def _write_variable(
     """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
     scope = kp.stateless_scope()
     if here.replicas > 1 and isinstance(scope, ReplicaScope):
-        here.check_equal(variable, (args, named))
+        given, how = [*args, *named.values()], original.__name__
+        if "scatter" in how or "slice" in how:
+            slices = isinstance(given[0], tf.IndexedSlices)
+            here.check_places(variable, given[0].indices if slices else given[0], how)
+        for value in tf.nest.flatten(given, expand_composites=True):
+            here.check_written(variable, value)
+        here.check_equal(variable, given)
         scope.own.note_write(variable)
     return original(variable, *args, **named)
 

@@ -112,7 +112,7 @@ class ReplicaScope(keras.StatelessScope):
         variable, value = update
         key = id(variable)
         if (here := current_step()) is not None:
-            here.check_written(variable, value)
+            here.check_written(variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
             if self._in_inner_graph():
                 raise metric_in_inner_graph(variable)
