@@ -85,10 +85,11 @@ def substitutes_of(
         "moments": _moments,
         "moments_of_layer": _moments_of_layer,
         "gather": _gather,
-        "write_variable": _write_variable,
-        "update_variable": _update_variable,
         **RANDOM,
     }
+    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    if here.replicas > 1 and not on_tpu:  # copies cannot be had one by one there
+        functions.update(write_variable=_write_variable, update_variable=_update_variable)
     bound = {key: functools.partial(function, here) for key, function in functions.items()}
     taking = functools.partial(_take, here, take)
     return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
@@ -129,12 +130,13 @@ def _write_variable(
 ) -> Any:
     """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
     scope = kp.stateless_scope()
-    if here.replicas > 1 and isinstance(scope, ReplicaScope):
+    if isinstance(scope, ReplicaScope):
         given, how = [*args, *named.values()], original.__name__
+        if isinstance(given[0], tf.IndexedSlices):
+            given[:1] = [given[0].indices, given[0].values]
         if "scatter" in how or "slice" in how:
-            slices = isinstance(given[0], tf.IndexedSlices)
-            here.check_places(variable, given[0].indices if slices else given[0], how)
-        for value in tf.nest.flatten(given, expand_composites=True):
+            here.check_places(variable, given[0], how)
+        for value in given:
             here.check_written(variable, value)
         here.check_equal(variable, given)
         scope.own.note_write(variable)
@@ -153,8 +155,6 @@ def _update_variable(
     Where each replica has a copy, it writes that one. Where replicas share one they meet, as
     TensorFlow does, if that gives the sum or the mean over all rows, or a counter.
     """
-    if here.replicas == 1:
-        return original(variable, *args, **named)
     aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
     sums = aggregation == tf.VariableAggregation.SUM
     averages = aggregation == tf.VariableAggregation.MEAN
