@@ -148,6 +148,21 @@ def _place(path: str) -> tuple[type | types.ModuleType, str]:
     return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
+_VARIABLES = "tensorflow.python.ops.resource_variable_ops"
+
+
+# The methods that write a tf.Variable, beside `assign`.
+_WRITES = (
+    *("ResourceVariable.assign_add", "ResourceVariable.assign_sub"),
+    *("BaseResourceVariable._strided_slice_assign", "BaseResourceVariable.batch_scatter_update"),
+    *(
+        f"BaseResourceVariable.scatter_{how}"
+        for how in ("add", "div", "max", "min", "mul", "sub", "update")
+    ),
+    *(f"BaseResourceVariable.scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
+)
+
+
 REPLACED = (
     Replaced(
         "apply",
@@ -332,6 +347,23 @@ REPLACED = (
         "variable_key",
         "keras:optimizers.Optimizer._var_key",
         "finds the slots of a shard, which are those of its variable",
+    ),
+    Replaced(
+        "write_variable",
+        f"{_VARIABLES}:ResourceVariable.assign",
+        "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
+    ),
+    *(Replaced("write_variable", f"{_VARIABLES}:{name}", "the same") for name in _WRITES),
+    Replaced(
+        "update_variable",
+        "tensorflow.python.distribute.values:MirroredVariable._update_replica",
+        "each replica writes its own copy: TensorFlow would make replicas meet, which it cannot in"
+        " a cond, and weighs them without regard to their rows",
+    ),
+    Replaced(
+        "update_variable",
+        "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
+        "an error names the variable that replicas share and each would write",
     ),
     Replaced(
         "collective_key",

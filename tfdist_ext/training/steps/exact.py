@@ -44,7 +44,7 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
 )
 from tfdist_ext.training.steps.rows import Gradient, PreparedReduction, finished, prepare_reduction
-from tfdist_ext.training.steps.scope import ReplicaScope
+from tfdist_ext.training.steps.scope import ReplicaScope, shared_by_replicas
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
@@ -89,6 +89,9 @@ def substitutes_of(
         "gather": _gather,
         **RANDOM,
     }
+    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    if here.replicas > 1 and not on_tpu:  # copies cannot be had one by one there
+        functions.update(write_variable=_write_variable, update_variable=_update_variable)
     bound = {key: functools.partial(function, here) for key, function in functions.items()}
     taking = functools.partial(_take, here, take)
     return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
@@ -118,6 +121,57 @@ def _gather(
     """`tf.gather`; of the rows of all replicas, where these are shuffled."""
     params = here.rows_at(params, indices, axis)
     return original(params, indices, validate_indices, axis, **named)
+
+
+def _write_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
+    scope = kp.stateless_scope()
+    if isinstance(scope, ReplicaScope):
+        given, how = [*args, *named.values()], original.__name__
+        if isinstance(given[0], tf.IndexedSlices):
+            given[:1] = [given[0].indices, given[0].values]
+        if "scatter" in how or "slice" in how:
+            here.check_places(variable, given[0], how)
+        for value in given:
+            here.check_written(variable, value)
+        here.check_equal(variable, given)
+        scope.own.note_write(variable)
+    return original(variable, *args, **named)
+
+
+def _update_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """What a replica does to a tf.Variable that the strategy has made.
+
+    Where each replica has a copy, it writes that one. Where replicas share one they meet, as
+    TensorFlow does, if that gives the sum or the mean over all rows, or a counter.
+    """
+    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
+    sums = aggregation == tf.VariableAggregation.SUM
+    averages = aggregation == tf.VariableAggregation.MEAN
+    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
+    if sums or (is_shared and (averages or counts)):
+        here.check_aggregated(variable)
+        if averages:  # TensorFlow's is that of the replicas
+            value = here.contribution(tf.convert_to_tensor(args[0], variable.dtype))
+            args = (value * here.replicas, *args[1:])
+        return original(variable, *args, **named)
+    if is_shared:
+        raise shared_by_replicas(variable, here.local_replicas)
+    update, value = args
+    copies = tf.distribute.get_strategy().experimental_local_results(variable)
+    return update(copies[copy_number() % len(copies)], value, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:

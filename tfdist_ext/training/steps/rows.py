@@ -35,6 +35,8 @@ __all__ = [
     "BATCH",
     "CONSTANT",
     "DISTINCT",
+    "PLACING",
+    "SCATTERING",
     "BatchDependence",
     "Gradient",
     "PreparedReduction",
@@ -59,7 +61,7 @@ _OF_DISTINCT = {
 
 
 # Operations that put single rows into something without rows.
-_PLACING = {
+PLACING = {
     *("Concat", "ConcatV2", "DynamicStitch", "Pack", "Pad", "PadV2", "Reshape", "Unpack"),
     *("Gather", "GatherNd", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice"),
     *("TensorScatterUpdate", "TensorStridedSliceUpdate", "XlaDynamicUpdateSlice"),
@@ -67,12 +69,20 @@ _PLACING = {
 }
 
 
+# Operations that write or add rows where indices say: of a variable, other rows on each replica.
+# For a metric they are sums of rows, as others are.
+SCATTERING = {
+    *("ScatterNd", "SegmentMax", "SegmentMean", "SegmentMin", "SegmentSum", "SparseToDense"),
+    *("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub"),
+    *("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"),
+}
+
+
 # Operations behind which no single row is left: their result is a statistic of the rows.
 _REDUCING = {
     *("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum", "EuclideanNorm"),
     *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "L2Loss"),
-    *("Bincount", "DenseBincount", "ScatterNd", "TensorScatterAdd", "TensorScatterSub"),
-    *("SegmentSum", "SegmentMean", "UnsortedSegmentSum", "UnsortedSegmentMax", "Shape", "Size"),
+    *("Bincount", "DenseBincount", "Shape", "Size"),
 }
 
 
@@ -201,7 +211,7 @@ def may_place_rows(value: tf.Tensor) -> bool:
 def places_rows(
     value: tf.Tensor,
     has_rows: Callable[[tf.Tensor], bool],
-    places: Callable[[tf.Operation], bool] = lambda op: op.type in _PLACING,
+    places: Callable[[tf.Operation], bool],
 ) -> tf.Operation | None:
     """The operation by which single rows came into a tensor without rows, if there is one."""
     waiting, seen = [value], set()
