@@ -23,6 +23,7 @@ from training_cases import (
     of_unknown_length,
     plain_fit,
     steps_taken,
+    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -128,6 +129,59 @@ def test_ragged_and_sparse_batches() -> None:
     plain, _ = assert_trains_as_keras(of_sparse, dataset)
     from_arrays, _ = distributed_fit(of_sparse, sparse, Y, batch_size=16)
     assert_same_weights(plain, from_arrays)
+
+
+def pair_without_targets() -> keras.Model:
+    class Difference(keras.layers.Layer):
+        def call(self, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+            self.add_loss(keras.ops.mean(keras.ops.square(a - b)))
+            return a
+
+    inputs = [keras.Input((5,)), keras.Input((5,))]
+    outputs = keras.layers.Dense(5)(keras.layers.Concatenate()(inputs))
+    model = keras.Model(inputs, Difference()(outputs, inputs[0]))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def pair(index: int) -> tuple[tuple[np.ndarray, np.ndarray]]:
+    rows = slice(index * 13, index * 13 + 13)
+    return ((X[rows], X[::-1][rows]),)
+
+
+class Pairs(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray]]:
+        return pair(index)
+
+
+def pairs_of_dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(((X, X[::-1].copy()),)).batch(13)
+
+
+@pytest.mark.parametrize(
+    ("data", "strategy"),
+    [
+        pytest.param(pairs_of_dataset, "mirrored", id="dataset"),
+        pytest.param(pairs_of_dataset, "one_device", id="dataset, one device"),
+        pytest.param(lambda: (pair(i) for i in range(5)), "mirrored", id="generator"),
+        pytest.param(Pairs, "mirrored", id="PyDataset"),
+        pytest.param(
+            lambda: tfd.data.from_dataset_fn(lambda _: pairs_of_dataset()), "mirrored", id="fn"
+        ),
+    ],
+)
+def test_several_inputs_without_targets_are_a_tuple_in_a_tuple(data, strategy: str) -> None:
+    plain, expected = plain_fit(pair_without_targets, pairs_of_dataset())
+    ours, history = distributed_fit(pair_without_targets, data(), strategy=strategy_of(strategy))
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+    for method in ("evaluate", "predict"):
+        wanted = getattr(plain, method)(pairs_of_dataset(), verbose=0)
+        found = getattr(ours, method)(data(), verbose=0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @KERAS_RAN_OUT

@@ -21,6 +21,7 @@ __all__ = [
     "in_parallel",
     "operations_in",
     "operations_of",
+    "takes_elements",
     "with_data_errors",
     "without_autotune",
 ]
@@ -46,6 +47,20 @@ def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.D
     return without_autotune(
         numbers.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     )
+
+
+def takes_elements(dataset: tf.data.Dataset, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function for `dataset.map` and `flat_map` that calls `read` with each whole element.
+
+    TensorFlow passes the parts of a tuple as arguments, also the one part of `((a, b),)`.
+    """
+    has_parts = type(dataset.element_spec) is tuple  # a named tuple is one argument
+
+    @tf.autograph.experimental.do_not_convert
+    def read_element(*parts: Any) -> Any:
+        return read(parts if has_parts else parts[0])
+
+    return read_element
 
 
 def operations_of(dataset: tf.data.Dataset) -> set[str]:

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, key_in_graph, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import in_parallel
+from tfdist_ext.data.pipelines import in_parallel, takes_elements
 from tfdist_ext.data.rows import batch_size_of, rows_between
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
@@ -238,9 +238,8 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
     """The parts of a data set of global batches."""
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        @tf.autograph.experimental.do_not_convert
-        def parts(*batch: Structure) -> tuple[Part, ...]:
-            whole = _plain(batch if len(batch) > 1 else batch[0])
+        def parts(batch: Structure) -> tuple[Part, ...]:
+            whole = _plain(batch)
             size = batch_size_of(whole)
             if replicas == 1:
                 return ((size, size, whole),)
@@ -250,7 +249,8 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
                 for mine, low, high in zip(*spans, strict=True)
             )
 
-        return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        of_batch = takes_elements(dataset, parts)
+        return dataset.map(of_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     return parts_of
 
