@@ -210,9 +210,13 @@ class Epochs:
         """Examples in a global batch; None where only reading tells."""
         return self._batches.batch_size
 
+    def reset(self) -> None:
+        """Call the data's `on_epoch_end`, as Keras does before `fit` and before each `evaluate`."""
+        self._batches.on_epoch_end()
+
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
-        """The next epoch, between the data's own hooks."""
+        """The next epoch, begun with the data's own hook; `is_done` calls the one of its end."""
         in_pass = self._batches.steps
         known = in_pass is not None or self._batches.is_infinite
         completed, self._completed = self._completed, 0
@@ -230,8 +234,10 @@ class Epochs:
             yield Epoch(
                 self._iterator, steps, known, counts_rows, completed, batches.advance, in_memory
             )
+        except BaseException:
+            batches.on_epoch_end()  # stops workers that read ahead
+            raise
         finally:
-            batches.on_epoch_end()
             if in_pass is not None:
                 self._position = after
 
@@ -300,6 +306,7 @@ class Epochs:
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
+        self.reset()
         if self._passes is not None:
             self._position = 0
             self._passes.restart()
@@ -312,8 +319,11 @@ class Epochs:
 
         Args:
             steps: that were done.
-            stopped: somebody told the training to stop while it ran.
+            stopped: somebody told the training to stop while it ran. Then the data's
+                `on_epoch_end` is not called, as in Keras.
         """
+        if not stopped:
+            self._batches.on_epoch_end()
         if epoch.steps is None or steps < epoch.steps:
             if not stopped:
                 self.ended_after(steps)
