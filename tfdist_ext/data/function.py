@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import takes_elements
-from tfdist_ext.data.rows import batch_size_of, rows_between
+from tfdist_ext.data.rows import checked_batch_size, rows_between
 from tfdist_ext.data.service import next_job_name, through_service
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
@@ -186,7 +186,7 @@ class FunctionDataset(ShardedDataset):
             local = context.num_replicas_in_sync
 
             def parts(batch: Any) -> tf.data.Dataset:
-                size = batch_size_of(batch)
+                size = checked_batch_size(batch, local)
 
                 def part(replica: tf.Tensor) -> Any:
                     return rows_between(batch, *bounds(size, replica, local))

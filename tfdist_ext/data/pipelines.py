@@ -86,11 +86,14 @@ def data_errors_as_raised() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        # What TensorFlow makes of it begins with its own words, and continues with the traceback.
-        found = re.search(r"\bDataError: (.*?)\n+Traceback", error.message, re.DOTALL)
+        # TensorFlow's words, the message, a traceback of Python or the name of an operation.
+        found = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
         if found is None:
             raise
-        raise DataError(found[1]) from error
+        message = found[1]
+        if found[2][0] == "]":  # of an assertion in a graph, which escapes quotes and other letters
+            message = message.encode().decode("unicode_escape").encode("latin-1").decode()
+        raise DataError(message) from None
 
 
 def with_data_errors(dataset: tf.data.Dataset) -> tf.data.Dataset:
