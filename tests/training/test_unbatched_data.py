@@ -152,3 +152,59 @@ def test_calls_of_workers_keep_such_batches_apart() -> None:
     data = read(with_table()).on_host(0, 1, 1)
     chunks = list(batch_chunks(iter(data), 4, 4))
     assert [[tensor.shape[0] for tensor in chunk.tensors] for chunk in chunks] == [[16, 20, 16]] * 4
+
+
+class Attention(keras.Model):
+    """Mixes the rows of a batch, as far as a mask of pairs allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(tf.matmul(inputs["mask"], inputs["rows"]))
+
+
+def attention() -> keras.Model:
+    model = Attention()
+    model.compile("sgd", "mse")
+    return model
+
+
+def with_mask(drop: bool = False) -> tf.data.Dataset:
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop)
+    return batches.map(lambda x, y: ({"rows": x, "mask": tf.eye(x.shape[0] or tf.shape(x)[0])}, y))
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize(("drop", "shape"), [(False, "[None, None]"), (True, "[16, 16]")])
+def test_a_tensor_of_pairs_of_rows_is_named_where_a_step_fails(
+    drop: bool, shape: str, method: str
+) -> None:
+    model = tfd.distribute(attention, mirrored())
+    with pytest.raises(tfd.TrainingError, match=r"shapes do not fit: .*over 2 replicas") as caught:
+        getattr(model, method)(with_mask(drop), verbose=0)
+    assert f"Another dimension of x['mask'] of shape {shape} may be" in str(caught.value)
+    assert "{{" not in str(caught.value)
+
+
+def test_an_eager_step_names_it_too() -> None:
+    model = tfd.distribute(attention, mirrored())
+    model.keras_model.run_eagerly = True
+    with pytest.raises(tfd.TrainingError, match=r"shapes do not fit: .*x\['mask'\]"):
+        model.fit(with_mask(), verbose=0)
+
+
+def test_sequences_as_long_as_the_batch_are_no_pairs() -> None:
+    def of_sequences() -> keras.Model:
+        inputs = keras.Input([None])
+        model = keras.Model(inputs, keras.ops.mean(inputs, axis=1, keepdims=True) * 2.0)
+        outputs = keras.layers.Dense(1)(model(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    sequences = np.random.default_rng(7).normal(size=(64, 16)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((sequences, Y)).padded_batch(16, ([None], [1]))
+    assert dataset.element_spec[0].shape.as_list() == [None, None]
+    assert_trains_as_keras(of_sequences, dataset)

@@ -12,8 +12,10 @@ agree on what there is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from tfdist_ext.data.rows import (
 )
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.protocols import Reduction, Specs, Structure
@@ -48,6 +50,7 @@ __all__ = [
     "PartsOf",
     "batches_of_function",
     "check_says_nothing_else",
+    "explaining_shape_errors",
     "order_of_pass",
     "parts_of_dataset",
     "read",
@@ -313,6 +316,45 @@ def _check_batches(spec: Specs, replicas: int) -> None:
             f"the dataset must yield batches, got {found}: {each}. Call .batch(n) on it, n being"
             f" the examples of a global batch. {SHARED_TENSOR}"
         )
+
+
+_SHAPES = re.compile(r".*(incompatible|must be equal|must match|broadcast).*", re.IGNORECASE)
+
+
+# What is around the sentence in that line: colors, names of operations, numbers of errors.
+_AROUND = re.compile(
+    r"\x1b\[\w*m|\{\{function_node [^}]*\}\}|\(\d+\) [A-Z_]+:| for '\{\{node.*| \[Op:.*"
+)
+
+
+@contextlib.contextmanager
+def explaining_shape_errors(spec_of_batch: Callable[[], Specs], replicas: int) -> Iterator[None]:
+    """Scope of steps: a shape error names the tensors whose other dimensions may be the batch's.
+
+    Raises:
+        TrainingError: a step failed on shapes that do not fit, and there are such tensors.
+    """
+    try:
+        yield
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        found = _SHAPES.search(getattr(error, "message", str(error)))
+        if replicas == 1 or isinstance(error, TfDistError) or found is None:
+            raise
+        named = [
+            f"{name} of shape {list(part.shape)}"
+            for name, part in named_parts(spec_of_batch())
+            if part.shape.rank and {None, part.shape[0]} & set(part.shape[1:])
+        ]
+        if not named:
+            raise
+        sentence = _AROUND.sub("", found[0]).strip(" .")
+        raise TrainingError(
+            f"a step failed because shapes do not fit: {sentence}. A batch is split by rows over"
+            f" {replicas} replicas, and only its first dimension is split. Another dimension of"
+            f" {', '.join(named)} may be the number of examples in the batch, as in a mask of"
+            " pairs of examples. If so, compute the tensor in the model, from the rows of the"
+            " batch; tfd.all_rows(x) gives the rows of all replicas."
+        ) from error
 
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,

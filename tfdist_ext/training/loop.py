@@ -34,7 +34,11 @@ from tfdist_ext.data.pipelines import data_errors_as_raised, without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
-from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
+from tfdist_ext.training.inputs import (
+    GlobalBatches,
+    explaining_shape_errors,
+    parts_of_dataset,
+)
 from tfdist_ext.training.protocols import (
     BatchIterator,
     BatchSource,
@@ -112,7 +116,10 @@ class Loop:
                 self._begin(data.completed + done)
                 peers.enters("steps")
                 started = time.perf_counter()
-                with peers.meeting(f"{where}steps after {done}"):
+                with (
+                    explaining_shape_errors(data.element_spec, self._reduction.replicas),
+                    peers.meeting(f"{where}steps after {done}"),
+                ):
                     result = program.run(data, n, seconds, told=peers.told_to_end)
                 seconds = time.perf_counter() - started
                 raise_if_interrupted()
@@ -232,7 +239,14 @@ class Epochs:
             counts_rows = batches.needs_row_count
             in_memory = None if batches.arrays is None else batches.batch_size
             yield Epoch(
-                self._iterator, steps, known, counts_rows, completed, batches.advance, in_memory
+                self._iterator,
+                steps,
+                known,
+                counts_rows,
+                completed,
+                batches.advance,
+                lambda: batches.element_spec,
+                in_memory,
             )
         except BaseException:
             batches.on_epoch_end()  # stops workers that read ahead
@@ -465,7 +479,10 @@ def predict(
             hooks.on_predict_batch_begin(done)
             engine.reduction.peers.enters("steps")
             try:
-                with engine.reduction.peers.meeting(f"batch {done}"):
+                with (
+                    explaining_shape_errors(data.element_spec, engine.reduction.replicas),
+                    engine.reduction.peers.meeting(f"batch {done}"),
+                ):
                     outputs = next(each)
             except StopIteration:
                 break
