@@ -280,7 +280,7 @@ class StepContext:
                 " tf.nn.compute_average_loss(losses, global_batch_size=...) for a constant size,"
                 " or leave one number for each row."
             )
-            warnings.warn(f"the loss {what} See docs/exactness.md.", stacklevel=2)
+            warn(f"the loss {what} See docs/exactness.md.")
             return
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
