@@ -149,3 +149,14 @@ def test_a_loop_over_replicas_cuts_the_batches(four_cpus: None) -> None:
         match=r"must be Remainder\.KEEP for data made .*, got Remainder\.PAD",
     ):
         next(iter(data.batches(strategy, remainder=Remainder.PAD)))
+
+
+def test_a_loop_over_replicas_keeps_a_tuple_of_one_part(four_cpus: None) -> None:
+    pairs = tf.data.Dataset.from_tensors(((tf.range(5), tf.range(5, 10)),))
+    strategy = tfd.create_strategy("mirrored", devices=2)
+    (batch,) = from_dataset_fn(lambda shard: pairs).batches(strategy, progress=False)
+    ((first, second),) = batch
+    parts = strategy.experimental_local_results(first)
+    assert [part.numpy().tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+    parts = strategy.experimental_local_results(second)
+    assert [part.numpy().tolist() for part in parts] == [[5, 6], [7, 8, 9]]

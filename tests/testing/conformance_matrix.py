@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+import tfdist_ext as tfd
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.testing import StrategyConformance
 
@@ -41,11 +42,10 @@ class CentralStorage(StrategyConformance):
         "test_distribute_dataset_not_fetched": FACTS.format(
             "CentralStorageStrategy takes no `tf.distribute.InputOptions`"
         ),
-        "test_keras_metrics": FACTS.format("A Keras metric under CentralStorageStrategy"),
     }
 
     def strategy(self) -> tf.distribute.Strategy:
-        return tf.distribute.experimental.CentralStorageStrategy(devices(3), "CPU:0")
+        return tfd.create_strategy("central_storage", devices=devices(3))
 
 
 class OneDevice(StrategyConformance):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,6 +24,7 @@ from training_cases import (
     of_unknown_length,
     plain_fit,
     steps_taken,
+    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -130,6 +132,59 @@ def test_ragged_and_sparse_batches() -> None:
     assert_same_weights(plain, from_arrays)
 
 
+def pair_without_targets() -> keras.Model:
+    class Difference(keras.layers.Layer):
+        def call(self, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+            self.add_loss(keras.ops.mean(keras.ops.square(a - b)))
+            return a
+
+    inputs = [keras.Input((5,)), keras.Input((5,))]
+    outputs = keras.layers.Dense(5)(keras.layers.Concatenate()(inputs))
+    model = keras.Model(inputs, Difference()(outputs, inputs[0]))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def pair(index: int) -> tuple[tuple[np.ndarray, np.ndarray]]:
+    rows = slice(index * 13, index * 13 + 13)
+    return ((X[rows], X[::-1][rows]),)
+
+
+class Pairs(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[tuple[np.ndarray, np.ndarray]]:
+        return pair(index)
+
+
+def pairs_of_dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(((X, X[::-1].copy()),)).batch(13)
+
+
+@pytest.mark.parametrize(
+    ("data", "strategy"),
+    [
+        pytest.param(pairs_of_dataset, "mirrored", id="dataset"),
+        pytest.param(pairs_of_dataset, "one_device", id="dataset, one device"),
+        pytest.param(lambda: (pair(i) for i in range(5)), "mirrored", id="generator"),
+        pytest.param(Pairs, "mirrored", id="PyDataset"),
+        pytest.param(
+            lambda: tfd.data.from_dataset_fn(lambda _: pairs_of_dataset()), "mirrored", id="fn"
+        ),
+    ],
+)
+def test_several_inputs_without_targets_are_a_tuple_in_a_tuple(data, strategy: str) -> None:
+    plain, expected = plain_fit(pair_without_targets, pairs_of_dataset())
+    ours, history = distributed_fit(pair_without_targets, data(), strategy=strategy_of(strategy))
+    assert_same_weights(plain, ours)
+    assert_same_history(expected, history)
+    for method in ("evaluate", "predict"):
+        wanted = getattr(plain, method)(pairs_of_dataset(), verbose=0)
+        found = getattr(ours, method)(data(), verbose=0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @KERAS_RAN_OUT
 @pytest.mark.filterwarnings(f"ignore:{OURS_RAN_OUT}")
 @pytest.mark.parametrize(
@@ -171,35 +226,71 @@ def test_too_few_steps_are_told() -> None:
         distributed_fit(CLASSIFIER, of_unknown_length(batches()), steps_per_epoch=7)
 
 
-class FourBatches(keras.utils.PyDataset):
+class Reshuffled(keras.utils.PyDataset):
+    """Four batches of rows in an order that the end of each epoch changes."""
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.epochs_ended = 0
+        self.calls: list[str] = []
+        self._random = np.random.default_rng(3)
+        self._order = np.arange(64)
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int):
-        return X[index * 16 : index * 16 + 16], Y[index * 16 : index * 16 + 16]
+        self.calls.append(str(index))
+        rows = self._order[index * 16 : index * 16 + 16]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self) -> None:
+        self.calls.append("begin")
 
     def on_epoch_end(self) -> None:
-        self.epochs_ended += 1
+        self.calls.append("end")
+        self._random.shuffle(self._order)
 
 
-@pytest.mark.long("[1]")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_py_dataset(workers: int) -> None:
-    plain, expected = plain_fit(CLASSIFIER, FourBatches(workers=workers), epochs=3)
-    data = FourBatches(workers=workers)
-    ours, history = distributed_fit(
-        CLASSIFIER, data, epochs=3, validation_data=FourBatches(workers=workers)
-    )
-    assert data.epochs_ended == 3
+@pytest.mark.long("[threads]")
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param({"workers": 0}, id="none"),
+        pytest.param({"workers": 2}, id="threads"),
+        pytest.param({"workers": 2, "use_multiprocessing": True}, id="processes"),
+    ],
+)
+def test_py_dataset(workers: dict[str, Any]) -> None:
+    data = [Reshuffled(**workers) for _ in range(4)]
+    plain, expected = plain_fit(CLASSIFIER, data[0], epochs=3, validation_data=data[1])
+    ours, history = distributed_fit(CLASSIFIER, data[2], epochs=3, validation_data=data[3])
     assert_same_weights(plain, ours)
-    assert_same_history(expected, {k: v for k, v in history.items() if k in expected})
-    assert len(history["val_loss"]) == 3
-    predicted = ours.predict(FourBatches(workers=workers), verbose=0)
-    np.testing.assert_allclose(predicted, ours.predict(X, verbose=0), atol=1e-6)
+    assert_same_history(expected, history)
+    wanted = [plain.evaluate(data[0], verbose=0), plain.predict(data[1], verbose=0)]
+    found = [ours.evaluate(data[2], verbose=0), ours.predict(data[3], verbose=0)]
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-6)
+    if workers["workers"]:  # the threads' own calls come at any time
+        for each in data:
+            each.calls = [call for call in each.calls if not call.isdigit()]
+    assert data[2].calls == data[0].calls
+    assert data[3].calls == data[1].calls
+
+
+class StopsAfterOneBatch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = True
+
+
+def test_py_dataset_of_a_training_that_is_stopped() -> None:
+    plain, ours = Reshuffled(), Reshuffled()
+    model, _ = plain_fit(CLASSIFIER, plain, callbacks=[StopsAfterOneBatch()])
+    distributed, _ = distributed_fit(CLASSIFIER, ours, callbacks=[StopsAfterOneBatch()])
+    np.testing.assert_allclose(
+        distributed.fit(ours, shuffle=False, verbose=0).history["loss"],
+        model.fit(plain, shuffle=False, verbose=0).history["loss"],
+        rtol=1e-5,
+    )
 
 
 def test_generator() -> None:

@@ -22,6 +22,7 @@ from training_cases import (
     strategy_of,
 )
 
+import tfdist_ext as tfd
 from tfdist_ext.errors import TrainingError
 
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
@@ -186,3 +187,82 @@ def test_a_metric_that_does_not_begin_at_zero() -> None:
     _, found = distributed_fit(build, X[:ROWS], CLASSES, strategy=mirrored(3), **FIT)
     np.testing.assert_allclose(found["from_ten"], expected["from_ten"], rtol=1e-6)
     assert found["from_ten"][0] == 10 + CLASSES.sum()
+
+
+def tokens(y: Any, p: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """The loss of each word, and which words count: a number that differs from row to row."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, p)
+    return losses, tf.cast(y > 0, losses.dtype)
+
+
+def masked_mean(y: Any, p: Any) -> tf.Tensor:
+    """That of the transformer tutorials."""
+    losses, mask = tokens(y, p)
+    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
+
+
+def masked_mean_of_all_rows(y: Any, p: Any) -> tf.Tensor:
+    losses, mask = tfd.all_rows(tokens(y, p))
+    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
+
+
+def tagger(loss: Any, own_step: bool = False) -> Callable[[], keras.Model]:
+    class Tagger(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            if not own_step:
+                return super().train_step(data)
+            x, y = data
+            with tf.GradientTape() as tape:
+                value = loss(y, self(x, training=True))
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(value, weights), weights)
+            return {"own": value}
+
+    def build() -> keras.Model:
+        layers = keras.layers
+        model = Tagger([keras.Input([6]), layers.Embedding(8, 4), layers.Dense(3, "softmax")])
+        model.compile(keras.optimizers.SGD(0.5), loss=loss)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("own_step", [False, True], ids=["compiled", "own step"])
+def test_a_masked_mean_over_all_rows(own_step: bool) -> None:
+    build = tagger(masked_mean_of_all_rows, own_step)
+    assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
+
+
+def test_a_masked_mean_by_an_ignored_class() -> None:
+    build = tagger(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
+    assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (masked_mean, r"divides one sum over rows by another.*losses, mask = tfd\.all_rows"),
+        (lambda y, p: tf.reduce_sum(tokens(y, p)[0]) / 16, "is a sum over rows.*on 3 replicas"),
+        (lambda y, p: 0.1 * keras.ops.sum(tokens(y, p)[0]) * (1 / 16), "is a sum over rows"),
+    ],
+    ids=["masked mean", "over the batch size", "scaled"],
+)
+@pytest.mark.parametrize("own_step", [False, True], ids=["compiled", "own step"])
+def test_a_warning_of_a_sum_that_is_no_mean(loss: Any, message: str, own_step: bool) -> None:
+    with pytest.warns(UserWarning, match=message) as caught:
+        distributed_fit(tagger(loss, own_step), WORDS, NEXT, strategy=mirrored(3), batch_size=16)
+    assert len(caught) == 1
+
+
+def test_no_warning_of_sums_that_are_means() -> None:
+    """Of a row's words, of weights, of all rows, and of a mean over rows for each word."""
+
+    def loss(y: Any, p: Any) -> tf.Tensor:
+        losses, mask = tokens(y, p)
+        by_row = tf.reduce_sum(losses * mask, 1) / (1 + tf.reduce_sum(mask, 1))
+        by_word = tf.reduce_sum(tf.reduce_mean(losses, 0))
+        return tf.reduce_mean(by_row) + by_word + tf.reduce_sum(tfd.all_rows(losses)) / 16
+
+    for own_step in (False, True):
+        build = tagger(loss, own_step)
+        assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)

@@ -6,6 +6,7 @@ have one row and one has none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +213,51 @@ def test_losses_of_rows_that_a_layer_adds() -> None:
     ours, history = distributed_fit(with_added_losses, dataset)
     assert_same_weights(plain, ours)
     assert_same_history(expected, history)
+
+
+def averaged_by(average: Callable[..., tf.Tensor], **settings: Any) -> Callable[[], keras.Model]:
+    """A step of TensorFlow's tutorial: weighted rows, and a regularizer divided by replicas."""
+
+    class Averages(Net):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = average(self.errors(data), sample_weight=data[0][:, 0] ** 2, **settings)
+                kernel = self.dense.kernel
+                loss += tf.nn.scale_regularization_loss(0.1 * tf.nn.l2_loss(kernel))
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"average": loss}
+
+    return lambda: compiled(Averages())
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("settings", [{}, {"global_batch_size": 16}], ids=["rows", "number"])
+def test_a_sum_over_the_global_batch_size(strategy: str, settings: Any) -> None:
+    """The last batch has 2 rows, and its sum is divided by 16 on one device, too."""
+    same(averaged_by(tf.nn.compute_average_loss, **settings), strategy=strategy_of(strategy, 3))
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        functools.partial(tf.nn.compute_average_loss, global_batch_size=16),
+        lambda *a, **k: tf.compat.v1.nn.compute_average_loss(*a, global_batch_size=16, **k),
+        lambda *a, **k: tf.compat.v2.nn.compute_average_loss(*a, global_batch_size=16, **k),
+        # The sum of all rows on each replica is whole already.
+        lambda losses, sample_weight: tf.nn.compute_average_loss(
+            tfd.all_rows(losses), tfd.all_rows(sample_weight), tf.constant(16)
+        ),
+    ],
+    ids=["taken before", "v1", "v2", "all rows"],
+)
+def test_other_ways_to_the_average(average: Any) -> None:
+    same(averaged_by(average))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_compiled_loss_over_the_global_batch_size(eager: bool) -> None:
+    def loss(y: Any, p: Any) -> tf.Tensor:
+        return tf.nn.compute_average_loss(tf.reduce_sum((y - p) ** 2, 1), global_batch_size=16)
+
+    same(lambda: compiled(Net(), loss=loss, run_eagerly=eager))

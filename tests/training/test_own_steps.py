@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from event_files import scalars
 from training_cases import (
     X,
     Y,
     assert_same_history,
     assert_same_weights,
     assert_trains_as_keras,
+    batches,
     classifier,
     distributed_fit,
     mirrored,
+    of_unknown_length,
     plain_fit,
     strategy_of,
 )
@@ -311,3 +315,39 @@ def test_layers_that_a_loss_of_its_own_uses_first() -> None:
         return model
 
     assert_trains_as_keras(build, X, Y, batch_size=16, epochs=2)
+
+
+@pytest.mark.parametrize("kind", ["one_device", "steps_per_execution", "unknown length"])
+def test_summaries_of_a_step_have_the_tags_of_the_user(kind: str, tmp_path: Path) -> None:
+    """And the values of the first replica's rows, the first half of each batch of 16."""
+
+    class Summarized(Net):
+        def call(self, x: Any) -> Any:
+            tf.summary.scalar("first", tf.reduce_mean(x[:, 0]), step=self.optimizer.iterations)
+            return super().call(x)
+
+        def test_step(self, data: Any) -> Any:
+            with tf.name_scope("tested"):
+                tf.summary.scalar("second", tf.reduce_mean(data[0][:, 1]), step=9)
+            return super().test_step(data)
+
+    def build() -> keras.Model:
+        model = Summarized()
+        model.compile("sgd", "mse", steps_per_execution=2)
+        return model
+
+    model = tfd.distribute(build, mirrored() if kind != "one_device" else strategy_of(kind))
+    data = of_unknown_length(batches()) if kind == "unknown length" else batches()
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        model.fit(data, verbose=0)
+        model.evaluate(data.take(1), verbose=0)
+    found = {tag: list(steps.items()) for tag, steps in scalars(tmp_path).items()}
+    rows = 16 if kind == "one_device" else 8
+    (in_call,) = {tag for tag in found if tag.endswith("first")}
+    assert in_call.startswith("summarized")
+    assert found.pop("tested/second") == [(9, pytest.approx(X[:rows, 1].mean(), rel=1e-5))]
+    means = [X[begin : begin + rows, 0].mean() for begin in range(0, 64, 16)]
+    # The step of evaluate has the number of the one that fit would do next.
+    steps = [*enumerate(means), (4, means[0])]
+    assert found.pop(in_call) == [(step, pytest.approx(mean, rel=1e-5)) for step, mean in steps]
+    assert not found

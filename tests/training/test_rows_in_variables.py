@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
@@ -92,6 +93,43 @@ def in_loop(layer: Any, x: Any) -> None:
     tf.while_loop(lambda i: i < 2, lambda i: [concat(layer, x), (i + 1,)][1], [0])
 
 
+def labels(layer: Any, x: Any) -> Any:
+    """For each row of the batch a row of the queue, as its class in center loss."""
+    return tf.cast(tf.abs(x[:, :1]) * 9, tf.int32) % ROWS
+
+
+def scattered(how: str) -> Callable[[Any, Any], None]:
+    function = getattr(tf, f"tensor_scatter_nd_{how}")
+
+    def write(layer: Any, x: Any) -> None:
+        queue = tf.convert_to_tensor(layer.queue)
+        layer.queue.assign(function(queue, labels(layer, x), 0.1 * x + (how == "max")))
+
+    return write
+
+
+def scatter_nd(layer: Any, x: Any) -> None:
+    layer.queue.assign_sub(tf.scatter_nd(labels(layer, x), 0.1 * x, [ROWS, WIDTH]))
+
+
+def segment_sum(layer: Any, x: Any) -> None:
+    of_class = tf.math.unsorted_segment_sum(0.1 * x, labels(layer, x)[:, 0], ROWS)
+    layer.queue.assign_add(of_class)
+
+
+def slices(layer: Any, x: Any) -> None:
+    shape = tf.constant([ROWS, WIDTH])
+    layer.queue.assign_add(tf.IndexedSlices(0.1 * x, labels(layer, x)[:, 0], shape))
+
+
+def scatter_of_the_variable(layer: Any, x: Any) -> None:
+    layer.queue.value.scatter_add(tf.IndexedSlices(0.1 * x, labels(layer, x)[:, 0]))
+
+
+def one_class(layer: Any, x: Any) -> None:
+    layer.queue.value[labels(layer, x)[0, 0]].assign(tf.zeros(WIDTH))
+
+
 def model_that_writes(write: Any) -> keras.Model:
     layers = [keras.layers.Dense(WIDTH), Keeps(write), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((5,)), *layers])
@@ -112,14 +150,63 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("write", WAYS)
+BY_CLASS = [
+    *map(scattered, ["add", "max", "min", "sub"]),
+    *(scatter_nd, segment_sum, slices, scatter_of_the_variable),
+]
+
+
+@pytest.mark.parametrize("write", [*WAYS, *BY_CLASS, one_class])
 def test_rows_of_a_part_are_refused(write: Any) -> None:
     name = "square" if write is first_rows else "queue"
     strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
     model = tfd.distribute(lambda: model_that_writes(write), strategy)
-    message = f"assigned to '.*/{name}' must be the same on all 2 replicas, got rows .*all_rows"
+    message = (
+        f"assigned to '.*/{name}(:0)?' must be the same on all 2 replicas, got rows .*all_rows"
+    )
     with pytest.raises(tfd.TrainingError, match=message):
         model.fit(X, Y, batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("write", BY_CLASS)
+def test_rows_of_all_replicas_are_written_by_class(write: Any) -> None:
+    def of_all(layer: Any, x: Any) -> None:
+        write(layer, tf.stop_gradient(tfd.all_rows(x)))
+
+    def build() -> keras.Model:
+        return model_that_writes(of_all)
+
+    _, ours = assert_trains_as_keras(build, X[:50], Y[:50], batch_size=16, epochs=2)
+    assert np.abs(ours.keras_model.layers[1].queue.numpy() - 1).max() > 0.01
+
+
+class CountsByClass(keras.metrics.Metric):
+    """A metric is summed over replicas, so that each may add to rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counts")
+        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        places = labels(self, predicted)
+        ones = tf.ones(tf.shape(places)[0])
+        counts = tf.convert_to_tensor(self.counts)
+        self.counts.assign(tf.tensor_scatter_nd_add(counts, places, ones))
+
+    def result(self) -> Any:
+        return keras.ops.sum(self.counts * keras.ops.arange(ROWS, dtype="float32"))
+
+
+def test_metrics_add_rows_by_class() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[CountsByClass()])
+        return model
+
+    _, history = plain_fit(build, X[:50], Y[:50], batch_size=16)
+    assert history["counts"][0] > 0
+    _, found = distributed_fit(build, X[:50], Y[:50], batch_size=16)
+    np.testing.assert_allclose(found["counts"], history["counts"])
 
 
 def statistics(layer: Any, x: Any) -> None:

@@ -6,6 +6,7 @@ which of them, and every copy of a variable is the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
 
+import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
 
 FIT = {"batch_size": 16, "epochs": 2}
@@ -190,3 +192,152 @@ def test_one_replica_writes_as_keras() -> None:
     assert_trains_as_keras(
         with_average(before_and_after), X[:50], Y[:50], strategy=mirrored(1), **FIT
     )
+
+
+NONE, FIRST = tf.VariableAggregation.NONE, tf.VariableAggregation.ONLY_FIRST_REPLICA
+MEAN, SUM = tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM
+
+
+def directly(write: Callable[[], tf.Tensor]) -> None:
+    write()
+
+
+def assigned(layer: Any, mean: tf.Tensor) -> None:
+    layer.average.assign(0.8 * layer.average + 0.2 * mean)
+
+
+def subtracted(layer: Any, mean: tf.Tensor) -> None:
+    layer.average.assign_sub(0.2 * (layer.average - mean), read_value=False)
+
+
+def one_entry(layer: Any, mean: tf.Tensor) -> None:
+    layer.average[1:2].assign(0.2 * mean[1:2])
+    layer.average.scatter_add(tf.IndexedSlices(mean[:1], [0]))
+
+
+class OwnVariables(keras.layers.Layer):
+    """State in variables of TensorFlow's, of which Keras knows nothing."""
+
+    def __init__(
+        self,
+        where: Callable[..., None] = directly,
+        write: Callable[[Any, tf.Tensor], None] = assigned,
+        aggregation: tf.VariableAggregation = NONE,
+        average: Callable[[], tf.Variable] | None = None,
+    ):
+        super().__init__()
+        self.where, self.change = where, write
+        state = {"trainable": False, "aggregation": aggregation}
+        self.average = tf.Variable(tf.zeros([3]), **state) if average is None else average()
+        state["aggregation"] = FIRST
+        self.count = tf.Variable(0, **state, dtype=tf.int64)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        before = tf.convert_to_tensor(self.average)
+
+        def write() -> tf.Tensor:
+            self.change(self, tf.reduce_mean(x, axis=0))
+            self.count.assign_add(1)
+            return tf.constant(1)
+
+        if training:
+            self.where(write)
+        return x - tf.stop_gradient(before)
+
+
+def with_own_variables(*args: Any, **settings: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(3), OwnVariables(*args), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        model.compile(keras.optimizers.SGD(0.05), "mse", **settings)
+        return model
+
+    return build
+
+
+@pytest.mark.long("placed", "in_loop", "in_function")
+@pytest.mark.parametrize(
+    ("name", "where", "write", "aggregation", "eager"),
+    [
+        ("mirrored", directly, assigned, NONE, False),
+        ("mirrored", directly, subtracted, NONE, False),
+        ("mirrored", directly, one_entry, NONE, False),
+        ("mirrored", directly, assigned, MEAN, False),
+        ("mirrored", in_cond, assigned, FIRST, False),
+        ("mirrored", in_loop, assigned, NONE, False),
+        ("mirrored", in_function, assigned, FIRST, True),
+        ("placed", in_cond, assigned, MEAN, False),
+        ("central_storage", directly, assigned, MEAN, False),
+    ],
+)
+def test_own_variables_of_a_layer_are_averaged_over_rows(
+    name: str, where: Any, write: Any, aggregation: Any, eager: bool
+) -> None:
+    """Whatever the parts are: 50 rows on three replicas, in batches of 16."""
+    plain, ours = assert_trains_as_keras(
+        with_own_variables(where, write, aggregation, run_eagerly=eager),
+        X[:50],
+        Y[:50],
+        strategy=strategy_of(name, 3),
+        **FIT,
+    )
+    theirs, mine = plain.layers[1], ours.keras_model.layers[1]
+    for expected, variable in [(theirs.average, mine.average), (theirs.count, mine.count)]:
+        for copy in ours.strategy.experimental_local_results(variable):
+            np.testing.assert_allclose(copy.numpy(), expected.numpy(), rtol=0, atol=1e-6)
+    assert np.abs(theirs.average.numpy()).max() > 0.01
+    assert int(theirs.count.numpy()) == 8 * (3 if where is in_loop else 1)
+
+
+@functools.cache
+def outside() -> tf.Variable:
+    """One that was made before the strategy's scope."""
+    return tf.Variable(tf.zeros([3]), trainable=False, name="outside")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("mirrored", (directly, assigned, NONE, outside), "'outside:0' .* share one copy"),
+        ("mirrored", (in_cond, subtracted, NONE, outside), "'outside:0' .* share one copy"),
+        ("central_storage", (directly, assigned), "'Variable:0' .* share one copy .*add_weight"),
+        ("central_storage", (directly, one_entry, MEAN), "'Variable:0' .* share one copy"),
+        ("central_storage", (in_cond, assigned, MEAN), r"\(MEAN\) is assigned inside .* a cond"),
+        ("mirrored", (in_cond, assigned, SUM), r"\(SUM\) is assigned inside .* a cond"),
+    ],
+)
+def test_own_variables_that_replicas_cannot_combine(
+    name: str, args: tuple[Any, ...], message: str
+) -> None:
+    outside()
+    with pytest.raises(tfd.TrainingError, match=message):
+        distributed_fit(with_own_variables(*args), X[:16], Y[:16], strategy=strategy_of(name))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_own_integer_variable_cannot_count_the_rows_of_a_part(eager: bool) -> None:
+    def count_rows(layer: Any, mean: tf.Tensor) -> None:
+        layer.count.assign_add(tf.cast(tf.reduce_sum(mean), tf.int64))
+
+    build = with_own_variables(directly, count_rows, run_eagerly=eager)
+    with pytest.raises(tfd.TrainingError, match=r"'Variable:0' \(int64\) must .*tfd.all_rows"):
+        distributed_fit(build, X[:16], Y[:16])
+
+
+def test_own_variables_that_no_step_assigns_are_read() -> None:
+    """A table for lookups is no variable to be averaged, either."""
+    scale = tf.Variable([1.0, 2.0, 3.0], trainable=False)
+    keys, values = tf.constant([0, 1], tf.int64), tf.constant([1.0, 2.0])
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, values), 0.0)
+
+    class Reads(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x * scale + table.lookup(tf.cast(x > 0, tf.int64))
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(3), Reads(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    assert_trains_as_keras(build, X[:50], Y[:50], **FIT)

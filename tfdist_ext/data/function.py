@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.rows import batch_size_of, rows_between
+from tfdist_ext.data.pipelines import takes_elements
+from tfdist_ext.data.rows import checked_batch_size, rows_between
 from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
@@ -164,16 +165,15 @@ class FunctionDataset(ShardedDataset):
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = context.num_replicas_in_sync
 
-            def parts(*batch: Any) -> tf.data.Dataset:
-                whole = batch if len(batch) > 1 else batch[0]
-                size = batch_size_of(whole)
+            def parts(batch: Any) -> tf.data.Dataset:
+                size = checked_batch_size(batch, local)
 
                 def part(replica: tf.Tensor) -> Any:
-                    return rows_between(whole, *bounds(size, replica, local))
+                    return rows_between(batch, *bounds(size, replica, local))
 
                 return tf.data.Dataset.range(local).map(part)
 
-            return batches.flat_map(parts).prefetch(tf.data.AUTOTUNE)
+            return batches.flat_map(takes_elements(batches, parts)).prefetch(tf.data.AUTOTUNE)
 
         return strategy.distribute_datasets_from_function(of_worker)
 

@@ -21,6 +21,7 @@ __all__ = [
     "in_parallel",
     "operations_in",
     "operations_of",
+    "takes_elements",
     "with_data_errors",
     "without_autotune",
 ]
@@ -48,6 +49,20 @@ def in_parallel(numbers: tf.data.Dataset, read: Callable[..., Any]) -> tf.data.D
     )
 
 
+def takes_elements(dataset: tf.data.Dataset, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function for `dataset.map` and `flat_map` that calls `read` with each whole element.
+
+    TensorFlow passes the parts of a tuple as arguments, also the one part of `((a, b),)`.
+    """
+    has_parts = type(dataset.element_spec) is tuple  # a named tuple is one argument
+
+    @tf.autograph.experimental.do_not_convert
+    def read_element(*parts: Any) -> Any:
+        return read(parts if has_parts else parts[0])
+
+    return read_element
+
+
 def operations_of(dataset: tf.data.Dataset) -> set[str]:
     """The kinds of operations in a data set's graph and in its functions. Nothing is read."""
     graph = tf.compat.v1.GraphDef.FromString(
@@ -71,11 +86,14 @@ def data_errors_as_raised() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        # What TensorFlow makes of it begins with its own words, and continues with the traceback.
-        found = re.search(r"\bDataError: (.*?)\n+Traceback", error.message, re.DOTALL)
+        # TensorFlow's words, the message, a traceback of Python or the name of an operation.
+        found = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
         if found is None:
             raise
-        raise DataError(found[1]) from error
+        message = found[1]
+        if found[2][0] == "]":  # of an assertion in a graph, which escapes quotes and other letters
+            message = message.encode().decode("unicode_escape").encode("latin-1").decode()
+        raise DataError(message) from None
 
 
 def with_data_errors(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -7,6 +7,7 @@ the weights, as Keras's are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,39 @@ import tensorflow as tf
 from tfdist_ext.data.shards import Remainder, check_remainder
 from tfdist_ext.errors import DataError
 
-__all__ = ["batch_size_of", "check_padded", "one_at_least", "padded", "rows_between"]
+__all__ = [
+    "SHARED_TENSOR",
+    "batch_size_of",
+    "check_padded",
+    "checked_batch_size",
+    "named_parts",
+    "one_at_least",
+    "padded",
+    "rows_between",
+]
+
+# What to do with a tensor of a batch that has no row for each example.
+SHARED_TENSOR = (
+    "If all examples share a tensor, give it to the model instead, as a non-trainable weight of a"
+    ' layer: see "Tensors that all examples share" in docs/training.md.'
+)
+
+
+def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a batch, or their specs, by name: "x['a']", "y", "sample_weight"."""
+
+    def parts_of(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(part, Mapping | list | tuple):
+            items = part.items() if isinstance(part, Mapping) else enumerate(part)
+            for key, inner in items:
+                yield from parts_of(f"{name}[{key!r}]", inner)
+        elif getattr(part, "shape", None) is not None:
+            yield name, part
+
+    for name, part in zip(
+        ("x", "y", "sample_weight"), batch if isinstance(batch, tuple) else (batch,), strict=False
+    ):
+        yield from parts_of(name, part)
 
 
 def batch_size_of(batch: Any) -> tf.Tensor:
@@ -25,6 +58,51 @@ def batch_size_of(batch: Any) -> tf.Tensor:
     if isinstance(part, tf.RaggedTensor):
         return tf.cast(part.nrows(), tf.int64)
     return tf.shape(part, out_type=tf.int64)[0]
+
+
+def checked_batch_size(batch: Any, replicas: int) -> tf.Tensor:
+    """How many rows there are (int64); in a graph, which fails where tensors differ in them.
+
+    The message is that of a DataError: see `data_errors_as_raised`.
+    """
+    size = batch_size_of(batch)
+    names, tensors = zip(*named_parts(batch), strict=True)
+    static = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
+    if len(tensors) == 1 or (len(static) == 1 and None not in static):
+        return size
+    shapes = [_shape_of(tensor) for tensor in tensors]
+    rows = tf.stack([tf.concat([shape, [-1]], axis=0)[0] for shape in shapes])
+
+    def refuse() -> tf.Tensor:
+        last_first = rows[::-1]  # of two sizes that are as frequent, the targets' counts
+        frequency = tf.reduce_sum(tf.cast(last_first[:, None] == last_first, tf.int32), axis=1)
+        most = last_first[tf.argmax(frequency)]
+        other = tf.argmax(tf.cast(rows != most, tf.int32))
+        texts = [tf.strings.format("{}", shape, summarize=-1) for shape in shapes]
+        message = tf.strings.join(
+            [
+                "DataError: ",
+                tf.constant(names)[other],
+                " has shape ",
+                tf.strings.regex_replace(tf.stack(texts)[other], " ", ", "),
+                " in a batch of ",
+                tf.strings.as_string(most),
+                f" examples. A batch is split by rows over {replicas} replicas, so each of its"
+                f" tensors must have one row for each example. {SHARED_TENSOR}",
+            ]
+        )
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message])]):
+            return tf.identity(size)
+
+    return tf.cond(tf.reduce_all(rows == rows[0]), lambda: size, refuse)
+
+
+def _shape_of(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.bounding_shape(), tf.int64)
+    return tf.shape(tensor, out_type=tf.int64)
 
 
 def rows_between(batch: Any, low: Any, high: Any) -> Any:

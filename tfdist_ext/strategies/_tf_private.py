@@ -53,6 +53,7 @@ __all__ = [
     "unchanged_by_calls",
     "updating",
     "validate_colocated",
+    "with_metrics_per_replica",
     "with_own_reading",
     "with_scalar_conversions",
 ]
@@ -74,6 +75,7 @@ NAMES = PrivateNames(
         "distribute.distribute_utils.value_container": "the variable behind a copy",
         "distribute.mirrored_strategy.MirroredExtended": "strategies on StrategyTemplate",
         "distribute.ps_values.AggregatingVariable": "variables that replicas share",
+        "distribute.ps_values.CachingVariable": "counters on parameter servers",
         "distribute.values.DistributedVariable": "float() and int() of variables",
         "distribute.values.Mirrored": "values that are equal on all replicas",
         "distribute.values.MirroredVariable": "variables with copies",
@@ -99,16 +101,24 @@ NAMES = PrivateNames(
 
 @functools.cache
 def servers_extended(base: Any) -> Any:
-    """What ParameterServerStrategy does, with updates of variables in shards where the shards are.
+    """What ParameterServerStrategy does, with counters, and updates of shards where they are.
 
     Private because TensorFlow's own update asks a variable in shards for the one device that it is
-    on, and only `_update` can be replaced.
+    on, and only `_update` and `_create_variable` can be replaced.
 
     Args:
         base: the class of a ParameterServerStrategy's `extended`.
     """
 
     class ServersExtended(base):
+        def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
+            made = super()._create_variable(next_creator, **kwargs)
+            first_only = kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA
+            counts = _is_summed_on_read(kwargs) or (first_only and made.dtype.is_integer)
+            if counts and type(made) is NAMES("distribute.ps_values.CachingVariable"):
+                made.__class__ = _counter_class()
+            return made
+
         def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
             if not isinstance(var, server_variable_class()):
                 return super()._update(var, fn, args, kwargs, group)
@@ -123,6 +133,104 @@ def servers_extended(base: Any) -> Any:
             return results
 
     return ServersExtended
+
+
+@functools.cache
+def _counter_class() -> Any:
+    """A variable on a server: `assign(self + x)` in a graph adds x to what is there then.
+
+    Keras counts so in metrics and `optimizer.iterations`. Between the read and the assignment other
+    workers count, too. Private because its base is.
+    """
+    base: Any = NAMES("distribute.ps_values.CachingVariable")
+
+    class Counter(base):
+        _last_read: tf.Tensor | None = None
+
+        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                return super().assign(value, *args, **kwargs)
+            before = self._last_read
+            if before is None or before.graph is not tf.compat.v1.get_default_graph():
+                before = self.read_value()
+            self._last_read = None
+            change = tf.convert_to_tensor(value, self.dtype) - before
+            with tf.device(self.device):
+                return self.assign_add(change, *args, **kwargs)
+
+        def _read(self, value: tf.Tensor) -> tf.Tensor:
+            self._last_read = None if tf.executing_eagerly() else value
+            return value
+
+        def value(self) -> tf.Tensor:
+            return self._read(super().value())
+
+        def read_value(self) -> tf.Tensor:
+            return self._read(super().read_value())
+
+        def _dense_var_to_tensor(self, *args: Any, **kwargs: Any) -> tf.Tensor:
+            return self._read(super()._dense_var_to_tensor(*args, **kwargs))
+
+    return Counter
+
+
+def _is_summed_on_read(kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments of a metric's variable."""
+    on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+    return on_read and kwargs.get("aggregation") == tf.VariableAggregation.SUM
+
+
+def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    """The same CentralStorageStrategy, in which each replica counts in a metric's own copy.
+
+    Private because CentralStorageStrategy ignores `synchronization=ON_READ`, and only
+    `_create_variable` can be replaced. Keras adds to a metric by `assign(self + x)`: on one shared
+    variable, the old value counts once for each replica.
+    """
+    base: Any = type(strategy.extended)
+
+    class CentralStorageExtended(base):
+        def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
+            if not _is_summed_on_read(kwargs) or len(self.worker_devices) == 1:
+                return super()._create_variable(next_creator, **kwargs)
+            kwargs.pop("colocate_with", None)
+            copies: list[tf.Variable] = []
+            for device in self.worker_devices:
+                with across(device), outside_of_tapes():
+                    copies.append(next_creator(**kwargs))
+                kwargs["initial_value"] = lambda: tf.zeros(copies[0].shape, copies[0].dtype)
+            return _summed_variable_class()(strategy, copies, kwargs["aggregation"])
+
+    strategy.extended.__class__ = CentralStorageExtended
+    return strategy
+
+
+@functools.cache
+def _summed_variable_class() -> Any:
+    """A SyncOnReadVariable whose first copy takes the whole sum that is assigned or restored.
+
+    Private because its base is, which divides the sum by the number of copies: integers change.
+    """
+    base: Any = NAMES("distribute.values.SyncOnReadVariable")
+
+    class SummedVariable(base):
+        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+            with _inside(self._distribute_strategy):
+                if _saves_one_copy() or tf.distribute.get_replica_context() is not None:
+                    return super().assign(value, *args, **kwargs)
+                for copy in self.values:
+                    with tf.device(copy.device):
+                        copy.assign(value)
+                    value = tf.zeros(copy.shape, copy.dtype)
+                return self
+
+        def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+            return {"VARIABLE_VALUE": self._distribute_strategy.extended.read_var(self)}
+
+        def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> Any:
+            return self.assign(restored["VARIABLE_VALUE"])
+
+    return SummedVariable
 
 
 def with_scalar_conversions(variable: Any) -> Any:

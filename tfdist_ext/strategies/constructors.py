@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies._tf_private import with_metrics_per_replica
 from tfdist_ext.strategies.devices import make_logical_cpus, pick_devices
 from tfdist_ext.strategies.placed import PlacedStrategy
 
@@ -74,7 +75,11 @@ def central_storage(
     parameter_device: str = "CPU:0",
     logical_cpus: int | None = None,
 ) -> tf.distribute.Strategy:
-    """Variables on `parameter_device`, computing on `devices`."""
+    """Variables on `parameter_device`, computing on `devices`.
+
+    Variables with `synchronization=ON_READ`, as those of Keras metrics, have a copy on each of
+    `devices`.
+    """
     if not isinstance(parameter_device, str):
         raise StrategyError(
             "parameter_device of central_storage must be one name like 'CPU:0', got"
@@ -83,7 +88,8 @@ def central_storage(
     make_logical_cpus(logical_cpus)
     computing = pick_devices("central_storage", devices)
     keeping = pick_devices("central_storage", parameter_device, option="parameter_device")
-    return tf.distribute.experimental.CentralStorageStrategy(computing, keeping[0])
+    strategy = tf.distribute.experimental.CentralStorageStrategy(computing, keeping[0])
+    return with_metrics_per_replica(strategy)
 
 
 def placed(

@@ -148,6 +148,21 @@ def _place(path: str) -> tuple[type | types.ModuleType, str]:
     return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
+_VARIABLES = "tensorflow.python.ops.resource_variable_ops"
+
+
+# The methods that write a tf.Variable, beside `assign`.
+_WRITES = (
+    *("ResourceVariable.assign_add", "ResourceVariable.assign_sub"),
+    *("BaseResourceVariable._strided_slice_assign", "BaseResourceVariable.batch_scatter_update"),
+    *(
+        f"BaseResourceVariable.scatter_{how}"
+        for how in ("add", "div", "max", "min", "mul", "sub", "update")
+    ),
+    *(f"BaseResourceVariable.scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
+)
+
+
 REPLACED = (
     Replaced(
         "apply",
@@ -180,6 +195,17 @@ REPLACED = (
         "keras.src.losses.loss:reduce_weighted_values",
         "a loss over a part counts with the part's share of what the whole sums or divides by."
         " The public `Loss.__call__` tells neither the mask nor the divisor",
+    ),
+    Replaced(
+        "average_loss",
+        "tensorflow.python.ops.losses.util:check_per_example_loss_rank",
+        "`tf.nn.compute_average_loss` divides by the rows of the global batch. It calls this"
+        " function by whichever of its names a step calls it",
+    ),
+    Replaced(
+        "divide_average_loss",
+        "tensorflow.python.ops.math_ops:div_no_nan",
+        "the same: the division itself",
     ),
     Replaced(
         "added_loss",
@@ -321,6 +347,23 @@ REPLACED = (
         "variable_key",
         "keras:optimizers.Optimizer._var_key",
         "finds the slots of a shard, which are those of its variable",
+    ),
+    Replaced(
+        "write_variable",
+        f"{_VARIABLES}:ResourceVariable.assign",
+        "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
+    ),
+    *(Replaced("write_variable", f"{_VARIABLES}:{name}", "the same") for name in _WRITES),
+    Replaced(
+        "update_variable",
+        "tensorflow.python.distribute.values:MirroredVariable._update_replica",
+        "each replica writes its own copy: TensorFlow would make replicas meet, which it cannot in"
+        " a cond, and weighs them without regard to their rows",
+    ),
+    Replaced(
+        "update_variable",
+        "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
+        "an error names the variable that replicas share and each would write",
     ),
     Replaced(
         "collective_key",

@@ -12,8 +12,10 @@ agree on what there is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +28,17 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.order import Order, key_in_graph, sorted_at_random
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.pipelines import in_parallel
-from tfdist_ext.data.rows import batch_size_of, rows_between
+from tfdist_ext.data.pipelines import in_parallel, takes_elements
+from tfdist_ext.data.rows import (
+    SHARED_TENSOR,
+    batch_size_of,
+    checked_batch_size,
+    named_parts,
+    rows_between,
+)
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.errors import TrainingError
+from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.protocols import Reduction, Specs, Structure
@@ -42,6 +50,7 @@ __all__ = [
     "PartsOf",
     "batches_of_function",
     "check_says_nothing_else",
+    "explaining_shape_errors",
     "order_of_pass",
     "parts_of_dataset",
     "read",
@@ -71,6 +80,7 @@ def read(
     shuffle: bool | str = False,
     class_weight: dict[int, float] | None = None,
     seed: Callable[[], int] | None = None,
+    replicas: int = 1,
 ) -> GlobalBatches:
     """Read what `fit`, `evaluate` and `predict` take, as global batches.
 
@@ -85,6 +95,7 @@ def read(
             order of the examples within each batch, as Keras has it.
         seed: where that order starts, of data to train on; asked only when it is needed. Without
             it nothing is shuffled, an OrderedDataset neither, and its position is not used.
+        replicas: of all tasks; one gets batches as they are.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.
@@ -126,7 +137,7 @@ def read(
             arrays=arrays,
         )
     dataset = adapter.get_tf_dataset()
-    _check_batches(dataset.element_spec)
+    _check_batches(dataset.element_spec, replicas)
     hooks = adapter
     if shuffle and seed and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         dataset = _in_new_orders(x, dataset.element_spec, class_weight, seed())
@@ -234,23 +245,28 @@ def _spec_of_arrays(arrays: Structure) -> Specs:
     )
 
 
-def parts_of_dataset(dataset: tf.data.Dataset) -> PartsOf:
-    """The parts of a data set of global batches."""
+def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
+    """The parts of a data set of global batches.
+
+    Args:
+        readers: tasks; with several, each reads its own part of a global batch.
+    """
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        @tf.autograph.experimental.do_not_convert
-        def parts(*batch: Structure) -> tuple[Part, ...]:
-            whole = _plain(batch if len(batch) > 1 else batch[0])
-            size = batch_size_of(whole)
-            if replicas == 1:
+        def parts(batch: Structure) -> tuple[Part, ...]:
+            whole = _plain(batch)
+            if replicas * readers == 1:
+                size = batch_size_of(whole)
                 return ((size, size, whole),)
+            size = checked_batch_size(whole, replicas * readers)
             spans = [tf.unstack(each, local) for each in _spans(size, first, local, replicas)]
             return tuple(
                 (mine, size, rows_between(whole, low, high))
                 for mine, low, high in zip(*spans, strict=True)
             )
 
-        return dataset.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        of_batch = takes_elements(dataset, parts)
+        return dataset.map(of_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     return parts_of
 
@@ -274,23 +290,71 @@ def _spans(
     return high - low, low, tf.maximum(high, low + 1)
 
 
-def _check_batches(spec: Specs) -> None:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-    if all(getattr(part, "shape", None) is None for part in keras.tree.flatten(x)):
+def _check_batches(spec: Specs, replicas: int) -> None:
+    """
+    Raises:
+        TrainingError: no input, or tensors without a row for each example, as far as shapes tell.
+    """
+    x, *rest = keras.utils.unpack_x_y_sample_weight(spec)
+    shapes = dict(named_parts((x, *rest)))
+    if not any(name.startswith("x") for name in shapes):
         raise TrainingError(
             "each batch must begin with the model's input, got None: let the data yield x, (x, y)"
             " or (x, y, sample_weight)."
         )
-    shapes = [getattr(part, "shape", None) for part in keras.tree.flatten(spec)]
-    known = [shape for shape in shapes if shape is not None and shape.rank is not None]
-    single = any(shape.rank == 0 for shape in known)
-    rows = {shape[0] for shape in known if shape.rank and shape[0] is not None}
-    if single or len(rows) > 1:
+    known = {name: part.shape for name, part in shapes.items() if part.shape.rank is not None}
+    first = next(iter(shapes))
+    single = any(
+        shape.rank == 0 and (replicas > 1 or name == first or name[0] != "x")
+        for name, shape in known.items()
+    )
+    rows = {shape[0] for shape in known.values() if shape.rank and shape[0] is not None}
+    if single or (replicas > 1 and len(rows) > 1):
         found = "single values" if single else f"parts of {sorted(rows)} rows"
+        each = ", ".join(f"{name} of shape {list(shape)}" for name, shape in known.items())
         raise TrainingError(
-            f"the dataset must yield batches, got {found}: its element_spec is {spec}. Call"
-            " .batch(n) on it, n being the examples of a global batch."
+            f"the dataset must yield batches, got {found}: {each}. Call .batch(n) on it, n being"
+            f" the examples of a global batch. {SHARED_TENSOR}"
         )
+
+
+_SHAPES = re.compile(r".*(incompatible|must be equal|must match|broadcast).*", re.IGNORECASE)
+
+
+# What is around the sentence in that line: colors, names of operations, numbers of errors.
+_AROUND = re.compile(
+    r"\x1b\[\w*m|\{\{function_node [^}]*\}\}|\(\d+\) [A-Z_]+:| for '\{\{node.*| \[Op:.*"
+)
+
+
+@contextlib.contextmanager
+def explaining_shape_errors(spec_of_batch: Callable[[], Specs], replicas: int) -> Iterator[None]:
+    """Scope of steps: a shape error names the tensors whose other dimensions may be the batch's.
+
+    Raises:
+        TrainingError: a step failed on shapes that do not fit, and there are such tensors.
+    """
+    try:
+        yield
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        found = _SHAPES.search(getattr(error, "message", str(error)))
+        if replicas == 1 or isinstance(error, TfDistError) or found is None:
+            raise
+        named = [
+            f"{name} of shape {list(part.shape)}"
+            for name, part in named_parts(spec_of_batch())
+            if part.shape.rank and {None, part.shape[0]} & set(part.shape[1:])
+        ]
+        if not named:
+            raise
+        sentence = _AROUND.sub("", found[0]).strip(" .")
+        raise TrainingError(
+            f"a step failed because shapes do not fit: {sentence}. A batch is split by rows over"
+            f" {replicas} replicas, and only its first dimension is split. Another dimension of"
+            f" {', '.join(named)} may be the number of examples in the batch, as in a mask of"
+            " pairs of examples. If so, compute the tensor in the model, from the rows of the"
+            " batch; tfd.all_rows(x) gives the rows of all replicas."
+        ) from error
 
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
@@ -524,7 +588,7 @@ def batches_of_function(
         dataset = data.dataset(shard) if from_position else data.whole_epoch(shard)
         if shard.count == 1:
             return parts_of_dataset(dataset)(first, local, replicas)
-        return _then_nothing(dataset, local)
+        return _then_nothing(dataset, local, shard.count)
 
     epoch = data.position[0] if from_position else 0
     steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
@@ -555,7 +619,7 @@ def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int 
     return None if lengths.min() < 0 else int(lengths.max()), False
 
 
-def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
+def _then_nothing(dataset: tf.data.Dataset, local: int, readers: int) -> tf.data.Dataset:
     """Parts for the local replicas, and after the last batch parts of no rows, without an end.
 
     The tasks agree in each step on what there is; see `GlobalBatches`.
@@ -566,7 +630,7 @@ def _then_nothing(dataset: tf.data.Dataset, local: int) -> tf.data.Dataset:
             flag = tf.constant(is_real, tf.int64)
             return tuple((rows * flag, flag, batch) for rows, _, batch in parts)
 
-        return parts_of_dataset(batches)(0, local, local).map(of_parts)
+        return parts_of_dataset(batches, readers)(0, local, local).map(of_parts)
 
     one_row = tf.nest.map_structure(_one_row, dataset.element_spec)
     nothing = marked(tf.data.Dataset.from_tensors(one_row), 0)

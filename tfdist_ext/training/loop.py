@@ -33,7 +33,11 @@ from tfdist_ext.data.pipelines import data_errors_as_raised, without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
-from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
+from tfdist_ext.training.inputs import (
+    GlobalBatches,
+    explaining_shape_errors,
+    parts_of_dataset,
+)
 from tfdist_ext.training.protocols import (
     BatchIterator,
     BatchSource,
@@ -112,7 +116,10 @@ class Loop:
                 self._begin(data.completed + done)
                 peers.enters("steps")
                 started = time.perf_counter()
-                with peers.meeting(f"{where}steps after {done}"):
+                with (
+                    explaining_shape_errors(data.element_spec, self._reduction.replicas),
+                    peers.meeting(f"{where}steps after {done}"),
+                ):
                     result = program.run(data, n, seconds, told=peers.told_to_end)
                 seconds = time.perf_counter() - started
                 raise_if_interrupted()
@@ -210,9 +217,13 @@ class Epochs:
         """Examples in a global batch; None where only reading tells."""
         return self._batches.batch_size
 
+    def reset(self) -> None:
+        """Call the data's `on_epoch_end`, as Keras does before `fit` and before each `evaluate`."""
+        self._batches.on_epoch_end()
+
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
-        """The next epoch, between the data's own hooks."""
+        """The next epoch, begun with the data's own hook; `is_done` calls the one of its end."""
         in_pass = self._batches.steps
         known = in_pass is not None or self._batches.is_infinite
         completed, self._completed = self._completed, 0
@@ -228,10 +239,19 @@ class Epochs:
             counts_rows = batches.needs_row_count
             in_memory = None if batches.arrays is None else batches.batch_size
             yield Epoch(
-                self._iterator, steps, known, counts_rows, completed, batches.advance, in_memory
+                self._iterator,
+                steps,
+                known,
+                counts_rows,
+                completed,
+                batches.advance,
+                lambda: batches.element_spec,
+                in_memory,
             )
+        except BaseException:
+            batches.on_epoch_end()  # stops workers that read ahead
+            raise
         finally:
-            batches.on_epoch_end()
             if in_pass is not None:
                 self._position = after
 
@@ -300,6 +320,7 @@ class Epochs:
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
+        self.reset()
         if self._passes is not None:
             self._position = 0
             self._passes.restart()
@@ -312,8 +333,11 @@ class Epochs:
 
         Args:
             steps: that were done.
-            stopped: somebody told the training to stop while it ran.
+            stopped: somebody told the training to stop while it ran. Then the data's
+                `on_epoch_end` is not called, as in Keras.
         """
+        if not stopped:
+            self._batches.on_epoch_end()
         if epoch.steps is None or steps < epoch.steps:
             if not stopped:
                 self.ended_after(steps)
@@ -454,7 +478,10 @@ def predict(
             hooks.on_predict_batch_begin(done)
             engine.reduction.peers.enters("steps")
             try:
-                with engine.reduction.peers.meeting(f"batch {done}"):
+                with (
+                    explaining_shape_errors(data.element_spec, engine.reduction.replicas),
+                    engine.reduction.peers.meeting(f"batch {done}"),
+                ):
                     outputs = next(each)
             except StopIteration:
                 break

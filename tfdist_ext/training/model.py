@@ -245,6 +245,7 @@ class DistributedModel(SavingMixin):
         train = self._epochs(batches, steps_per_epoch, "fit")
         saved.check_position(train)
         self._build(batches, "train")
+        train.reset()
         validate = None
         if validation_data is not None:
             arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -533,8 +534,8 @@ class DistributedModel(SavingMixin):
         self._model.stop_evaluating = False
         metrics = self._model.metrics_variables if self._keeps_metrics else ()
         kept = [(variable, whole_value(variable)) for variable in metrics]
-        hooks.on_test_begin()
         epochs.rewind()
+        hooks.on_test_begin()
         with epochs.next() as data:
             loop = Loop(self._model, self._engine, hooks, "test", listener)
             logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)

@@ -382,6 +382,7 @@ class Epoch:
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         completed: global batches of the same epoch that are in the metrics already.
         advance: to be told how many batches were used, after each execution.
+        element_spec: gives the structure of a global batch.
         batch_size: examples of a global batch, of data that is in memory; else None.
     """
 
@@ -391,4 +392,5 @@ class Epoch:
     needs_row_count: bool
     completed: int
     advance: Callable[[int], None]
+    element_spec: Callable[[], Specs]
     batch_size: int | None = None

@@ -274,6 +274,7 @@ def _go_together(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
         and isinstance(b, tf.Tensor)
         and a.shape.rank > 0
         and a.shape[1:] == b.shape[1:]
+        and (a.shape[0], b.shape[0]) == (one[0].shape[0], other[0].shape[0])
         for a, b in zip(one, other, strict=True)
     )
 

@@ -33,6 +33,8 @@ from tfdist_ext.training._tf_private import gathered_values, is_recording
 from tfdist_ext.training.protocols import Structure
 from tfdist_ext.training.steps.replaced import not_called, substitutes
 from tfdist_ext.training.steps.rows import (
+    PLACING,
+    SCATTERING,
     BatchDependence,
     Gradient,
     RowTrace,
@@ -41,6 +43,7 @@ from tfdist_ext.training.steps.rows import (
     may_place_rows,
     places_rows,
     prepare_reduction,
+    sums_in_loss,
 )
 from tfdist_ext.training.steps.step_timer import ReplicaTimer
 from tfdist_ext.user_frames import filter_traceback, warn
@@ -182,8 +185,13 @@ class StepContext:
         except ValueError:  # a shape that cannot be with these numbers of rows
             return None
 
-    def check_written(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Raise TrainingError if rows of this part are written into a variable's rows."""
+    def check_written(
+        self, variable: keras.Variable | tf.Variable, value: Any, *, is_metric: bool = False
+    ) -> None:
+        """Raise TrainingError if rows of this part are written into a variable's rows.
+
+        A metric may add them to its rows: it is summed over replicas.
+        """
         if not self._is_traced_first() or not tf.is_symbolic_tensor(value):
             return
         if self._size is None and not may_place_rows(value):
@@ -191,12 +199,43 @@ class StepContext:
         trace = self.trace([value])
         if trace is None or trace.crosses_replicas:
             return
-        if (op := places_rows(trace.targets[0], trace.is_of_part)) is not None:
+        kinds = PLACING if is_metric else PLACING | SCATTERING
+        op = places_rows(trace.targets[0], trace.is_of_part, lambda op: op.type in kinds)
+        if op is not None:
+            raise self._rows_written(variable, op.type)
+
+    def check_places(self, variable: tf.Variable, places: Any, how: str) -> None:
+        """Raise TrainingError if the places that are written follow from this part's rows."""
+        if not self.dependence.is_equal(places):
+            raise self._rows_written(variable, how)
+
+    def _rows_written(self, variable: keras.Variable | tf.Variable, how: str) -> TrainingError:
+        return TrainingError(
+            f"what is assigned to {getattr(variable, 'path', variable.name)!r} must be the same on"
+            f" all {self.replicas} replicas, got rows of this replica's part of the batch (from"
+            f" {how}): each replica would write other rows. Use the rows of all replicas:"
+            " rows = tfd.all_rows(rows), and so for their indices, before they are put into"
+            f" {variable.name!r}."
+        )
+
+    def check_equal(self, variable: tf.Variable, values: Any) -> None:
+        """Raise TrainingError if a variable that has no mean gets a value of this part's rows."""
+        if not variable.dtype.is_floating and not self.dependence.is_equal(values):
             raise TrainingError(
-                f"what is assigned to {variable.path!r} must be the same on all {self.replicas}"
-                f" replicas, got rows of this replica's part of the batch (from {op.type}): each"
-                " replica would write other rows. Use the rows of all replicas:"
-                f" rows = tfd.all_rows(rows), before they are put into {variable.name!r}."
+                f"What is assigned to the variable {variable.name!r} ({variable.dtype.name}) must"
+                f" be the same on all {self.replicas} replicas, but it depends on the rows of this"
+                " replica's part of the batch. Compute it from the rows of all replicas, as"
+                " tf.shape(tfd.all_rows(x))[0], or count in a keras.metrics.Metric."
+            )
+
+    def check_aggregated(self, variable: tf.Variable) -> None:
+        """Raise TrainingError where replicas cannot meet to aggregate what they write."""
+        if current_graph() is not self._graph:
+            raise TrainingError(
+                f"The variable {variable.name!r} ({variable.aggregation.name}) is assigned inside a"
+                " tf.function, a cond or a loop of the step's own, where replicas cannot combine"
+                " their values. Assign it directly in the body of train_step or call, or create it"
+                " with self.add_weight(..., trainable=False)."
             )
 
     def _is_traced_first(self) -> bool:
@@ -219,6 +258,30 @@ class StepContext:
                 " device. Take one side from tfd.all_rows: logits ="
                 " tf.matmul(queries, tfd.all_rows(candidates), transpose_b=True)."
             )
+
+    def warn_of_sums(self, targets: Sequence[tf.Tensor]) -> None:
+        """Warn if a loss of one number is a sum over this part's rows, or a ratio of two."""
+        if self._size is not None or not self._is_traced_first():
+            return  # a known size may be the constant that a mean divides by
+        numbers = [each for each in targets if tf.is_symbolic_tensor(each) and not each.shape.rank]
+        for summed, is_ratio in (found for each in numbers for found in sums_in_loss(each)):
+            trace = self.trace([summed])
+            if trace is None or not trace.is_of_part(trace.targets[0]):
+                continue
+            what = (
+                "divides one sum over rows by another, as a masked mean does. Each of"
+                f" {self.replicas} replicas divides by the sum of its own rows, which is another"
+                " loss than on one device. Sum over the rows of all replicas:"
+                " losses, mask = tfd.all_rows((losses, mask))."
+                if is_ratio
+                else "is a sum over rows that is not divided by the rows at hand. A loss of one"
+                f" number counts as a mean over rows: on {self.replicas} replicas this one is too"
+                " small by that number. Use tf.reduce_mean(losses), or"
+                " tf.nn.compute_average_loss(losses, global_batch_size=...) for a constant size,"
+                " or leave one number for each row."
+            )
+            warn(f"the loss {what} See docs/exactness.md.")
+            return
 
     def may_have_rows(self, value: tf.Tensor) -> bool:
         """Whether it cannot be told: all numbers of rows may be in one dimension, of known size."""

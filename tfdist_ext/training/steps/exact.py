@@ -19,8 +19,9 @@ Elsewhere nothing is changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -43,7 +44,7 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
 )
 from tfdist_ext.training.steps.rows import Gradient, PreparedReduction, finished, prepare_reduction
-from tfdist_ext.training.steps.scope import ReplicaScope
+from tfdist_ext.training.steps.scope import ReplicaScope, shared_by_replicas
 from tfdist_ext.training.steps.step_timer import timestamp_after
 from tfdist_ext.training.variables import (
     LocalCopies,
@@ -78,6 +79,7 @@ def substitutes_of(
         "apply_gradients": _apply_gradients,
         "reduce_loss": _reduce_loss,
         "loss": _loss_of_batch,
+        "average_loss": _average_loss,
         "clear_losses": _clear_losses,
         "added_loss": _added_loss,
         "gradient": _gradient,
@@ -87,6 +89,9 @@ def substitutes_of(
         "gather": _gather,
         **RANDOM,
     }
+    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    if here.replicas > 1 and not on_tpu:  # copies cannot be had one by one there
+        functions.update(write_variable=_write_variable, update_variable=_update_variable)
     bound = {key: functools.partial(function, here) for key, function in functions.items()}
     taking = functools.partial(_take, here, take)
     return {**bound, "replicas": lambda original, strategy: 1, "take": taking}
@@ -116,6 +121,57 @@ def _gather(
     """`tf.gather`; of the rows of all replicas, where these are shuffled."""
     params = here.rows_at(params, indices, axis)
     return original(params, indices, validate_indices, axis, **named)
+
+
+def _write_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A method of a tf.Variable that writes one copy; Keras's variables do not come here."""
+    scope = kp.stateless_scope()
+    if isinstance(scope, ReplicaScope):
+        given, how = [*args, *named.values()], original.__name__
+        if isinstance(given[0], tf.IndexedSlices):
+            given[:1] = [given[0].indices, given[0].values]
+        if "scatter" in how or "slice" in how:
+            here.check_places(variable, given[0], how)
+        for value in given:
+            here.check_written(variable, value)
+        here.check_equal(variable, given)
+        scope.own.note_write(variable)
+    return original(variable, *args, **named)
+
+
+def _update_variable(
+    here: StepContext,
+    original: Callable[..., Any],
+    variable: tf.Variable,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """What a replica does to a tf.Variable that the strategy has made.
+
+    Where each replica has a copy, it writes that one. Where replicas share one they meet, as
+    TensorFlow does, if that gives the sum or the mean over all rows, or a counter.
+    """
+    aggregation, is_shared = variable.aggregation, hasattr(variable, "get")
+    sums = aggregation == tf.VariableAggregation.SUM
+    averages = aggregation == tf.VariableAggregation.MEAN
+    counts = not variable.dtype.is_floating and aggregation != tf.VariableAggregation.NONE
+    if sums or (is_shared and (averages or counts)):
+        here.check_aggregated(variable)
+        if averages:  # TensorFlow's is that of the replicas
+            value = here.contribution(tf.convert_to_tensor(args[0], variable.dtype))
+            args = (value * here.replicas, *args[1:])
+        return original(variable, *args, **named)
+    if is_shared:
+        raise shared_by_replicas(variable, here.local_replicas)
+    update, value = args
+    copies = tf.distribute.get_strategy().experimental_local_results(variable)
+    return update(copies[copy_number() % len(copies)], value, **named)
 
 
 def own_applies(model: keras.Model) -> list[Target]:
@@ -343,9 +399,12 @@ def _reduce_loss(
     if loss.shape.rank != 0:
         return loss  # not reduced here
     if values.shape.rank == 0:
-        if sample_weight is None or mask is not None or reduction == "mean_with_sample_weight":
+        if sample_weight is None or mask is not None:
             return loss
-        return _weighted_number(here, values, reduce(tf.ones_like(values)), reduction)
+        weights = reduce(tf.ones_like(values))
+        if reduction == "mean_with_sample_weight":
+            return values * weights  # and no ratio of sums, of which a warning would tell
+        return _weighted_number(here, values, weights, reduction)
     if reduction == "sum":
         if here.has_all_rows(values):
             return loss
@@ -390,6 +449,29 @@ def _loss_of_batch(
     if here.reduced_losses == before:
         raise not_called("reduce_loss")
     return value
+
+
+@contextlib.contextmanager
+def _average_loss(
+    here: StepContext, original: Callable[..., Any], losses: tf.Tensor
+) -> Iterator[None]:
+    """Scope of `tf.nn.compute_average_loss`, whose result is a mean over the rows at hand.
+
+    Given a `global_batch_size`, it divides the sum over the part by the rows of all parts.
+    """
+    is_mean = here.has_all_rows(losses)
+
+    def replicas(*_: Any) -> int:
+        nonlocal is_mean
+        is_mean = True  # no size was given: it divides by the rows at hand
+        return 1
+
+    def divide(original: Callable[..., tf.Tensor], total: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        loss = original(total, size)
+        return loss if is_mean else original(loss, here.batch_fraction(loss.dtype))
+
+    with original(losses), substitutes({"replicas": replicas, "divide_average_loss": divide}):
+        yield
 
 
 class _RatioOfSums(keras.losses.Loss):
@@ -466,6 +548,7 @@ def _gradient(
         sources = tf.nest.map_structure(scope.source_of, sources)
     targets = tf.nest.flatten(target)
     here.warn_of_rows_compared(targets)
+    here.warn_of_sums(targets)
     output_gradients = _of_sums(here, targets, output_gradients)
     # What a model's own tape gives is taken while the step's tape still records.
     of_step = here.keras_step and not is_recording()

@@ -21,7 +21,7 @@ one device: its slices are summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,6 +35,8 @@ __all__ = [
     "BATCH",
     "CONSTANT",
     "DISTINCT",
+    "PLACING",
+    "SCATTERING",
     "BatchDependence",
     "Gradient",
     "PreparedReduction",
@@ -44,6 +46,7 @@ __all__ = [
     "may_compare_rows",
     "places_rows",
     "prepare_reduction",
+    "sums_in_loss",
 ]
 
 
@@ -58,7 +61,7 @@ _OF_DISTINCT = {
 
 
 # Operations that put single rows into something without rows.
-_PLACING = {
+PLACING = {
     *("Concat", "ConcatV2", "DynamicStitch", "Pack", "Pad", "PadV2", "Reshape", "Unpack"),
     *("Gather", "GatherNd", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice"),
     *("TensorScatterUpdate", "TensorStridedSliceUpdate", "XlaDynamicUpdateSlice"),
@@ -66,12 +69,20 @@ _PLACING = {
 }
 
 
+# Operations that write or add rows where indices say: of a variable, other rows on each replica.
+# For a metric they are sums of rows, as others are.
+SCATTERING = {
+    *("ScatterNd", "SegmentMax", "SegmentMean", "SegmentMin", "SegmentSum", "SparseToDense"),
+    *("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub"),
+    *("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"),
+}
+
+
 # Operations behind which no single row is left: their result is a statistic of the rows.
 _REDUCING = {
     *("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum", "EuclideanNorm"),
     *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "L2Loss"),
-    *("Bincount", "DenseBincount", "ScatterNd", "TensorScatterAdd", "TensorScatterSub"),
-    *("SegmentSum", "SegmentMean", "UnsortedSegmentSum", "UnsortedSegmentMax", "Shape", "Size"),
+    *("Bincount", "DenseBincount", "Shape", "Size"),
 }
 
 
@@ -200,7 +211,7 @@ def may_place_rows(value: tf.Tensor) -> bool:
 def places_rows(
     value: tf.Tensor,
     has_rows: Callable[[tf.Tensor], bool],
-    places: Callable[[tf.Operation], bool] = lambda op: op.type in _PLACING,
+    places: Callable[[tf.Operation], bool],
 ) -> tf.Operation | None:
     """The operation by which single rows came into a tensor without rows, if there is one."""
     waiting, seen = [value], set()
@@ -231,6 +242,34 @@ def may_compare_rows(targets: Sequence[tf.Tensor], batch: Sequence[tf.Tensor]) -
         for op in found.operations
         for output in op.outputs
     )
+
+
+_ADDED = ("AddN", "AddV2", "Identity", "Neg", "Sub")
+_SCALED = ("DivNoNan", "Mul", "RealDiv")
+
+
+def sums_in_loss(target: tf.Tensor) -> Iterator[tuple[tf.Tensor, bool]]:
+    """The tensors whose plain sums are terms of a loss, times or over constants.
+
+    With each comes whether it is the divisor in a ratio of two sums or means.
+    """
+    waiting = [target]
+    while waiting:
+        op = waiting.pop().op
+        terms = [each for each in map(_before_casts, op.inputs) if each.op.type != "Const"]
+        is_ratio = [term.op.type in ("Mean", "Sum") for term in terms] == [True, True]
+        if op.type == "Sum":
+            yield op.inputs[0], False
+        elif op.type in _ADDED or (op.type in _SCALED and len(terms) == 1):
+            waiting += terms
+        elif op.type in ("DivNoNan", "RealDiv") and is_ratio:
+            yield terms[1].op.inputs[0], True
+
+
+def _before_casts(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Cast":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 class _Slice:

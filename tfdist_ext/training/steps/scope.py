@@ -38,7 +38,7 @@ from tfdist_ext.training.steps.context import (
     running_step,
 )
 from tfdist_ext.training.steps.logs import MetricVersions, metric_variables, metrics_of
-from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods
+from tfdist_ext.training.steps.replaced import StepRecord, redirect_methods, substitutes
 from tfdist_ext.training.variables import (
     ShardedRead,
     copies_per_worker,
@@ -60,6 +60,7 @@ __all__ = [
     "metric_variables_on_one_copy",
     "metrics_and_others",
     "rows_of_shared",
+    "shared_by_replicas",
     "taken_by",
 ]
 
@@ -97,13 +98,13 @@ class ReplicaScope(keras.StatelessScope):
         self.has_reset = False  # in this step
         self.results: list[tf.Tensor] = []  # what metrics returned in eager steps
         self._watched = {id(variable): number for number, variable in enumerate(watched)}
-        self._own = own or LocalVariables(tf.distribute.get_strategy(), 1)
+        self.own = own or LocalVariables(tf.distribute.get_strategy(), 1)
         self._apart: set[int] = set()  # watched variables whose value is in a variable beside them
         self._graph = current_graph()
         self._reads: dict[int, ShardedRead] = {}
         self.written_apart: set[int] = set()  # ids of others that were written, in no inner graph
         self.updated: set[int] = set()  # ids of the metrics' variables that were written
-        for variable in self._own.written.values():
+        for variable in self.own.written.values():
             # Not only when one is met: inner graphs of eager steps are traced in the first alone.
             self._move_to_own(variable)
 
@@ -111,7 +112,7 @@ class ReplicaScope(keras.StatelessScope):
         variable, value = update
         key = id(variable)
         if (here := current_step()) is not None:
-            here.check_written(variable, value)
+            here.check_written(variable, value, is_metric=key in self._metrics)
         if key in self._metrics:
             if self._in_inner_graph():
                 raise metric_in_inner_graph(variable)
@@ -123,7 +124,7 @@ class ReplicaScope(keras.StatelessScope):
             return
         if key in self._watched and self._in_inner_graph():
             self._move_to_own(variable)
-            self._own.write(variable, value)
+            self.own.write(variable, value)
             return
         self.written_apart.add(key)
         if key in self._watched and not variable.trainable:
@@ -141,7 +142,7 @@ class ReplicaScope(keras.StatelessScope):
             return self.state_mapping[key]
         # Never None: Keras reads regularized weights through the scope.
         if key in self._apart:
-            return self._own.of(variable)
+            return self.own.of(variable)
         raw = kp.raw_value(variable)
         if not is_partitioned(raw) or not variable.trainable:
             return raw
@@ -202,18 +203,22 @@ class ReplicaScope(keras.StatelessScope):
             `assign_written`, where the replica has not assigned it itself.
         """
         written = {
-            self._watched[key]: tf.convert_to_tensor(self._own.of(variable))
-            for key, variable in self._own.written.items()
+            self._watched[key]: tf.convert_to_tensor(self.own.of(variable))
+            for key, variable in self.own.written.items()
         }
         for key, number in self._watched.items():
             if key in self.state_mapping:
                 written[number] = self.state_mapping[key]
         if here is not None:
-            written = here.mean(written, dict(enumerate(self._others)))
-        for number in list(written) if self._own.assigned_by_replicas() else ():
+            users = dict(enumerate(self.own.of_users(), len(self._others)))
+            written |= {number: copy.read_value() for number, copy in users.items()}
+            written = here.mean(written, {**dict(enumerate(self._others)), **users})
+            for number, copy in users.items():
+                copy.assign(written.pop(number), read_value=False)
+        for number in list(written) if self.own.assigned_by_replicas() else ():
             variable = self._others[number]
-            if not self._own.is_apart(variable):
-                copy = self._own.of(variable)
+            if not self.own.is_apart(variable):
+                copy = self.own.of(variable)
                 copy.assign(tf.cast(written.pop(number), copy.dtype), read_value=False)
         return {str(number): value for number, value in written.items()}
 
@@ -224,13 +229,13 @@ class ReplicaScope(keras.StatelessScope):
         """See to it that the replica's own copy has the value that is current before this graph."""
         key = id(variable)
         collected = self.state_mapping.pop(key, None)
-        is_apart = self._own.is_apart(variable)
+        is_apart = self.own.is_apart(variable)
         if collected is not None or (is_apart and key not in self._apart):
             with outside_of_inner_graphs(self._graph):
                 value = kp.raw_value(variable) if collected is None else collected
-                self._own.of(variable).assign(value)
+                _assign(self.own.of(variable), value)
         if collected is not None:
-            self._own.written[key] = variable
+            self.own.written[key] = variable
         if is_apart:
             self._apart.add(key)
 
@@ -242,9 +247,9 @@ class ReplicaScope(keras.StatelessScope):
             value = here.mean({0: value}, {0: variable})[0]
         raw = kp.raw_value(variable)
         if isinstance(raw, tf.distribute.DistributedValues) or not hasattr(raw, "get"):
-            raw.assign(tf.cast(value, raw.dtype))
+            _assign(raw, value)
         else:  # the one copy of all replicas, in a wrapper that asks how they combine
-            raw.get().assign(tf.cast(value, raw.dtype))
+            _assign(raw.get(), value)
 
 
 class LocalVariables:
@@ -257,9 +262,11 @@ class LocalVariables:
     def __init__(self, strategy: tf.distribute.Strategy, local_replicas: int):
         self._strategy = strategy
         self._local_replicas = local_replicas
-        self._beside: dict[int, list[tf.Variable]] = {}
+        self._beside: dict[int, Sequence[tf.Variable]] = {}
         # By id, the variables that steps write in inner graphs.
         self.written: dict[int, keras.Variable] = {}
+        # By id of the first copy, the copies of each tf.Variable of the user's that steps write.
+        self._of_users: dict[int, Sequence[tf.Variable]] = {}
 
     def is_apart(self, variable: keras.Variable) -> bool:
         """Whether the replica's copy is another variable than the one that steps start from."""
@@ -279,11 +286,33 @@ class LocalVariables:
             return local_copy(variable, self._strategy, number)
         return self._apart(variable)[number]
 
-    def copies(self) -> list[list[tf.Variable]]:
+    def copies(self) -> list[Sequence[tf.Variable]]:
         """Those that are other variables than the model's, for each replica."""
-        return list(self._beside.values())
+        return [*self._beside.values(), *self._of_users.values()]
 
-    def _apart(self, variable: keras.Variable) -> list[tf.Variable]:
+    def note_write(self, variable: tf.Variable) -> None:
+        """Note that the replica writes its copy of a tf.Variable of the user's.
+
+        Raises:
+            TrainingError: it is the copy of all replicas of this worker.
+        """
+        if any(variable.handle is copy.handle for each in self._of_users.values() for copy in each):
+            return
+        container = self._strategy.extended.value_container(variable)
+        if getattr(container, "synchronization", None) == tf.VariableSynchronization.ON_READ:
+            return
+        copies = self._strategy.experimental_local_results(container)
+        if len(copies) < self._local_replicas:
+            raise shared_by_replicas(variable, self._local_replicas)
+        self._of_users[id(copies[0])] = copies
+
+    def of_users(self) -> list[tf.Variable]:
+        """The running replica's copies of the user's floating variables that steps write."""
+        number = copy_number() % self._local_replicas if self._of_users else 0
+        copies = [copies[number] for copies in self._of_users.values()]
+        return [copy for copy in copies if copy.dtype.is_floating]
+
+    def _apart(self, variable: keras.Variable) -> Sequence[tf.Variable]:
         if id(variable) not in self._beside:
             new = [outside_of_scopes(_like, variable) for _ in range(self._local_replicas)]
             # Replicas run in threads.
@@ -304,8 +333,7 @@ class LocalVariables:
                 " of it. Move it (tf.where chooses a value without a cond), or create the variable"
                 " with trainable=False."
             )
-        copy = self.of(variable)
-        copy.assign(tf.cast(value, copy.dtype))
+        _assign(self.of(variable), value)
         self.written[id(variable)] = variable
 
     def _is_shared(self, variable: keras.Variable) -> bool:
@@ -313,6 +341,21 @@ class LocalVariables:
         if self._local_replicas == 1 or isinstance(self._strategy, tf.distribute.TPUStrategy):
             return False
         return copies_per_worker(variable, self._strategy) < self._local_replicas
+
+
+def shared_by_replicas(variable: tf.Variable, replicas: int) -> TrainingError:
+    """The error of a tf.Variable that each replica would write, and of which there is one copy."""
+    return TrainingError(
+        f"The variable {variable.name!r} of shape {variable.shape} is assigned in a step, and the"
+        f" {replicas} replicas of this process share one copy of it: each would write its own"
+        " value. Create it with self.add_weight(..., trainable=False) in a layer or model: what a"
+        " step assigns to that is averaged over all rows."
+    )
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    with substitutes(None):  # it is no variable of the user's
+        variable.assign(tf.cast(value, variable.dtype))
 
 
 def _like(variable: keras.Variable) -> tf.Variable:

@@ -51,7 +51,7 @@ class SynchronousEngine(EngineBase[SynchronousReduction]):
             check_equal_positions(self.reduction, data[0])
         if isinstance(data[0], FunctionDataset):
             return batches_of_function(data[0], self.reduction, *data[1:], **options)
-        return read(*data, **options)
+        return read(*data, **options, replicas=self.reduction.replicas)
 
     def state_is_restored(self) -> None:
         self._seeds.forget()

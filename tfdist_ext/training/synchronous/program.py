@@ -340,6 +340,7 @@ class SynchronousProgram(ProgramBase):
                 batch_size=self._batch_size,
             )
         with (
+            tf.name_scope(""),  # a summary's tag would begin with "while/"
             running_step(here),
             _recording(here, self._model),
             ReplicaScope(zip(self._metrics, before, strict=True), self._others, self._own) as scope,
