@@ -131,9 +131,10 @@ class _Channel:
         return text
 
     def _line(self, text: str) -> str:
-        self.last_lines.append(text)
         self.blame = blame_in(text) or self.blame
         self.traceback.feed(text)
+        if not self.traceback.in_own_frame:
+            self.last_lines.append(text)
         return f"{self.prefix}{text}\n"
 
     def _keep(self, data: bytes) -> None:

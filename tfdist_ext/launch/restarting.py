@@ -237,7 +237,7 @@ class _History:
         """Take note of the end of a start; whether there is another one."""
         self._add(
             result.exit_status,
-            result.blamed if result.lost else result.failed_task,
+            result.failed_task,
             result.raised,
             time.monotonic() - self._since,
             lost=result.lost,
@@ -261,7 +261,7 @@ class _History:
                 seconds=seconds,
                 failed=self._number_of(task),
                 # An exit code of the script's own is no exception, whatever it has shown before.
-                raised=raised if status == 1 and not how.get("lost") else "",
+                raised=raised if status == 1 else "",
                 **how,
             )
         )
