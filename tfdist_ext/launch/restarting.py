@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.command_line import COMMAND, LAST_CHECKPOINT, STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import FAILED, outcome_of
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
@@ -78,7 +79,10 @@ def run_with_restarts(
     """
     began = time.monotonic()
     machines = ThisMachine() if machines is None else machines
-    history = _History(policy, machines.report)
+    speaks = policy.max_restarts and not env.get(STARTS_AGAIN)  # else a scheduler may start it
+    history = _History(policy, machines.report, env[COMMAND] if speaks else "")
+    if policy.max_restarts:
+        env = {**env, STARTS_AGAIN: "1"}
     stop = StopSignals(limits.preemption_signal) if stop is None else stop
     (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
@@ -193,14 +197,18 @@ class _History:
         past: the ends that count for what follows: those of starts, and of tasks that were
             replaced in one.
         starts: what is written of each start.
+
+    Args:
+        command: how a person starts the run again, to be said at its end; "": nothing is said.
     """
 
-    def __init__(self, policy: RestartPolicy, report: TextIO) -> None:
+    def __init__(self, policy: RestartPolicy, report: TextIO, command: str) -> None:
         self._report = Printer(report)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
         self.starts: list[dict[str, Any]] = []
         self._policy = policy
+        self._command = command
         self._since = 0.0
         self._gone: set[int] = set()  # left out while the others went on
 
@@ -249,6 +257,13 @@ class _History:
         if following.why:
             self.say(following.why)
         if following.workers is None:
+            said = (line for lines in result.last_lines.values() for line in lines)
+            if (
+                self._command
+                and result.exit_status
+                and any(LAST_CHECKPOINT in line for line in said)
+            ):
+                self.say(f"to resume from the last checkpoint, run again: {self._command}")
             return False
         self.workers = following.workers
         return True

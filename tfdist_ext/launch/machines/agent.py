@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.command_line import STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.machines.connection import Link, Message
 from tfdist_ext.launch.machines.rendezvous import Endpoint, join
@@ -176,6 +177,7 @@ class _Work:
             RESTARTS: str(start),
             GRACE: f"{self._limits.grace:g}",
             PREEMPTION_SIGNAL: self._stop.preemption.name,
+            **({STARTS_AGAIN: "1"} if self._node.restarts else {}),
         }
         color = wants_color(stream, self._node.env)
         pump = OutputPump(Printer(stream), names, color=color, report=self._report)
