@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
 
 __all__ = ["add_env_options", "relevant_variables", "run_env_command"]
 
@@ -29,17 +30,18 @@ _SECRET = re.compile(
 
 
 def add_env_options(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Declare the options of `tfdist env`."""
+    add_raw_option(parser)
 
 
-def run_env_command(_: argparse.Namespace, __: list[str]) -> int:
+def run_env_command(options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     env = dict(os.environ)  # TensorFlow adds to it
-    for title, lines in _sections(env):
-        print(title)
-        for line in lines:
-            print(f"  {line}")
+    with without_startup_noise(raw=options.raw):
+        for title, lines in _sections(env):
+            print(title)
+            for line in lines:
+                print(f"  {line}")
     return 0
 
 

@@ -49,6 +49,30 @@ def test_log_files_hold_every_byte(run_tasks, tmp_path):
     assert (logs / "worker-1.log").read_bytes() == b"one\n"
 
 
+BAR = (  # as Keras writes it
+    r"printf '\033[1m1/2\033[0m \033[32m--\033[0m\b\b\b\r';"
+    r"printf '\b\b\b\r\033[1m2/2\033[0m done\n'; exit 3"
+)
+
+
+def test_codes_for_terminals_reach_no_file(run_tasks, tmp_path):
+    ran = run_tasks({"worker:0": BAR}, log_dir=tmp_path)
+    assert ran.lines("worker:0") == ["1/2 --", "2/2 done"]
+    assert ran.result.last_lines["worker:0"] == ("1/2 --", "2/2 done")
+    assert (tmp_path / "worker-0.log").read_bytes() == b"1/2 --\r\r2/2 done\n"
+    raw = run_tasks({"worker:0": BAR}, log_dir=tmp_path, raw=True)
+    assert raw.lines("worker:0")[-1] == "\x1b[1m2/2\x1b[0m done"
+    assert b"\x1b[32m--\x1b[0m\b\b\b\r\b\b\b\r" in (tmp_path / "worker-0.log").read_bytes()
+    assert raw.result.last_lines["worker:0"][-1] == "2/2 done"
+
+
+def test_codes_for_terminals_reach_a_terminal(run_tasks, monkeypatch):
+    monkeypatch.setattr("tfdist_ext.launch.run.wants_color", lambda stream, env: True)
+    ran = run_tasks({"worker:0": BAR})
+    assert "\x1b[1m2/2\x1b[0m done\n" in ran.out
+    assert ran.err.count("\x1b") == 0
+
+
 def test_a_last_line_without_newline_is_shown(run_tasks):
     assert run_tasks({"worker:0": "echo a; printf half"}).lines("worker:0") == ["a", "half"]
 

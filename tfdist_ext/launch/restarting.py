@@ -44,13 +44,14 @@ Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[La
 
 @dataclass(frozen=True)
 class Limits:
-    """How a run is ended; see `run_plan`. `timeout` is that of all starts together."""
+    """How a run is ended and shown; see `run_plan`. `timeout` is that of all starts together."""
 
     grace: float = 30.0
     linger: float = 5.0
     timeout: float | None = None
     stall_timeout: float = 0.0
     preemption_signal: signal.Signals = signal.SIGTERM
+    raw: bool = False
 
 
 def run_with_restarts(
@@ -123,6 +124,7 @@ def _until_the_end(
                     stop=stop,
                     replaces=history.replaces,
                     grows=machines.all_there,
+                    raw=limits.raw,
                     with_others=functools.partial(machines.with_others, start=number),
                 )
         except MachineLostError:

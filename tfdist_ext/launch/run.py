@@ -90,6 +90,7 @@ def run_plan(
     replaces: Replaces | None = None,
     grows: Callable[[], bool] = lambda: True,
     with_others: Callable[[LocalTasks], TaskSet[Any]] = lambda local: local,
+    raw: bool = False,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -114,6 +115,8 @@ def run_plan(
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
         grows: whether that is of use then; if not, it is asked again after as many seconds.
         with_others: adds the tasks of other machines to those of this one, whose number is 0.
+        raw: shows all that tasks write: also what TensorFlow writes at every start, and codes for
+            terminals where the stream is none.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
@@ -132,7 +135,8 @@ def run_plan(
     stream = sys.stdout if stream is None else stream
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
-    pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
+    color = wants_color(stream, env)
+    pump = OutputPump(Printer(stream), names, color=color, report=reporter, raw=raw)
     tasks = with_others(LocalTasks(env, pump, stall_timeout))
     run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces, grows)
     with stop.handled() if own else contextlib.nullcontext():

@@ -180,7 +180,9 @@ class _Work:
             **({STARTS_AGAIN: "1"} if self._node.restarts else {}),
         }
         color = wants_color(stream, self._node.env)
-        pump = OutputPump(Printer(stream), names, color=color, report=self._report)
+        pump = OutputPump(
+            Printer(stream), names, color=color, report=self._report, raw=self._limits.raw
+        )
         self._tasks = LocalTasks(env, pump, self._limits.stall_timeout)
         folder = folder_of(self._node.log_dir, start)
         try:
