@@ -270,6 +270,7 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         stall_timeout(env),
         options.preemption_signal,
         options.raw,
+        say_started=True,
     )
     run = _Run(options, command, env, layout, shares, policy, limits)
     if options.dry_run:

@@ -52,6 +52,7 @@ class Limits:
     stall_timeout: float = 0.0
     preemption_signal: signal.Signals = signal.SIGTERM
     raw: bool = False
+    say_started: bool = False
 
 
 def run_with_restarts(
@@ -125,6 +126,7 @@ def _until_the_end(
                     replaces=history.replaces,
                     grows=machines.all_there,
                     raw=limits.raw,
+                    say_started=limits.say_started,
                     with_others=functools.partial(machines.with_others, start=number),
                 )
         except MachineLostError:

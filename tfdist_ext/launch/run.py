@@ -91,6 +91,7 @@ def run_plan(
     grows: Callable[[], bool] = lambda: True,
     with_others: Callable[[LocalTasks], TaskSet[Any]] = lambda local: local,
     raw: bool = False,
+    say_started: bool = False,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -117,6 +118,7 @@ def run_plan(
         with_others: adds the tasks of other machines to those of this one, whose number is 0.
         raw: shows all that tasks write: also what TensorFlow writes at every start, and codes for
             terminals where the stream is none.
+        say_started: names each task that starts, with its pid, on standard error.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
@@ -137,7 +139,7 @@ def run_plan(
     names = [task.name for task in plan.tasks]
     color = wants_color(stream, env)
     pump = OutputPump(Printer(stream), names, color=color, report=reporter, raw=raw)
-    tasks = with_others(LocalTasks(env, pump, stall_timeout))
+    tasks = with_others(LocalTasks(env, pump, stall_timeout, say_started=say_started))
     run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces, grows)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()

@@ -183,7 +183,8 @@ class _Work:
         pump = OutputPump(
             Printer(stream), names, color=color, report=self._report, raw=self._limits.raw
         )
-        self._tasks = LocalTasks(env, pump, self._limits.stall_timeout)
+        limits = self._limits
+        self._tasks = LocalTasks(env, pump, limits.stall_timeout, say_started=limits.say_started)
         folder = folder_of(self._node.log_dir, start)
         try:
             plans = [self._plan(told, folder) for told in tasks]
