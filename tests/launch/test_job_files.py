@@ -114,7 +114,7 @@ def test_the_script_says_what_the_file_says(tmp_path: Path) -> None:
             "exclusive",
         )
     }
-    assert "module load cuda\nexport NCCL_DEBUG=WARN\n" in script
+    assert "module load cuda\nexport TFDIST_STARTS_AGAIN=1\nexport NCCL_DEBUG=WARN\n" in script
     assert (
         "tfdist run --slurm --workers-per-node 4 --ps 2 --evaluator --max-restarts 5"
         " --min-workers 6 --grace 120 \\\n  -- python train.py --name 'two words' &\n" in script

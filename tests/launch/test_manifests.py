@@ -72,6 +72,7 @@ def test_workers_alone_are_an_indexed_job(tmp_path: Path) -> None:
     env = {each["name"]: each["value"] for each in container["env"]}
     assert env["TFDIST_JOB_SIZE"] == "3"
     assert env["TFDIST_JOB_SERVICE"] == "job"
+    assert env["TFDIST_STARTS_AGAIN"] == "1"
     assert pod["terminationGracePeriodSeconds"] > int(env["TFDIST_GRACE"]) == 90
     assert not {"livenessProbe", "readinessProbe", "startupProbe"} & container.keys()
 

@@ -110,13 +110,14 @@ def test_the_table() -> None:
         "322 variables, 28.23 GiB with optimizer slots, on 3 ps tasks, placed by policy balanced",
         "ps 0  9.41 GiB    1.000",
         "18.63 GiB",  # the budget
-        "imbalance 1.000 (fullest over mean bytes); no placement is below 1.000",
+        "imbalance 1.000 (fullest over mean bytes)\n",  # rules may forbid less
         "b                           (20000000, 250)     18.63 GiB  2 pieces: ps 1, 2",
         "a                           (10000000, 250)      9.31 GiB  ps 0",
         "conv1_.*  sharded(1)  6 variables",
         "a         task 0      1 variable",
     ):
         assert line in text
+    assert "no placement is below" not in text
     small = [VariableSpec("t", (8,)), VariableSpec("w", (4,))]
     lines = str(plan(small, 2, rules={"t": "sharded(2)", "w": "task 1"})).splitlines()
     assert lines[2].split() == ["bytes", "of", "mean", "variables", "shards"]
@@ -289,7 +290,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlacementError, match=r"matplotlib must be installed .*tfdist_ext\[plot\]"):
+    with pytest.raises(PlacementError, match=r"install matplotlib\.$"):
         plan([VariableSpec("a", (4, 4))], 2).save_picture(tmp_path / "plan.svg")
     assert not (tmp_path / "plan.svg").exists()
 

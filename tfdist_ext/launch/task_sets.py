@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from tfdist_ext.launch.output import OutputPump
+from tfdist_ext.launch.output import OutputPump, Printer
 from tfdist_ext.launch.plan import TaskPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
 from tfdist_ext.launch.report import Blame
@@ -109,12 +110,21 @@ class LocalTasks:
         env: what their environment starts from.
         pump: reads their output.
         stall_timeout: seconds after which a task that is stopped is killed; 0: never.
+        say_started: whether each task that starts is named on standard error, with its pid.
     """
 
-    def __init__(self, env: Mapping[str, str], pump: OutputPump, stall_timeout: float = 0.0):
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        pump: OutputPump,
+        stall_timeout: float = 0.0,
+        *,
+        say_started: bool = False,
+    ) -> None:
         self._processes = ProcessSet(env)
         self._pump = pump
         self._stall_timeout = stall_timeout
+        self._stderr = Printer(sys.stderr) if say_started else None  # of this machine
         self._tell: Ended = lambda task, code: None
 
     @property
@@ -124,8 +134,7 @@ class LocalTasks:
     def start(self, plans: Sequence[TaskPlan], ended: Ended) -> None:
         self._tell = ended
         for plan in plans:
-            task = self._processes.start(plan)
-            self._pump.add(task.name, task.output, plan.log_file)
+            self._add(self._processes.start(plan))
         self._pump.start()
         for task in self._processes.tasks:
             task.watch(self._ended)
@@ -134,8 +143,13 @@ class LocalTasks:
 
     def start_again(self, task: TaskProcess) -> None:
         again = self._processes.start_again(task)
-        self._pump.add(again.name, again.output, again.plan.log_file)
+        self._add(again)
         again.watch(self._ended)
+
+    def _add(self, task: TaskProcess) -> None:
+        self._pump.add(task.name, task.output, task.plan.log_file)
+        if self._stderr is not None:
+            self._stderr.write(f"tfdist: {task.name} started, pid {task.pid}\n")
 
     def _ended(self, task: TaskProcess, code: int) -> None:
         # A task is over when its first process is; what that leaves behind has no master.

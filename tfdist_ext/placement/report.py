@@ -94,11 +94,11 @@ def fullest_and_emptiest(plan: PlacementPlan, each: int) -> list[int]:
 
 
 def _balance(plan: PlacementPlan) -> str:
-    at_bound = plan.imbalance <= 1.01 * plan.lower_bound and plan.lower_bound > 1.01
-    text = (
-        f"imbalance {plan.imbalance:.3f} (fullest over mean bytes);"
-        f"{' as good as it gets:' * at_bound} no placement is below {plan.lower_bound:.3f}"
-    )
+    text = f"imbalance {plan.imbalance:.3f} (fullest over mean bytes)"
+    if not plan.fixed:  # the bound is not known where rules leave less freedom
+        at_bound = plan.imbalance <= 1.01 * plan.lower_bound and plan.lower_bound > 1.01
+        best = " as good as it gets:" * at_bound
+        text += f";{best} no placement is below {plan.lower_bound:.3f}"
     if any(plan.load_by_task):
         text += f"\nimbalance of load {plan.load_imbalance:.3f}"
     return text

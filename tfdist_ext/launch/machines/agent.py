@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.command_line import STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTION_SIGNAL, RESTART
 from tfdist_ext.launch.machines.connection import Link, Message
 from tfdist_ext.launch.machines.rendezvous import Endpoint, join
@@ -176,10 +177,14 @@ class _Work:
             RESTARTS: str(start),
             GRACE: f"{self._limits.grace:g}",
             PREEMPTION_SIGNAL: self._stop.preemption.name,
+            **({STARTS_AGAIN: "1"} if self._node.restarts else {}),
         }
         color = wants_color(stream, self._node.env)
-        pump = OutputPump(Printer(stream), names, color=color, report=self._report)
-        self._tasks = LocalTasks(env, pump, self._limits.stall_timeout)
+        pump = OutputPump(
+            Printer(stream), names, color=color, report=self._report, raw=self._limits.raw
+        )
+        limits = self._limits
+        self._tasks = LocalTasks(env, pump, limits.stall_timeout, say_started=limits.say_started)
         folder = folder_of(self._node.log_dir, start)
         try:
             plans = [self._plan(told, folder) for told in tasks]

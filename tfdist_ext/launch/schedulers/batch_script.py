@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from tfdist_ext.launch.command_line import STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import PREEMPTED, RESTART
 from tfdist_ext.launch.schedulers.job_file import Job, check_table
 
@@ -53,7 +54,8 @@ def batch_script(job: Job, where: str = "job.toml") -> str:
             directives[_NAMES.get(key, key)] = values[key]
     lines = [f"#SBATCH --{name}{'' if v is None else f'={v}'}" for name, v in directives.items()]
     lines += [f"#SBATCH {option}" for option in values["options"]]
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
+    env = {STARTS_AGAIN: "1", **job.env}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     return _SCRIPT.format(
         directives="\n".join(lines),
         setup="\n".join(["", *values["setup"], *exports]),

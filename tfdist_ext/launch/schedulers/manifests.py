@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.command_line import STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import GRACE, PREEMPTED, RESTART
 from tfdist_ext.launch.plan import tasks_of
 from tfdist_ext.launch.schedulers.job_file import Job, check_table
@@ -226,6 +227,8 @@ class _Build:
     def _container(self, role: str) -> Manifest:
         job, settings = self.job_file, self.settings
         env = {"PYTHONUNBUFFERED": "1", GRACE: str(job.grace)}
+        if job.max_restarts:
+            env[STARTS_AGAIN] = "1"
         if self.is_jobset:
             tasks = ",".join(f"{each}={count}" for each, count in self.counts.items())
             env["TFDIST_JOBSET_TASKS"] = tasks
