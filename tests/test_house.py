@@ -276,6 +276,12 @@ def is_live(value: object) -> bool:
     return hasattr(value, "__dict__") and not of_source and repr(value) != "<factory>"
 
 
+def test_no_message_says_to_install_this_package_by_name() -> None:
+    """The package is on no index: whoever registers the name there would be installed."""
+    by_name = re.compile(r"tfdist[_-]ext\[|pip install \W?tfdist")
+    assert [path for path in MODULES if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_warnings_point_at_the_users_line(path: Path) -> None:
     assert "warnings.warn(" not in path.read_text(), "call tfdist_ext.user_frames.warn"

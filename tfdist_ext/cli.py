@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,7 +32,15 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are of the same kind as all others: one sentence, and what to do."""
 
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}; see {self.prog} --help")
+        hint = ""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            hint = _did_you_mean(found[1], re.findall(r"[\w-]+", found[2]))
+        raise LaunchError(f"{message}; see {self.prog} --help{hint}")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f". Did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,11 @@ def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bo
             f"the command to run must stand after --, got {unknown[0]!r} without it; write: tfdist"
             f" {name} [options] -- {' '.join(unknown)}"
         )
-    raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help")
+    parser = _Parser()
+    command.add_options(parser)
+    options = [option for action in parser._actions for option in action.option_strings]
+    hint = _did_you_mean(unknown[0].partition("=")[0], options)
+    raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help{hint}")
 
 
 def _parser() -> _Parser:

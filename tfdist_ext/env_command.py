@@ -14,13 +14,25 @@ from importlib import metadata
 from pathlib import Path
 
 from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
 
 __all__ = ["add_env_options", "relevant_variables", "run_env_command"]
 
 _PACKAGES = ("tfdist_ext", "tensorflow", "keras", "numpy", "h5py", "protobuf", "grpcio")
+# Other programs have variables of these prefixes, too, as Terraform has TF_CLI_CONFIG_FILE.
 _RELEVANT = re.compile(
-    r"TF_|TFDIST_|KERAS_|CUDA_|NCCL_|XLA_|GRPC_|OMP_|TPU_|SLURM_(JOB|STEP|PROC|NTASKS|NODE|GPU)"
-    r"|OMPI_COMM|SM_|JOB_COMPLETION_INDEX|KUBERNETES_SERVICE_HOST|LD_LIBRARY_PATH"
+    r"TF_(CONFIG|CPP_(MIN_LOG|MAX_VLOG)_LEVEL|CPP_VMODULE|NUM_INT(RA|ER)OP_THREADS|XLA_FLAGS"
+    r"|ENABLE_ONEDNN_OPTS|USE_LEGACY_KERAS|FORCE_(GPU_ALLOW_GROWTH|UNIFIED_MEMORY)"
+    r"|GPU_(ALLOCATOR|THREAD_MODE|THREAD_COUNT)|DETERMINISTIC_OPS|CUDNN_(DETERMINISTIC|USE_AUTOTUNE)"
+    r"|PSS?_\w+|COORDINATOR_\w+|GRPC_\w+|PLUGGABLE_DEVICE_LIBRARY_PATH)"
+    r"|KERAS_(BACKEND|HOME|MAX_EPOCHS|MAX_STEPS_PER_EPOCH|DISTRIBUTION_\w+)"
+    r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|MODULE_LOADING|HOME|PATH)"
+    r"|XLA_FLAGS|OMP_(NUM_THREADS|PROC_BIND|PLACES)"
+    r"|GRPC_(VERBOSITY|TRACE|POLL_STRATEGY|DNS_RESOLVER|ENABLE_FORK_SUPPORT|FAIL_FAST)"
+    r"|TPU_(NAME|PROJECT|ZONE|WORKER_ID|WORKER_HOSTNAMES|ACCELERATOR_TYPE)"
+    r"|SLURM_(JOB|STEP|PROC|NTASKS|NODE|GPU|LOCALID|GTIDS|DIST)\w*|OMPI_COMM_WORLD_\w+"
+    r"|SM_(HOSTS|CURRENT_HOST|NUM_GPUS|RESOURCE_CONFIG)|TFDIST_\w+|NCCL_\w+"
+    r"|JOB_COMPLETION_INDEX|KUBERNETES_SERVICE_HOST|LD_LIBRARY_PATH"
 )
 # A name, or whatever is in a value: what may hold a secret is hidden whole.
 _SECRET = re.compile(
@@ -29,17 +41,18 @@ _SECRET = re.compile(
 
 
 def add_env_options(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Declare the options of `tfdist env`."""
+    add_raw_option(parser)
 
 
-def run_env_command(_: argparse.Namespace, __: list[str]) -> int:
+def run_env_command(options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     env = dict(os.environ)  # TensorFlow adds to it
-    for title, lines in _sections(env):
-        print(title)
-        for line in lines:
-            print(f"  {line}")
+    with without_startup_noise(raw=options.raw):
+        for title, lines in _sections(env):
+            print(title)
+            for line in lines:
+                print(f"  {line}")
     return 0
 
 
@@ -70,7 +83,7 @@ def _sections(env: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def relevant_variables(env: Mapping[str, str]) -> list[str]:
     """NAME=value of what TensorFlow, Keras, this package and launchers read; without secrets."""
-    found = {name: value for name, value in sorted(env.items()) if _RELEVANT.match(name)}
+    found = {name: value for name, value in sorted(env.items()) if _RELEVANT.fullmatch(name)}
     lines = []
     for name, value in found.items():
         if name == COMMAND:

@@ -7,16 +7,17 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
 from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
-    from tfdist_ext.placement import PlacementPlan
+    from tfdist_ext.placement import PlacementPlan, Rule
 
 __all__ = ["EPILOG", "add_plan_options", "run_plan_command"]
 
@@ -48,6 +49,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=1, metavar="N", help=devices)
     lookups = "with --compare: ids a step looks up in each embedding: batch size x ids per example"
     add("--lookups", type=int, default=1024, metavar="N", help=f"{lookups} (default 1024)")
+    add_raw_option(parser)
 
 
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
@@ -63,12 +65,21 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
             )
     if options.picture is not None:
         require_matplotlib()  # before a model is built for nothing
+    with without_startup_noise(raw=options.raw):
+        plan = _planned(options, rules)
+    print(plan)
+    if options.compare:
+        print(f"\n{compare(plan.specs, options.devices, options.ps, options.lookups)}")
+    _write(plan, options)
+    return 0
+
+
+def _planned(options: argparse.Namespace, rules: Sequence[Rule]) -> PlacementPlan:
     builder = find_builder(options.builder)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from tfdist_ext.placement.live.learning import plan_placement
 
     budget: Any = options.budget
-    plan = plan_placement(
+    return plan_placement(
         builder,
         ps=options.ps,
         rules=rules,
@@ -76,11 +87,6 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
         budget=budget[0] if budget and len(budget) == 1 else budget,
         policy=options.policy,
     )
-    print(plan)
-    if options.compare:
-        print(f"\n{compare(plan.specs, options.devices, options.ps, options.lookups)}")
-    _write(plan, options)
-    return 0
 
 
 def find_builder(text: str) -> Callable[[], Any]:

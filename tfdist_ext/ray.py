@@ -96,7 +96,7 @@ def _ray_train() -> ModuleType:
         import ray.train
     except ModuleNotFoundError as error:
         raise TrainingError(
-            'tfd.ray needs Ray Train, which is not installed: pip install "tfdist_ext[ray]"'
+            'tfd.ray needs Ray Train, which is not installed: pip install "ray[train]"'
         ) from error
     try:
         ray.train.get_context().get_world_rank()

@@ -106,6 +106,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     to_grow = "with fewer workers: try all again after this time, and twice as long each time"
     seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
+        "--raw",
+        action="store_true",
+        help="show and keep all that tasks write, also what TensorFlow writes at every start",
+    )
+    run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
 
@@ -132,6 +137,8 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         options.timeout,
         stall_timeout(env),
         options.preemption_signal,
+        options.raw,
+        say_started=True,
     )
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
     planned = functools.partial(_planned, command, tasks, shares, env)

@@ -97,21 +97,30 @@ def test_variables_come_without_secrets() -> None:
         "NCCL_DEBUG": "INFO",
         "TFDIST_COMMAND": "tfdist run --workers 2 -- python train.py -u me:s3cret"
         " --db-pwd='a s3cret' --header 'Authorization: Bearer s3cret' --epochs 3",
-        "KERAS_PASSWORD": "s3cret",
-        "GRPC_PROXY": "http://me:s3/cret@s3cret@proxy:80",
-        "SM_USER_ARGS": '["--api-key","s3cret"]',
-        "SM_URL": "https://bucket/file?X-Amz-Signature=s3cret",
+        "TFDIST_PASSWORD": "s3cret",
+        "GRPC_TRACE": "http://me:s3/cret@s3cret@proxy:80",
+        "SM_HOSTS": '["--api-key","s3cret"]',
+        "KERAS_HOME": "https://bucket/file?X-Amz-Signature=s3cret",
         "HOME": "/root",
+        # Of Terraform and others.
+        "TF_CLI_CONFIG_FILE": "/root/.terraformrc",
+        "TF_VAR_region": "us",
+        "TF_LOG": "DEBUG",
+        "TF_CONFIG_FILE": "a",
+        "MY_TF_CONFIG": "a",
+        "TF_DATA_DIR": "a",
+        "KERAS_MINE": "a",
+        "SM_TOKENS": "a",
     }
     lines = relevant_variables(env)
     assert "cret" not in "\n".join(lines)
     assert lines == [
-        "GRPC_PROXY=(hidden)",
-        "KERAS_PASSWORD=(hidden)",
+        "GRPC_TRACE=(hidden)",
+        "KERAS_HOME=(hidden)",
         "NCCL_DEBUG=INFO",
-        "SM_URL=(hidden)",
-        "SM_USER_ARGS=(hidden)",
+        "SM_HOSTS=(hidden)",
         "TFDIST_COMMAND=tfdist run --workers ... -- python train.py -u ... --db-pwd --header ..."
         " --epochs ...",
+        "TFDIST_PASSWORD=(hidden)",
         'TF_CONFIG={"cluster": {}}',
     ]

@@ -74,6 +74,28 @@ def test_restarts_are_used_up(tfdist, tmp_path: Path) -> None:
     assert (result["outcome"], len(result["starts"])) == ("restart", 2)
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "count"),
+    [
+        ("exit $((138 * (1 - n)))", ["--max-restarts", "1"], 0),  # the next start is the end
+        ("exit 138", ["--max-restarts", "1"], 1),
+        ("exit 3", ["--max-restarts", "1"], 1),
+        ("kill -TERM $PPID; sleep 9", ["--max-restarts", "1"], 1),
+        ("exit 138", [], 0),  # the task says so
+    ],
+)
+def test_how_to_run_again_is_said_only_where_no_restart_follows(
+    tfdist, script: str, options: list[str], count: int
+) -> None:
+    says = 'echo "The last checkpoint is a.h5, after epoch 3 (step 12)." again=$TFDIST_STARTS_AGAIN'
+    _, out, err = run(tfdist, f"{says}; {script}", *options)
+    assert ("again=1" in out) == bool(options)
+    assert (
+        err.count("\ntfdist: to resume from the last checkpoint, run again: tfdist run ") == count
+    )
+    assert "run again" not in run(tfdist, script, *options)[2]  # there is no checkpoint
+
+
 def test_a_permanent_failure_is_shown_once(tfdist) -> None:
     status, _, err = run(tfdist, "exit 3", "--max-restarts", "5")
     assert status == 3

@@ -61,6 +61,8 @@ def test_a_signal_ends_everything_within_the_grace(tfdist, mark, number, status)
 def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "60")
     launcher.send_signal(signal.SIGINT)
+    started = [launcher.stderr.readline() for _ in range(2)]
+    assert all(re.match(r"tfdist: worker:\d started, pid \d+$", line) for line in started)
     assert "once more" in launcher.stderr.readline()
     assert launcher.poll() is None, "the first one was enough"
     launcher.send_signal(signal.SIGINT)
@@ -103,6 +105,7 @@ def test_kill_9_of_the_launcher_ends_also_who_cleared_its_environment(tfdist):
 def test_kill_9_of_a_launcher_in_a_launcher_leaves_nothing(tfdist, mark):
     inner = f"{sys.executable} -m tfdist_ext.cli run -- sh -c {shlex.quote(STUBBORN)}"
     launcher = tfdist("run", "--", "sh", "-c", inner)
+    assert "[worker:0] tfdist: worker:0 started, pid " in launcher.stdout.readline()
     assert launcher.stdout.readline() == "[worker:0] [worker:0] ready\n"
     launcher.kill()
     launcher.wait(timeout=5)
@@ -126,7 +129,8 @@ def test_the_first_failure_decides_the_status(tfdist, mark):
 def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
     out, err = launcher.communicate(timeout=10)
-    assert (launcher.returncode, err) == (0, "")
+    assert launcher.returncode == 0
+    assert re.fullmatch(r"tfdist: worker:0 started, pid \d+\n", err)
     assert re.fullmatch(r"\[worker:0\] tfdist-\w+\n", out)  # it was there during the run
     assert list(tmp_path.iterdir()) == []
 
@@ -152,7 +156,7 @@ def test_each_task_finds_its_own_config_and_a_port_it_can_listen_on(tfdist):
     )
     words = ["--workers", "1", "--ps", "1", "--evaluator", "--", "python", "-c", script]
     out, err = tfdist("run", *words).communicate(timeout=20)
-    assert err == ""
+    assert re.fullmatch(r"(tfdist: \w+:0 started, pid \d+\n){4}", err)
     assert sorted(out.split("\n")) == [
         "",
         "[chief:0]     chief:0 3",
@@ -168,6 +172,16 @@ def test_each_task_knows_the_line_that_started_the_run(tfdist):
     assert out == f"[worker:0] {shlex.join(['tfdist', *words])}\n"
     out, _ = tfdist(*words, TFDIST_COMMAND="sbatch train.sh").communicate(timeout=10)
     assert out == "[worker:0] sbatch train.sh\n"
+
+
+def test_each_task_is_named_with_its_pid_when_it_starts(tfdist):
+    words = ("--workers", "2", "--max-restarts", "1", "--", "sh", "-c", "echo $$; exit 138")
+    out, err = tfdist("run", *words).communicate(timeout=20)
+    pids = dict(re.findall(r"^tfdist: worker:(\d) started, pid (\d+)$", err, re.MULTILINE))
+    assert set(pids) == {"0", "1"}
+    assert err.count(" started, pid ") == 4  # of both starts
+    shown = set(re.findall(r"^\[(worker:\d)\] (\d+)$", out, re.MULTILINE))
+    assert shown & {(f"worker:{index}", pid) for index, pid in pids.items()}
 
 
 def test_timeout_and_linger_reach_the_run(tfdist):
@@ -252,8 +266,15 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
          "write: tfdist run [options] -- python train.py --epochs 3"),
         (["run"], "no command to run; put it after --"),
         (["run", "--"], "no command to run"),
-        (["run", "--wrokers", "2", "--", "true"], "unknown: --wrokers 2; see tfdist run --help"),
-        (["run", "--worker", "2", "--", "true"], "unknown: --worker 2"),
+        (["run", "--wrokers", "2", "--", "true"],
+         "unknown: --wrokers 2; see tfdist run --help. Did you mean --workers?"),
+        (["run", "--worker", "2", "--", "true"], "--help. Did you mean --workers?"),
+        (["run", "--worker=2", "true"], "--help. Did you mean --workers?"),
+        (["run", "-workers", "2", "--", "true"], "--help. Did you mean --workers?"),
+        (["run", "--max-restart", "2", "--", "true"], "--help. Did you mean --max-restarts?"),
+        (["check", "--tiemout", "2"], "unknown: --tiemout 2; see tfdist check --help"),
+        (["check", "--wiat", "2"], "--help. Did you mean --wait?"),
+        (["rnu", "--", "true"], "--help. Did you mean run?"),
         (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
         (["run", "--grace", "nan", "--", "true"], "seconds must be a number from 0, got 'nan'"),

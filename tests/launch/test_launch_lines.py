@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.launch.lines import Line, LineSplitter
+from tfdist_ext.launch.lines import CodeStripper, Line, LineSplitter, without_codes
 
 
 def cut(data: bytes, sizes=(), limit=65_536):
@@ -67,3 +67,26 @@ def test_memory_stays_within_the_limit():
         splitter.feed(b"x" * 777)
         assert len(splitter._rest) <= 1000
     assert splitter.pending
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        (
+            "\x1b[1m4/4\x1b[0m \x1b[32m━━\x1b[0m\x1b[37m\x1b[0m 5ms\x08\x08\x08",
+            "4/4 ━━ 5ms",
+        ),  # Keras
+        ("\x1b[38;2;255;0;0mred\x1b[K\x1b[2A\x1b[?25l", "red"),
+        ("\x1b]8;;http://a.b\x1b\\a link\x1b]8;;\x07", "a link"),
+        ("\x1bM\x1b\\a", "a"),
+        ("C:\\[1m] [32m 1;2m ^H \t é", "C:\\[1m] [32m 1;2m ^H \t é"),
+        ("\x1b", "\x1b"),
+    ],
+)
+def test_codes_for_terminals_are_taken_out_and_nothing_else(text: str, plain: str) -> None:
+    assert without_codes(text) == plain
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        stripper = CodeStripper()
+        shown = stripper.feed(data[:cut]) + stripper.feed(data[cut:])
+        assert (shown + stripper.feed(b"", last=True)).decode() == plain

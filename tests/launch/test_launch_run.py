@@ -8,12 +8,14 @@ import re
 import signal
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, TaskPlan, output, run_plan
 from tfdist_ext.launch.output import OutputPump, Printer, wants_color
+from tfdist_ext.launch.report import Blame, failure_report
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -45,6 +47,30 @@ def test_log_files_hold_every_byte(run_tasks, tmp_path):
     run_tasks({"worker:0": r"printf 'a\r\nb\rc\377\n\nlast'", "worker:1": "echo one"}, log_dir=logs)
     assert (logs / "worker-0.log").read_bytes() == b"a\r\nb\rc\xff\n\nlast"
     assert (logs / "worker-1.log").read_bytes() == b"one\n"
+
+
+BAR = (  # as Keras writes it
+    r"printf '\033[1m1/2\033[0m \033[32m--\033[0m\b\b\b\r';"
+    r"printf '\b\b\b\r\033[1m2/2\033[0m done\n'; exit 3"
+)
+
+
+def test_codes_for_terminals_reach_no_file(run_tasks, tmp_path):
+    ran = run_tasks({"worker:0": BAR}, log_dir=tmp_path)
+    assert ran.lines("worker:0") == ["1/2 --", "2/2 done"]
+    assert ran.result.last_lines["worker:0"] == ("1/2 --", "2/2 done")
+    assert (tmp_path / "worker-0.log").read_bytes() == b"1/2 --\r\r2/2 done\n"
+    raw = run_tasks({"worker:0": BAR}, log_dir=tmp_path, raw=True)
+    assert raw.lines("worker:0")[-1] == "\x1b[1m2/2\x1b[0m done"
+    assert b"\x1b[32m--\x1b[0m\b\b\b\r\b\b\b\r" in (tmp_path / "worker-0.log").read_bytes()
+    assert raw.result.last_lines["worker:0"][-1] == "2/2 done"
+
+
+def test_codes_for_terminals_reach_a_terminal(run_tasks, monkeypatch):
+    monkeypatch.setattr("tfdist_ext.launch.run.wants_color", lambda stream, env: True)
+    ran = run_tasks({"worker:0": BAR})
+    assert "\x1b[1m2/2\x1b[0m done\n" in ran.out
+    assert ran.err.count("\x1b") == 0
 
 
 def test_a_last_line_without_newline_is_shown(run_tasks):
@@ -143,14 +169,15 @@ def test_who_left_with_0_is_blamed_and_not_who_needed_it(run_tasks):
     report = ran.err.splitlines()
     assert report[0] == "tfdist: worker:1 left; ending the others"
     assert re.match(
-        r"tfdist: worker:1 left with exit code 0 at \d\d:\d\d:\d\d, after 0\.\d s, and the others"
-        r" still needed it$",
+        r"tfdist: worker:1 left, after 0\.\d s: exit code 0, and the others still needed it$",
         report[1],
     )
-    assert re.match(r"tfdist: worker:0 failed because of it, 0\.\d s later:$", report[2])
-    assert report[3] == "    worker:1 left at 12:03:04; worker:0 is in fit"
-    assert re.match(r"tfdist: worker:1 left, after 0\.\d s: exit code 0$", report[4])
-    assert report[-1].endswith("the others ended: worker:2 killed by SIGTERM (signal 15)")
+    assert report[2:4] == ["tfdist: the last lines of worker:1:", "    done"]
+    assert re.match(
+        r"tfdist: worker:0 failed because of worker:1, after 0\.\d s: exit code 1$", report[4]
+    )
+    assert report[5] == "    worker:1 left at 12:03:04; worker:0 is in fit"
+    assert report[6:] == ["tfdist: then the others ended: worker:2 killed by SIGTERM (signal 15)"]
 
 
 def test_who_is_still_failing_is_waited_for_and_blamed(run_tasks):
@@ -163,13 +190,103 @@ def test_who_is_still_failing_is_waited_for_and_blamed(run_tasks):
     assert "OSError: disk full\n" in ran.err
 
 
-@pytest.mark.parametrize("others", [{}, {"worker:1": SLEEP}], ids=["elsewhere", "goes on"])
-def test_where_the_cause_does_not_end_here_it_is_named(run_tasks, monkeypatch, others):
+def test_a_frozen_worker_is_the_one_cause_although_another_one_failed(run_tasks, monkeypatch):
     monkeypatch.setattr("tfdist_ext.launch.run._SETTLE", 0.2)
-    ran = run_tasks({"worker:0": PEER.format("is gone"), "worker:2": SLEEP, **others})
+    trace = """echo 'Traceback (most recent call last):'
+    echo '  File "train.py", line 1, in step'
+    """
+    frozen = "echo Epoch 3/3; kill -STOP $$"
+    scripts = {
+        "worker:0": "sleep 0.3; " + trace + PEER.format("does not answer"),
+        "worker:1": frozen,
+        "worker:2": SLEEP,
+    }
+    ran = run_tasks(scripts)
+    result = ran.result
+    assert (result.failed_task, result.exit_status, result.lost) == ("worker:1", 1, True)
+    assert result.raised == ""
+    assert "worker:0 failed first" not in ran.err
+    times = list(map(float, re.findall(r"after (\d+\.\d) s", ran.err)))
+    assert times == sorted(times)
+    assert re.sub(r"\d+\.\d s", "T s", ran.err).splitlines() == [
+        "tfdist: worker:1 does not answer; ending all tasks",
+        "tfdist: worker:1 does not answer, after T s: its process was still running",
+        "tfdist: the last lines of worker:1:",
+        "    Epoch 3/3",
+        "tfdist: worker:0 failed because of worker:1, after T s: exit code 1",
+        "    worker:1 does not answer; worker:0 is in fit",
+        "tfdist: then the others ended: worker:2 killed by SIGTERM (signal 15)",
+    ]
+
+
+def test_a_task_that_is_not_of_this_run_is_no_cause(run_tasks):
+    ran = run_tasks({"worker:0": PEER.format("is gone"), "worker:2": SLEEP})
     assert (ran.result.failed_task, ran.result.exit_status) == ("worker:0", 1)
-    assert "tfdist: worker:0 failed because of worker:1, after 0." in ran.err
-    assert "    worker:1 is gone; worker:0 is in fit\n" in ran.err
+    assert "tfdist: worker:0 failed first, after 0." in ran.err
+    assert "PeerError: worker:1 is gone; worker:0 is in fit\n" in ran.err
+    assert "because of" not in ran.err
+
+
+class Task(NamedTuple):
+    """A task that has ended."""
+
+    name: str
+    returncode: int | None
+    ended_after: float
+    killed_because: str = ""
+    log: str = ""
+    began: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("cause", "verb", "how"),
+    [
+        (Task("worker:1", 3, 9.0), "failed first", "9.0 s: exit code 3"),
+        # It told the others before its process ended: never later than what came of it.
+        (Task("worker:1", 3, 9.3), "failed first", "9.2 s: exit code 3"),
+        (Task("worker:1", None, 0.0), "does not answer", "9.2 s: its process was still running"),
+        (Task("worker:1", -9, 14.0), "does not answer", "9.2 s: its process was still running"),
+        (Task("worker:1", 0, 4.0), "left", "4.0 s: exit code 0, and the others still needed it"),
+        (Task("worker:1", -9, 9.5, "stopped"), "failed first", "9.2 s: stopped"),
+    ],
+)
+def test_a_report_names_the_cause_first_and_then_what_came_of_it(cause, verb, how):
+    victim = Task("worker:0", 1, 9.2), Blame("worker:1", "worker:1 is gone")
+    others = [Task("worker:2", -15, 9.9)]
+    lines = failure_report(cause, verb, ["Epoch 1"], others, victim).splitlines()
+    assert lines == [
+        f"tfdist: worker:1 {verb}, after {how}",
+        "tfdist: the last lines of worker:1:",
+        "    Epoch 1",
+        "tfdist: worker:0 failed because of worker:1, after 9.2 s: exit code 1",
+        "    worker:1 is gone",
+        "tfdist: then the others ended: worker:2 killed by SIGTERM (signal 15)",
+    ]
+
+
+OWN = Path(output.__file__)
+
+
+@pytest.mark.parametrize(
+    ("trace", "shown"),
+    [
+        (f'  File "{OWN}", line 1, in fit\n    a(\n    ^^\n', ""),
+        (f'  File "{OWN}", line 1, in fit\n  [Previous line repeated 9 more times]\n', ""),
+        (f'  File "{OWN}", line 1 in wait\n', ""),  # faulthandler
+        ('  File "/env/site-packages/tfdist_ext/a.py", line 1, in fit\n    a()\n', ""),
+        (f'  | Traceback:\n  |   File "{OWN}", line 1, in fit\n  |     a()\n', "  | Traceback:\n"),
+        (user := '  File "/home/me/tfdist_ext/train.py", line 1, in step\n    a()\n', user),
+        (user := f'  File "{OWN}", line 1, who said so?\n', user),
+    ],
+)
+def test_the_last_lines_have_no_frames_of_this_package(run_tasks, tmp_path, trace, shown):
+    """Those of others stay, and so do all of them on the screen."""
+    head, end = "  File 'train.py', line 1\n", "ValueError: no\n\n    indented\n"
+    text = tmp_path / "text"
+    text.write_text(head + trace + end)
+    ran = run_tasks({"worker:0": f"cat {text}; exit 1"})
+    assert ran.result.last_lines["worker:0"] == tuple((head + shown + end).splitlines())
+    assert ran.out.count("\n") == (head + trace + end).count("\n")
 
 
 def test_what_tensorflow_says_of_a_task_that_left(run_tasks):

@@ -115,6 +115,7 @@ def test_the_table() -> None:
         "a         task 0      1 variable",
     ):
         assert line in text
+    assert "no placement is below" not in text
     small = [VariableSpec("t", (8,)), VariableSpec("w", (4,))]
     lines = str(plan(small, 2, rules={"t": "sharded(2)", "w": "task 1"})).splitlines()
     assert lines[2].split() == ["bytes", "of", "mean", "variables", "shards"]
@@ -281,7 +282,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlacementError, match=r"matplotlib must be installed .*tfdist_ext\[plot\]"):
+    with pytest.raises(PlacementError, match=r"install matplotlib\.$"):
         plan([VariableSpec("a", (4, 4))], 2).save_picture(tmp_path / "plan.svg")
     assert not (tmp_path / "plan.svg").exists()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +54,58 @@ def test_a_strategy_of_one_s_own_gets_its_options() -> None:
         tfd.StrategyError, match=r"must be device, twice, got .* Did you mean 'twice'\?"
     ):
         tfd.create_strategy("mine", twic=True)
+
+
+@pytest.mark.parametrize("takes", ["nothing", "any option", "logical CPUs"])
+def test_logical_cpus_are_made_before_it_is_called(takes: str) -> None:
+    seen: list[Any] = []
+
+    def nothing() -> tf.distribute.Strategy:
+        return tf.distribute.MirroredStrategy(
+            [f"CPU:{n}" for n in range(4)],
+            cross_device_ops=tf.distribute.ReductionToOneDevice(),
+        )
+
+    def any_option(**options: Any) -> tf.distribute.Strategy:
+        seen.append(options)
+        return nothing()
+
+    def logical_cpus(logical_cpus: int) -> tf.distribute.Strategy:
+        seen.append({"logical_cpus": logical_cpus})
+        return nothing()
+
+    factory: Any = {"nothing": nothing, "any option": any_option, "logical CPUs": logical_cpus}
+    tfd.register_strategy("mine", factory[takes], "my own")
+    strategy = tfd.create_strategy("mine", logical_cpus=4)
+    assert seen == ([] if takes == "nothing" else [{"logical_cpus": 4}])
+    values = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
+    assert int(strategy.reduce("SUM", values, axis=None)) == 0 + 1 + 2 + 3
+    assert "logical_cpus = 4 from the call" in str(tfd.explain(strategy))
+    with pytest.raises(tfd.StrategyError, match=r"before TensorFlow starts, got 3 .* with 4"):
+        tfd.create_strategy("mine", logical_cpus=3)
+
+
+def test_an_option_that_a_factory_does_not_take_is_refused_with_what_to_do() -> None:
+    tfd.register_strategy("mine", lambda: tf.distribute.get_strategy(), "my own")
+    with pytest.raises(tfd.StrategyError, match=r"devices=2, .* Give its factory a .* 'devices'"):
+        tfd.create_strategy("mine", devices=2)
+    with pytest.raises(tfd.StrategyError, match=r"Did you mean 'logical_cpus'\?"):
+        tfd.create_strategy("mine", logical_cpu=2)
+
+
+def test_logical_cpus_are_made_in_a_fresh_process() -> None:
+    code = (
+        "import tensorflow as tf, tfdist_ext as tfd\n"
+        "ops = tf.distribute.ReductionToOneDevice()\n"
+        "make = lambda: tf.distribute.MirroredStrategy(['CPU:0', 'CPU:2'], cross_device_ops=ops)\n"
+        "tfd.register_strategy('mine', make, 'my own')\n"
+        "strategy = tfd.create_strategy('mine', logical_cpus=3)\n"
+        "values = strategy.run(lambda: tf.constant(2.5))\n"
+        "print(float(strategy.reduce('SUM', values, axis=None)))\n"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert run.stdout == "5.0\n"
 
 
 def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,9 +253,21 @@ def test_outcomes(run: str) -> None:
 
 def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     text = section(run, "test_one_fails")
-    assert re.search(r"^worker:1: tfdist_cluster = ", text, re.M)
+    assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
     assert "At index 1 diff: 2 != 3" in text
     assert "---- output of worker:0\nhello from 0\n" in text
+
+
+@pytest.mark.parametrize(
+    ("test", "summary"),
+    [
+        ("test_one_fails", r"worker:1: .*assert"),
+        ("test_failed_before_it_was_killed", r"worker:1: .*assert"),
+        ("test_one_leaves", r"worker:1 ended before the test did"),
+    ],
+)
+def test_the_summary_shows_the_assertion(run: str, test: str, summary: str) -> None:
+    assert re.search(rf"^FAILED test_it\.py::{test} - {summary}", run, re.M), run
 
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
@@ -281,7 +293,7 @@ def test_no_process_is_left_of_what_passes(run: str, shared: Path) -> None:
 
 
 def test_mistakes_are_named(run: str) -> None:
-    assert "worker:1: tfdist_cluster = " in section(run, "test_failed_before_it_was_killed")
+    assert "\n\ntfdist_cluster = <" in section(run, "test_failed_before_it_was_killed")
     assert "worker:1 ended before the test did" in section(run, "test_one_leaves")
     assert "fixture 'absent' not found" in section(run, "test_a_fixture_is_missing")
     text = section(run, "ERROR at setup of test_a_strategy_of_another_cluster[multi_worker_2]")

@@ -629,6 +629,10 @@ def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
     assert first == f"resuming from epoch 4, step 12, of {tmp_path / 'epoch-00003.h5'}"
     assert last.startswith("training stopped by ZeroDivisionError. The last checkpoint is")
     assert last.endswith("run again: tfdist run --workers 2 -- python train.py")
+    monkeypatch.setenv("TFDIST_STARTS_AGAIN", "1")  # the launcher does, without a person
+    with pytest.raises(ZeroDivisionError, match="in a callback"):
+        resumed.fit(X, Y, callbacks=[failing], **arguments)
+    assert capsys.readouterr().err.endswith("after epoch 3 (step 12).\n")
     resumed.fit(X, Y, **arguments)
     assert capsys.readouterr().err == first + "\n"
     resumed.fit(X, Y, **FIT)

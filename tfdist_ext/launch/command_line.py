@@ -6,9 +6,18 @@ import os
 import shlex
 import sys
 
-__all__ = ["COMMAND", "command_line"]
+__all__ = ["COMMAND", "LAST_CHECKPOINT", "STARTS_AGAIN", "command_line", "is_started_again"]
 
-COMMAND = "TFDIST_COMMAND"  # in the environment of tasks: the line that started the launcher
+# In the environment of tasks.
+COMMAND = "TFDIST_COMMAND"  # the line that started the launcher
+STARTS_AGAIN = "TFDIST_STARTS_AGAIN"  # "1": the launcher starts tasks again that fail
+
+LAST_CHECKPOINT = "The last checkpoint is"  # what a task writes when its training stops
+
+
+def is_started_again() -> bool:
+    """Whether the launcher starts this task again if it fails, and says so if it does not."""
+    return bool(os.environ.get(STARTS_AGAIN))
 
 
 def command_line() -> str | None:

@@ -28,6 +28,7 @@ from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.launch.restarting import RESULT, Limits, run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.launch.tracebacks import without_own_frames
 from tfdist_ext.messages import optional_module
 from tfdist_ext.user_frames import filter_traceback
 
@@ -199,7 +200,8 @@ def _task_error(ended: Mapping[str, Any], folder: Path) -> TaskError:
     named = cause if cause in tracebacks else next(iter(tracebacks), None)
     said = "\n".join(ended["last_lines"])
     if named is not None:
-        said = tracebacks[named].read_text(encoding="utf-8")
+        lines = tracebacks[named].read_text(encoding="utf-8").splitlines()
+        said = "\n".join(without_own_frames(lines))
         said = said if named == cause else f"{named} failed because of it:\n{said}"
     error = TaskError(f"{cause} failed first, exit status {ended['status']}:\n{said}".rstrip())
     error.failed = (cause,)

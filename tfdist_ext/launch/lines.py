@@ -1,14 +1,40 @@
-"""Bytes of a process, in whatever pieces they arrive, cut into lines that can be shown."""
+"""Bytes of a process, in whatever pieces they arrive, cut into lines that can be shown.
+
+And without the codes for terminals: colors, cursor movements, and the backspaces of progress bars.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-__all__ = ["Line", "LineSplitter"]
+__all__ = ["CodeStripper", "Line", "LineSplitter", "without_codes"]
 
 # A carriage return at the very end stays undecided: the next byte may be its newline.
 _END = re.compile(rb"\r?\n|\r(?!\Z)")
+_CODE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\^_])|\x08"
+_TEXT_CODE, _BYTES_CODE = re.compile(_CODE), re.compile(_CODE.encode())
+# The beginning of a code, at the end of what has arrived; no longer than a code may be.
+_UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,99}[ -/]{0,9}|\][^\x07\x1b\n]{0,9999}\x1b?)?\Z")
+
+
+def without_codes(text: str) -> str:
+    """The text without codes for terminals."""
+    return _TEXT_CODE.sub("", text)
+
+
+class CodeStripper:
+    """Takes the codes for terminals out of bytes that arrive in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes, *, last: bool = False) -> bytes:
+        """What arrived, without codes; but for the beginning of one, where more may follow."""
+        data, self._rest = _BYTES_CODE.sub(b"", self._rest + data), b""
+        if not last and (found := _UNFINISHED.search(data)):
+            data, self._rest = data[: found.start()], found.group()
+        return data
 
 
 class Line(NamedTuple):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.lines import Line, LineSplitter
+from tfdist_ext.launch.lines import CodeStripper, Line, LineSplitter, without_codes
 from tfdist_ext.launch.report import Blame, blame_in, log_report
+from tfdist_ext.launch.startup_noise import StartupNoise
 from tfdist_ext.launch.tracebacks import TracebackReader
 
 __all__ = ["OutputPump", "Printer", "wants_color"]
@@ -76,15 +77,25 @@ class Printer:
 
 
 class _Channel:
-    """One task's pipe, on its way to the screen and to its log."""
+    """One task's pipe, on its way to the screen and to its log.
 
-    def __init__(self, name: str, fd: int, prefix: str, log: BinaryIO | None) -> None:
+    Args:
+        codes: whether codes for terminals are shown.
+        raw: whether the screen and the log get all that the task writes.
+    """
+
+    def __init__(
+        self, name: str, fd: int, prefix: str, log: BinaryIO | None, *, codes: bool, raw: bool
+    ) -> None:
         self.name = name
         self.fd = os.dup(fd)  # its own: no one else closes it while the thread reads
         self.prefix = prefix
         self.log = log
         self.log_error: OSError | None = None  # why the log lacks what came after
         self.splitter = LineSplitter()
+        self.codes = codes or raw
+        self.stripper = None if raw else CodeStripper()
+        self.noise = None if raw else StartupNoise()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.blame: Blame | None = None
         self.traceback = TracebackReader()
@@ -121,6 +132,8 @@ class _Channel:
         for line in lines:
             # A progress bar rewrites its line many times a second; the lines of several tasks
             # cannot be rewritten, so it is shown now and then. The log has it all.
+            if line.rewritten and not without_codes(line.text):
+                continue
             if line.rewritten and now - self._rewritten < _REWRITE:
                 self._held = line.text
                 continue
@@ -131,12 +144,18 @@ class _Channel:
         return text
 
     def _line(self, text: str) -> str:
-        self.last_lines.append(text)
-        self.blame = blame_in(text) or self.blame
-        self.traceback.feed(text)
-        return f"{self.prefix}{text}\n"
+        plain = without_codes(text)
+        if self.noise is not None and self.noise.has(plain):
+            return ""
+        self.blame = blame_in(plain) or self.blame
+        self.traceback.feed(plain)
+        if not self.traceback.in_own_frame:
+            self.last_lines.append(plain)
+        return f"{self.prefix}{text if self.codes else plain}\n"
 
-    def _keep(self, data: bytes) -> None:
+    def _keep(self, data: bytes, *, last: bool = False) -> None:
+        if self.stripper is not None:
+            data = self.stripper.feed(data, last=last)
         try:
             while self.log is not None and data:
                 data = data[self.log.write(data) :]  # a disk that gets full takes a part
@@ -151,6 +170,7 @@ class _Channel:
             self.log = None
 
     def close(self) -> None:
+        self._keep(b"", last=True)
         self.close_log()
         if self.fd >= 0:
             os.close(self.fd)
@@ -161,13 +181,27 @@ class OutputPump:
     """One thread that reads the pipes of all tasks, so that their lines never mix.
 
     Add the tasks, `start`, tell of each `task_ended`, and `close`.
+
+    Args:
+        color: whether the printer writes to a terminal that shows colors.
+        raw: whether all that tasks write is shown, and kept: also what TensorFlow writes at every
+            start, and codes for terminals.
     """
 
-    def __init__(self, printer: Printer, names: list[str], *, color: bool, report: Printer) -> None:
+    def __init__(
+        self,
+        printer: Printer,
+        names: list[str],
+        *,
+        color: bool,
+        report: Printer,
+        raw: bool = False,
+    ) -> None:
         self._printer = printer
         self._report = report
         self._names = names
         self._color = color
+        self._raw = raw
         self._channels: dict[str, _Channel] = {}
         self._added: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[_Channel] = queue.SimpleQueue()
@@ -196,7 +230,8 @@ class OutputPump:
                 ) from error
         # Only reading is made non-blocking; the task's end of the pipe is another description.
         os.set_blocking(fd, False)
-        self._channels[name] = channel = _Channel(name, fd, self._prefix(name), log)
+        channel = _Channel(name, fd, self._prefix(name), log, codes=self._color, raw=self._raw)
+        self._channels[name] = channel
         self._added.put(channel)
         self._wake()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,6 @@ __all__ = [
     "blame_in",
     "failure_report",
     "log_report",
-    "peer_failure_report",
     "shell_status",
     "timeout_report",
 ]
@@ -66,18 +65,31 @@ def outcome(returncode: int | None) -> str:
 
 
 def failure_report(
-    task: TaskProcess, verb: str, last_lines: Sequence[str], others: Sequence[TaskProcess]
+    task: TaskProcess,
+    verb: str,
+    last_lines: Sequence[str],
+    others: Sequence[TaskProcess],
+    victim: tuple[TaskProcess, Blame] | None = None,
 ) -> str:
-    """The root cause, with its last words and where to read more, then what became of the others.
+    """The root cause and its last lines, then what became of the other tasks, in order of time.
 
     Args:
         task: the root cause.
-        verb: what it did: "failed first", or "left", where it ended with 0 and was needed.
+        verb: what it did: "failed first"; "left", where it ended with 0 and was needed; or "does
+            not answer", where it had not ended by itself.
+        last_lines: of its output.
         others: the tasks that were still running then.
+        victim: the task that failed because of it, and what that one wrote about it.
     """
-    how = task.killed_because or outcome(task.returncode)
-    lines = [f"{task.name} {verb}, after {task.ended_after:.1f} s: {how}"]
-    if task.returncode == -signal.SIGKILL and not task.killed_because:
+    how, after = task.killed_because or outcome(task.returncode), task.ended_after
+    if verb == "does not answer":
+        how = "its process was still running"
+    elif verb == "left":
+        how += ", and the others still needed it"
+    if victim is not None:  # a task may tell the others of its failure before its process ends
+        after = min(after or math.inf, victim[0].ended_after)
+    lines = [f"{task.name} {verb}, after {after:.1f} s: {how}"]
+    if task.returncode == -signal.SIGKILL and verb == "failed first" and not task.killed_because:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
     if last_lines:
         lines.append(f"the last lines of {task.name}:")
@@ -86,33 +98,17 @@ def failure_report(
         lines.append(f"{task.name} wrote nothing")
     if task.log:
         lines.append(f"its log: {task.log}")
+    if victim is not None:
+        failed, blame = victim
+        lines.append(
+            f"{failed.name} failed because of {task.name}, after {failed.ended_after:.1f} s:"
+            f" {outcome(failed.returncode)}"
+        )
+        lines.append(f"    {blame.words}")
     if others:
         ended = ", ".join(f"{other.name} {outcome(other.returncode)}" for other in others)
         lines.append(f"then the others ended: {ended}")
     return _text(lines)
-
-
-def peer_failure_report(
-    task: TaskProcess, blame: Blame, left: TaskProcess | None, at: time.struct_time
-) -> str:
-    """The report of a task that failed because of another one.
-
-    Args:
-        task: the task that failed.
-        blame: its words about the other task.
-        left: the other one, where it ended with 0.
-        at: the time of day then.
-    """
-    after = f"after {task.ended_after:.1f} s"
-    lines = [f"{task.name} failed because of {blame.task}, {after}: {outcome(task.returncode)}:"]
-    if left is not None:
-        later = task.ended_after - left.ended_after
-        lines = [
-            f"{left.name} left with exit code 0 at {time.strftime('%H:%M:%S', at)}, after"
-            f" {left.ended_after:.1f} s, and the others still needed it",
-            f"{task.name} failed because of it, {later:.1f} s later:",
-        ]
-    return _text([*lines, f"    {blame.words}"])
 
 
 def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> str:

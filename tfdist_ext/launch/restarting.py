@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.command_line import COMMAND, LAST_CHECKPOINT, STARTS_AGAIN
 from tfdist_ext.launch.exit_codes import FAILED, outcome_of
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
@@ -36,13 +37,15 @@ Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[La
 
 @dataclass(frozen=True)
 class Limits:
-    """How a run is ended; see `run_plan`. `timeout` is that of all starts together."""
+    """How a run is ended and shown; see `run_plan`. `timeout` is that of all starts together."""
 
     grace: float = 30.0
     linger: float = 5.0
     timeout: float | None = None
     stall_timeout: float = 0.0
     preemption_signal: signal.Signals = signal.SIGTERM
+    raw: bool = False
+    say_started: bool = False
 
 
 def run_with_restarts(
@@ -68,7 +71,10 @@ def run_with_restarts(
         LaunchError: a start could not be made.
     """
     began = time.monotonic()
-    history = _History(policy)
+    speaks = policy.max_restarts and not env.get(STARTS_AGAIN)  # else a scheduler may start it
+    history = _History(policy, env[COMMAND] if speaks else "")
+    if policy.max_restarts:
+        env = {**env, STARTS_AGAIN: "1"}
     stop = StopSignals(limits.preemption_signal) if stop is None else stop
     (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
@@ -103,6 +109,8 @@ def _until_the_end(
                     limit=history.seconds_with(history.workers),
                     stop=stop,
                     replaces=history.replaces,
+                    raw=limits.raw,
+                    say_started=limits.say_started,
                 )
         except LaunchError as error:
             if not number:
@@ -126,14 +134,18 @@ class _History:
         past: the ends that count for what follows: those of starts, and of tasks that were
             replaced in one.
         starts: what is written of each start.
+
+    Args:
+        command: how a person starts the run again, to be said at its end; "": nothing is said.
     """
 
-    def __init__(self, policy: RestartPolicy) -> None:
+    def __init__(self, policy: RestartPolicy, command: str) -> None:
         self._report = Printer(sys.stderr)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
         self.starts: list[dict[str, Any]] = []
         self._policy = policy
+        self._command = command
         self._since = 0.0
         self._gone: set[int] = set()  # left out while the others went on
 
@@ -170,7 +182,7 @@ class _History:
         """Take note of the end of a start; whether there is another one."""
         self._add(
             result.exit_status,
-            result.blamed if result.lost else result.failed_task,
+            result.failed_task,
             result.raised,
             time.monotonic() - self._since,
             lost=result.lost,
@@ -182,6 +194,13 @@ class _History:
         if following.why:
             self.say(following.why)
         if following.workers is None:
+            said = (line for lines in result.last_lines.values() for line in lines)
+            if (
+                self._command
+                and result.exit_status
+                and any(LAST_CHECKPOINT in line for line in said)
+            ):
+                self.say(f"to resume from the last checkpoint, run again: {self._command}")
             return False
         self.workers = following.workers
         return True
@@ -194,7 +213,7 @@ class _History:
                 seconds=seconds,
                 failed=self._number_of(task),
                 # An exit code of the script's own is no exception, whatever it has shown before.
-                raised=raised if status == 1 and not how.get("lost") else "",
+                raised=raised if status == 1 else "",
                 **how,
             )
         )

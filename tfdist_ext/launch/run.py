@@ -24,7 +24,6 @@ from tfdist_ext.launch.report import (
     Blame,
     failure_report,
     log_report,
-    peer_failure_report,
     shell_status,
     timeout_report,
 )
@@ -57,13 +56,12 @@ class RunResult:
 
     Attributes:
         exit_status: 0, or that of the task that failed first (128 + n where signal n ended it;
-            where it failed because another one had left with 0: its own);
+            where it failed because another one had left with 0 or does not answer: its own);
             128 + n where the run itself was ended by signal n, 124 where its time was up.
-        failed_task: the root cause: the task that failed first, or that this one says has left or
-            failed before; None where none did.
+        failed_task: the root cause: the task that failed first, or that this one says has left,
+            has failed before, or does not answer; None where none did.
         raised: the Python exception of that task, with its frames; "" where it was none.
-        lost: that task, or another one that it needed, has not ended by itself: it does not answer.
-        blamed: the task that does not answer, where `failed_task` names one.
+        lost: that task does not answer: it had not ended by itself.
         ended_by: "tasks"; or what has ended them: "signal", "timeout", "limit" (see `run_plan`).
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
@@ -73,7 +71,6 @@ class RunResult:
     failed_task: str | None
     raised: str
     lost: bool
-    blamed: str | None
     ended_by: EndedBy
     returncodes: Mapping[str, int | None]
     last_lines: Mapping[str, tuple[str, ...]]
@@ -92,6 +89,8 @@ def run_plan(
     stall_timeout: float = 0.0,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
+    raw: bool = False,
+    say_started: bool = False,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
@@ -113,6 +112,9 @@ def run_plan(
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
+        raw: shows all that tasks write: also what TensorFlow writes at every start, and codes for
+            terminals where the stream is none.
+        say_started: names each task that starts, with its pid, on standard error.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
@@ -131,8 +133,9 @@ def run_plan(
     stream = sys.stdout if stream is None else stream
     reporter = Printer(sys.stderr if report is None else report)
     names = [task.name for task in plan.tasks]
-    pump = OutputPump(Printer(stream), names, color=wants_color(stream, env), report=reporter)
-    tasks = Tasks(env, pump, stall_timeout)
+    color = wants_color(stream, env)
+    pump = OutputPump(Printer(stream), names, color=color, report=reporter, raw=raw)
+    tasks = Tasks(env, pump, stall_timeout, say_started=say_started)
     run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
@@ -180,7 +183,8 @@ class _Run:
     ended_by: EndedBy = "tasks"
     signalled: bool = False
     hurried: bool = False  # ended by a signal or the hard limit: readers must not hold it
-    failed: TaskProcess | None = None
+    failed: TaskProcess | None = None  # the root cause
+    lost: bool = False  # which had not ended by itself
     victim: tuple[TaskProcess, Blame] | None = None  # failed because of another
     others: Sequence[TaskProcess] = ()  # that were running when the ending began
 
@@ -210,9 +214,8 @@ class _Run:
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if self.failed is None else self.tasks.raised(self.failed.name),
-            lost=self.victim is not None and self.failed is self.victim[0],
-            blamed=None if self.victim is None else self.victim[1].task,
+            raised="" if not self.failed or self.lost else self.tasks.raised(self.failed.name),
+            lost=self.lost,
             ended_by=self.ended_by,
             returncodes={task.name: task.returncode for task in self.tasks.tasks},
             last_lines={task.name: self.tasks.last_lines(task.name) for task in self.tasks.tasks},
@@ -242,8 +245,7 @@ class _Run:
             case _Phase.LINGERING:
                 self._begin_ending()
             case _Phase.SETTLING:
-                assert self.victim is not None
-                self._root_cause(self.victim[0])
+                self._root_cause(self._blamed)
             case _Phase.ENDING:
                 self._kill()
             case _Phase.KILLING:
@@ -278,12 +280,8 @@ class _Run:
     def _ended(self, task: TaskProcess, returncode: int) -> None:
         task.returncode = returncode
         task.ended_after = time.monotonic() - self.start
-        if self.phase is _Phase.SETTLING:
-            assert self.victim is not None
-            if task.name == self.victim[1].task:
-                self._root_cause(task)
-            elif not self._running():
-                self._root_cause(self.victim[0])
+        if self.phase is _Phase.SETTLING and task is self._blamed:
+            self._root_cause(task)
         if self.phase is _Phase.RUNNING:
             if returncode and self._is_replaced(task):
                 return
@@ -317,24 +315,28 @@ class _Run:
         self.deadline = self.start + ends
 
     def _failure(self, task: TaskProcess) -> None:
-        """The first failure; the cause may be another task, which this one names."""
-        blame = self.tasks.blame(task.name) if len(self.tasks.tasks) > 1 else None
-        if blame is None or blame.task == task.name:
+        """The first failure; the cause may be another task of this run, which this one names."""
+        blame = self.tasks.blame(task.name)
+        names = [each.name for each in self.tasks.tasks if each is not task]
+        if blame is None or blame.task not in names:
             self._root_cause(task)
             return
         self.victim = task, blame
-        cause = next((each for each in self.tasks.tasks if each.name == blame.task), None)
-        if cause is not None and cause.returncode is None:
-            self.phase = _Phase.SETTLING
-            settled = time.monotonic() + _SETTLE
-            self.deadline = settled if self.deadline is None else min(settled, self.deadline)
-        elif cause is not None and cause.returncode == 0:
-            self._root_cause(cause)
-        else:
-            self._root_cause(task)
+        if self._blamed.returncode is not None:
+            self._root_cause(self._blamed)
+            return
+        self.phase = _Phase.SETTLING
+        settled = time.monotonic() + _SETTLE
+        self.deadline = settled if self.deadline is None else min(settled, self.deadline)
+
+    @property
+    def _blamed(self) -> TaskProcess:
+        """The task that the victim names."""
+        assert self.victim is not None
+        return next(task for task in self.tasks.tasks if task.name == self.victim[1].task)
 
     def _root_cause(self, task: TaskProcess) -> None:
-        self.failed = task
+        self.failed, self.lost = task, task.returncode is None
         code = task.returncode or (self.victim[0].returncode if self.victim else 0)
         self.status = shell_status(code or 0) or 1
         self._begin_ending()
@@ -342,10 +344,12 @@ class _Run:
     def _begin_ending(self) -> None:
         self.phase = _Phase.ENDING
         self.deadline = time.monotonic() + self._grace
-        self.others = self._running()
-        if self.failed is not None and self.others:
+        running = self._running()
+        self.others = [task for task in running if task is not self.failed]
+        if self.failed is not None and running:
             name, did = self.failed.name, self._what_it_did
-            self.report.write(f"tfdist: {name} {did}; ending the others\n")
+            ending = "all tasks" if self.lost else "the others"
+            self.report.write(f"tfdist: {name} {did}; ending {ending}\n")
         self.tasks.signal_all(signal.SIGTERM)
 
     @property
@@ -383,30 +387,22 @@ class _Run:
         return time.monotonic() >= (self.deadline or 0.0)
 
     @property
-    def _left_early(self) -> bool:
-        """Whether the cause is a task that ended with 0 while others needed it."""
-        if self.failed is None or self.victim is None:
-            return False
-        return self.failed.returncode == 0 and self.failed is not self.victim[0]
-
-    @property
     def _what_it_did(self) -> str:
         """The verb for the root cause."""
-        if self._left_early:
+        if self.lost:
+            return "does not answer"
+        if self.victim is not None and self.failed is not None and self.failed.returncode == 0:
             return "left"
         return "was preempted" if self.status == PREEMPTED else "failed"
 
     def _say_why(self) -> None:
         if self.failed is not None:
-            if self.victim is not None:
-                now = time.monotonic() - self.start
-                at = time.localtime(time.time() - now + self.failed.ended_after)
-                left = self.failed if self._left_early else None
-                self.report.write(peer_failure_report(*self.victim, left, at))
             verb = self._what_it_did
             verb = f"{verb} first" if verb == "failed" else verb
             last_lines = self.tasks.last_lines(self.failed.name)
-            self.report.write(failure_report(self.failed, verb, last_lines, self.others))
+            self.report.write(
+                failure_report(self.failed, verb, last_lines, self.others, self.victim)
+            )
         elif self.ended_by == "timeout" and self.timeout is not None:
             last = {task.name: self.tasks.last_lines(task.name) for task in self.others}
             self.report.write(timeout_report(self.timeout, last))

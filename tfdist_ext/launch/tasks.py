@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist_ext.launch.output import OutputPump
+from tfdist_ext.launch.output import OutputPump, Printer
 from tfdist_ext.launch.plan import TaskPlan
 from tfdist_ext.launch.processes import ProcessSet, TaskProcess
 from tfdist_ext.launch.report import Blame
@@ -20,13 +21,22 @@ class Tasks:
         env: what their environment starts from.
         pump: reads their output.
         stall_timeout: seconds after which a task that is stopped is killed; 0: never.
+        say_started: whether each task that starts is named on standard error, with its pid.
     """
 
-    def __init__(self, env: Mapping[str, str], pump: OutputPump, stall_timeout: float = 0.0):
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        pump: OutputPump,
+        stall_timeout: float = 0.0,
+        *,
+        say_started: bool = False,
+    ) -> None:
         self._processes = ProcessSet(env)
         self._pump = pump
         self._stall_timeout = stall_timeout
         self._on_end: Callable[[TaskProcess, int], object] = lambda task, code: None
+        self._stderr = Printer(sys.stderr) if say_started else None  # of this machine
 
     @property
     def tasks(self) -> Sequence[TaskProcess]:
@@ -47,8 +57,7 @@ class Tasks:
         """
         self._on_end = on_end
         for plan in plans:
-            task = self._processes.start(plan)
-            self._pump.add(task.name, task.output, plan.log_file)
+            self._add(self._processes.start(plan))
         self._pump.start()
         for task in self._processes.tasks:
             task.watch(self._ended)
@@ -58,8 +67,13 @@ class Tasks:
     def start_again(self, task: TaskProcess) -> None:
         """Start another process in the place of a task that has ended."""
         again = self._processes.start_again(task)
-        self._pump.add(again.name, again.output, again.plan.log_file)
+        self._add(again)
         again.watch(self._ended)
+
+    def _add(self, task: TaskProcess) -> None:
+        self._pump.add(task.name, task.output, task.plan.log_file)
+        if self._stderr is not None:
+            self._stderr.write(f"tfdist: {task.name} started, pid {task.pid}\n")
 
     def _ended(self, task: TaskProcess, code: int) -> None:
         # A task is over when its first process is; what that leaves behind has no master.

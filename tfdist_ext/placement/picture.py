@@ -66,14 +66,14 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
 def require_matplotlib() -> None:
     """
     Raises:
-        PlacementError: matplotlib is not installed: only the extra `plot` brings it.
+        PlacementError: matplotlib is not installed.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise PlacementError(
-            "matplotlib must be installed to draw a placement plan, got no module of that name; run"
-            ' pip install "tfdist_ext[plot]" or pip install matplotlib.'
+            "A picture of a placement plan needs matplotlib, which is not installed: install"
+            " matplotlib."
         ) from error
 
 

@@ -173,7 +173,7 @@ class PlacementPlan:
 
         Raises:
             PlacementError: another suffix, the file cannot be written, or matplotlib is not
-                installed (the extra `plot`).
+                installed.
         """
         picture.save(self, path)
 

@@ -60,7 +60,8 @@ def create_strategy(
             placed, and auto on one machine), `owned_from` (placed), `cross_device_ops`
             (mirrored), `parameter_device` (central_storage), `communication`
             (multi_worker_mirrored: auto, ring, nccl), `partitioner` (parameter_server), `tpu`,
-            `zone` and `project` (tpu), and those of registered strategies.
+            `zone` and `project` (tpu), and those of registered strategies, to which
+            `logical_cpus` belongs.
 
     Arguments go over flags (`tfd.flags.define_strategy_flags`), flags over the file, the file
     over the environment. `explain(strategy)` says which won.

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies import cluster_constructors, constructors, tpu
+from tfdist_ext.strategies.devices import make_logical_cpus
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
@@ -25,12 +26,14 @@ class Entry:
 
     Attributes:
         signals: the options that the environment may set, where the factory takes them.
+        is_registered: by a user; not one of this package's own.
     """
 
     name: str
     factory: Callable[..., tf.distribute.Strategy]
     description: str
     signals: tuple[str, ...] = ("cluster",)
+    is_registered: bool = False
 
     def check(self, given: Mapping[str, Any], where: Mapping[str, str]) -> None:
         """Raise StrategyError for an option the factory does not take, or one that it lacks.
@@ -40,11 +43,13 @@ class Entry:
             where: option -> where it came from, for the message.
         """
         parameters = self._parameters()
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        unknown = None if takes_any else next((key for key in given if key not in parameters), None)
+        unknown = next((key for key in given if not self._can_get(key)), None)
         if unknown is not None:
-            near = difflib.get_close_matches(unknown, [*parameters, "name"], n=1)
+            known = [*parameters, "name", *["logical_cpus"] * self.is_registered]
+            near = difflib.get_close_matches(unknown, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if self.is_registered and not hint:
+                hint = f" Give its factory a parameter {unknown!r}."
             raise StrategyError(
                 f"the options of the strategy {self.name!r} must be"
                 f" {', '.join(parameters) or 'left out'}, got {unknown}={given[unknown]!r}, which"
@@ -63,6 +68,9 @@ class Entry:
 
     def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
         """Call the factory, and check that it returns a strategy."""
+        if self.is_registered:
+            make_logical_cpus(given.get("logical_cpus"))
+            given = {key: value for key, value in given.items() if self._passes(key)}
         strategy = self.factory(**given)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
@@ -70,6 +78,15 @@ class Entry:
                 f" got {strategy!r}."
             )
         return strategy
+
+    def _can_get(self, option: str) -> bool:
+        """Whether the option may be given; the factory need not know of logical CPUs."""
+        return self._passes(option) or (self.is_registered and option == "logical_cpus")
+
+    def _passes(self, option: str) -> bool:
+        parameters = self._parameters()
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return takes_any or option in parameters
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.factory).parameters
@@ -88,7 +105,8 @@ def register_strategy(
         name: a new name; not "auto".
         factory: returns a `tf.distribute.Strategy`. It is called with keyword arguments: its
             parameters are the strategy's options, and one named `cluster` gets the cluster
-            that was given or found.
+            that was given or found. `logical_cpus` is an option also without a parameter: the
+            logical CPUs are made before the call.
         description: one line, shown where strategies are listed.
 
     Raises:
@@ -118,7 +136,7 @@ def register_strategy(
         raise StrategyError(
             f"the description of the strategy {name!r} must be one line, got {description!r}."
         )
-    _TABLE[name] = Entry(name, factory, description)
+    _TABLE[name] = Entry(name, factory, description, is_registered=True)
 
 
 @filter_traceback
@@ -155,7 +173,7 @@ for _name, _factory, _description in (
         "variables on parameter servers, asynchronous",
     ),
 ):
-    register_strategy(_name, _factory, _description)
+    _TABLE[_name] = Entry(_name, _factory, _description)
 # A TPU is named by variables of its own; a TF_CONFIG does not describe one.
 _TABLE["tpu"] = Entry(
     "tpu", tpu.tpu, "a copy on each core of a TPU", signals=("tpu", "zone", "project")

@@ -192,7 +192,7 @@ def run_isolated(item: pytest.Item, run: IsolatedRun) -> list[pytest.TestReport]
     except LaunchError as error:
         return _failed(item, str(error))
     for task, reports in found.items():
-        if wrong := [report.longreprtext for report in reports if report.failed]:
+        if wrong := [_text_of(report) for report in reports if report.failed]:
             return _failed(item, f"{task}: {wrong[0]}")  # also of one that was killed after it
     ends = {task for task, reports in found.items() if any(r.when == "teardown" for r in reports)}
     if without := [task for task in results if task not in ends]:
@@ -216,6 +216,15 @@ def setup_error(item: pytest.Item, text: str) -> list[pytest.TestReport]:
 def _failed(item: pytest.Item, text: str) -> list[pytest.TestReport]:
     """The reports of a test that failed, with this message and no traceback."""
     return [_report(item, "setup", "passed"), _report(item, "call", "failed", text)]
+
+
+def _text_of(report: pytest.TestReport) -> str:
+    """The text of a failure, its exception first: pytest's summary shows the first line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return report.longreprtext
+    summary = crash.message.strip().partition("\n")[0]
+    return f"{summary}\n\n" + report.longreprtext.lstrip("\n")
 
 
 def _combined(item: pytest.Item, by_task: list[list[pytest.TestReport]]) -> list[pytest.TestReport]:
@@ -329,7 +338,7 @@ class _Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed.append(report.longreprtext)
+            self.failed.append(_text_of(report))
         to_data = self._config.hook.pytest_report_to_serializable
         there = supervisor()
         assert there is not None

@@ -1,4 +1,4 @@
-"""The pytest plugin that `pip install tfdist_ext` registers: two marks, two fixtures, one option.
+"""The pytest plugin that this package registers: two marks, two fixtures, one option.
 
 pytest imports this module in every session on the machine, so it imports nothing but pytest: what
 a mark or a fixture needs is imported when a test uses it. All names begin with `tfdist`.

@@ -164,5 +164,5 @@ def check_tensorboard(callback: keras.callbacks.Callback) -> None:
     if importlib.util.find_spec("tensorboard") is None:
         raise TrainingError(
             f"{type(callback).__name__} needs the package tensorboard, which TensorFlow does not"
-            ' bring: pip install tensorboard, or install this package as "tfdist_ext[tensorboard]".'
+            " bring: install tensorboard."
         )

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.launch.command_line import command_line
+from tfdist_ext.launch.command_line import LAST_CHECKPOINT, command_line, is_started_again
 from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.strategies.liveness import say
 from tfdist_ext.training import _keras_private as kp
@@ -363,7 +363,7 @@ class CheckpointManager:
         self._by_chief(functools.partial(self._files.add_last, self._epochs, written=finite))
 
     def resume_hint(self) -> str:
-        """A sentence for a person: the last checkpoint, and the command that resumes from it."""
+        """For a person: the last checkpoint, and the command that resumes from it, if needed."""
         if self._files is None:
             return "There is no checkpoint: fit() was called without checkpoint_dir."
         folder = self._files.path
@@ -371,11 +371,12 @@ class CheckpointManager:
             return f"There is no checkpoint in {folder} yet."
         name, progress = self._latest
         what = str(folder / name) if name else f"in {folder} on the chief"
+        sentence = f"{LAST_CHECKPOINT} {what}, after {_completed(progress)}."
+        if is_started_again():
+            return sentence
         line = command_line()
         run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
-        return (
-            f"The last checkpoint is {what}, after {_completed(progress)}. To resume from it, {run}"
-        )
+        return f"{sentence} To resume from it, {run}"
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

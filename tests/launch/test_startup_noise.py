@@ -1,0 +1,151 @@
+"""What TensorFlow writes at every start stays from the screen, and nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfdist_ext.launch.startup_noise import StartupNoise
+
+pytestmark = pytest.mark.timeout(60)
+
+GLOG = "I0000 00:00:1795702528.736741    2947 "
+DATED = "2026-11-26 12:13:14.567890: I tensorflow/core/util/"
+ONEDNN = (
+    "port.cc:153] oneDNN custom operations are on. You may see slightly different numerical results"
+    " due to floating-point round-off errors from different computation orders. To turn them off,"
+    " set the environment variable `TF_ENABLE_ONEDNN_OPTS=0`."
+)
+ABSL = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
+OPTIONS = (
+    f"{GLOG}eager_service_impl.cc:355] SessionOptions: goo.gle/debugstr  ",
+    "device_count {",
+    '  key: "CPU"',
+    "  value: 1",
+    "}",
+    "allow_soft_placement: true",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [ABSL],
+        [GLOG + ONEDNN],
+        [DATED + ONEDNN],
+        [
+            f"{GLOG}cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be"
+            " used."
+        ],
+        [
+            f"{GLOG}cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use available"
+            " CPU instructions in performance-critical operations.",
+            "To enable the following instructions: AVX2 AVX512_BF16 FMA, in other operations,"
+            " rebuild TensorFlow with the appropriate compiler flags.",
+        ],
+        [
+            f"E{GLOG[1:]}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed"
+            " call to cuInit: UNKNOWN ERROR (303)"
+        ],
+        [f"{GLOG}grpc_server_lib.cc:467] Started server with target: grpc://127.0.0.1:30421"],
+        [
+            f"{GLOG}coordination_service.cc:502] Waiting for 2/3 tasks to connect.",
+            f"{GLOG}coordination_service.cc:505] Example stragglers:",
+            "/job:worker/replica:0/task:1",
+            "/job:worker/replica:0/task:2",
+        ],
+        OPTIONS,
+    ],
+)
+def test_what_tensorflow_writes_at_every_start_is_known(lines: list[str]) -> None:
+    noise = StartupNoise()
+    assert [noise.has(line) for line in lines] == [True] * len(lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [""],
+        ["oneDNN custom operations are on"],
+        [f"I have read: {ONEDNN}"],
+        [f"{GLOG}{ONEDNN} And more."],
+        [f"{GLOG}port.cc:153] oneDNN is off."],
+        [f"{GLOG}train.py:3] {ABSL}"],
+        [f"step 3: {ABSL}"],
+        ["WARNING: All log messages are written to STDERR"],
+        ["To enable the following instructions: call mom, in other operations"],
+        # A GPU that does not work is no noise.
+        [
+            f"E{GLOG[1:]}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed"
+            " call to cuInit: CUDA_ERROR_UNKNOWN: unknown error"
+        ],
+        [f"{GLOG}coordination_service.cc:502] Waiting for 2/3 tasks to leave."],
+        ["/job:worker/replica:0/task:1"],
+        [
+            f"E{GLOG[1:]}base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort"
+            " UNAVAILABLE: Error reported from /job:worker/task:1: The following tasks are"
+            " unhealthy (stopped sending heartbeats):",
+            "/job:worker/replica:0/task:1",
+        ],
+        ["device_count {", '  key: "CPU"'],
+    ],
+)
+def test_what_only_looks_like_it_is_shown(lines: list[str]) -> None:
+    noise = StartupNoise()
+    assert [noise.has(line) for line in lines] == [False] * len(lines)
+
+
+def test_what_follows_a_line_of_it_is_shown_again() -> None:
+    noise = StartupNoise()
+    lines = [*OPTIONS, "loss: 0.5", "", ABSL, "/job:worker/replica:0/task:1", *OPTIONS[:2], "Hi!"]
+    assert [line for line in lines if not noise.has(line)] == [
+        "loss: 0.5",
+        "",
+        "/job:worker/replica:0/task:1",
+        "Hi!",
+    ]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_run_shows_it_only_when_asked(run_tasks, tmp_path: Path, raw: bool) -> None:
+    text = tmp_path / "text"
+    text.write_text(f"{ABSL}\n{GLOG}{ONEDNN}\nEpoch 1/2 uses oneDNN\n")
+    ran = run_tasks({"worker:0": f"cat {text}; kill -9 $$"}, log_dir=tmp_path, raw=raw)
+    lines = text.read_text().splitlines()
+    shown = lines if raw else lines[2:]
+    assert ran.lines("worker:0") == shown
+    assert ran.result.last_lines == {"worker:0": tuple(shown)}
+    report = ran.err.partition("the last lines of worker:0:\n")[2]
+    assert report.startswith("".join(f"    {line}\n" for line in shown))
+    assert (tmp_path / "worker-0.log").read_text() == text.read_text()
+
+
+@pytest.mark.parametrize("words", [["env"], ["plan", "mine.py:build", "--ps", "2"]])
+def test_commands_that_import_tensorflow_do_not_show_it(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, keras\n"
+        "def build():\n"
+        "    os.write(2, b'mine\\n')\n"
+        "    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
+    )
+    command = [sys.executable, "-m", "tfdist_ext.cli", *words]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 50}
+    quiet = subprocess.run(command, **options)
+    assert (quiet.returncode, quiet.stderr) == (0, "mine\n" if words[0] == "plan" else "")
+    raw = subprocess.run([*command, "--raw"], **options)
+    assert ABSL in raw.stderr.splitlines()
+    assert raw.stdout.splitlines()[:5] == quiet.stdout.splitlines()[:5]
+
+
+def test_what_a_process_writes_before_it_crashes_is_shown() -> None:
+    code = (
+        "import os\nfrom tfdist_ext.launch.startup_noise import without_startup_noise\n"
+        f"with without_startup_noise(raw=False):\n    os.write(2, {(ABSL + chr(10)).encode()!r})\n"
+        "    os.write(2, b'no memory')\n    os.abort()\n"
+    )
+    crashed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+    assert (crashed.returncode, crashed.stderr) == (-6, b"no memory")
