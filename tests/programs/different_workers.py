@@ -1,9 +1,13 @@
 """One of two workers that differ in one thing at a time: what each is told, as JSON."""
 
+import copyreg
+import functools
 import json
 import os
+import tempfile
 import types
 import warnings
+from pathlib import Path
 
 import tfdist_ext as tfd
 
@@ -136,6 +140,49 @@ def fit_harmless():
 
 
 told("harmless", fit_harmless)
+
+
+class Scale(keras.layers.Layer):
+    calls = 0
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    @functools.cached_property
+    def grid(self):
+        return np.arange(4)
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+def read_by_the_chief():
+    """What saving, plotting and copying leave behind in the model and its classes."""
+    scaled = distribute(lambda: layers(last=Scale()))()
+    compiled_again = (("sgd", "mse"), ("adam", "mae"))
+    for optimizer, loss in compiled_again:
+        if rank == 0:
+            keras_model = scaled.keras_model
+            keras_model.get_config()
+            keras_model.save(Path(tempfile.mkdtemp()) / "model.keras")
+            keras.models.clone_model(keras_model)
+            keras_model.summary(print_fn=lambda *_, **__: None)
+            layer = keras_model.layers[-1]
+            layer.grid  # noqa: B018
+            copyreg._slotnames(Scale)
+            Scale.__annotations__["scale"] = object
+            Scale.__doc__ = "A scale."
+            Scale.calls += 1
+            keras_model.run_eagerly = True
+            keras_model.make_predict_function()
+            keras_model.run_eagerly = False
+        scaled.compile(optimizer, loss)
+        scaled.evaluate(X, X, batch_size=8, verbose=0)
+        scaled.fit(X, X, batch_size=8, verbose=0)
+        scaled.predict(X, batch_size=8, verbose=0)
+
+
+told("read by the chief", read_by_the_chief)
 
 # Data and calls.
 model = distribute()()

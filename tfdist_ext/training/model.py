@@ -60,6 +60,7 @@ from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
+from tfdist_ext.training.programs import compiled_parts
 from tfdist_ext.training.protocols import (
     BatchSource,
     Callbacks,
@@ -113,6 +114,7 @@ class DistributedModel(SavingMixin):
         self._reduction = self._engine.reduction
         if synchronize_batch_norm:
             synchronize_batch_normalization(model)
+        self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
         self._same_python = check_equal_versions(self._reduction)
         self._check_same_model()
         # Weights that came along are each worker's own; where they differ, the chief's count.
@@ -591,11 +593,15 @@ class DistributedModel(SavingMixin):
             synchronize_batch_normalization(self._model)
         if kind != "predict":
             self._engine.prepare(self._model)
-        self._check_same_model()
+        self._check_same_model(kind)
 
-    def _check_same_model(self) -> None:
-        if self._reduction.multi_worker:
+    def _check_same_model(self, kind: str = "") -> None:
+        """Compare the workers' models, once for each kind of step and each `compile`."""
+        compiled = compiled_parts(self._model) if self._model.compiled else ()
+        new = self._reduction.multi_worker and self._compared.get(kind) != compiled
+        if self._reduction.any_worker(new):
             check_equal_models(self._reduction, self._model, same_python=self._same_python)
+            self._compared[kind] = compiled
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
