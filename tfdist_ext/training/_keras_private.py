@@ -342,11 +342,13 @@ def loss_ids(layer: keras.Layer) -> set[int]:
     return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
 
 
-def raw_value(variable: keras.Variable) -> tf.Variable:  # None before it is initialized
+def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if uninitialized
     """The tf.Variable behind a Keras variable, whatever stateless scope is open.
 
     Private because `.value` asks the open scope first, and the scope asks us.
     """
+    if isinstance(variable, tf.Variable):
+        return variable
     return NAMES.of(variable, "_value", "variables in a step")
 
 

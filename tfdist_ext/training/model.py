@@ -39,8 +39,8 @@ from tfdist_ext.training.building.build import (
     adopt,
     belongs_to,
     build,
-    creating_variables_together,
     creation_scope,
+    new_variables,
     recompile,
     synchronize_batch_normalization,
 )
@@ -53,7 +53,11 @@ from tfdist_ext.training.callbacks.in_cluster import (
     redirect_model_methods,
     redirected_method,
 )
-from tfdist_ext.training.checkpoints.chief import broadcast_state, run_on_chief
+from tfdist_ext.training.checkpoints.chief import (
+    broadcast_state,
+    broadcast_variables,
+    run_on_chief,
+)
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
@@ -116,9 +120,7 @@ class DistributedModel(SavingMixin):
             synchronize_batch_normalization(model)
         self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
         self._same_python = check_equal_versions(self._reduction)
-        self._check_same_model()
-        # Weights that came along are each worker's own; where they differ, the chief's count.
-        broadcast_state(model, self._reduction)
+        self._unify()
 
     @property
     def keras_model(self) -> keras.Model:
@@ -438,23 +440,27 @@ class DistributedModel(SavingMixin):
         """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
         with creation_scope(self._strategy):
             self._model.compile(*args, **kwargs)
+        self._unify()
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.compile_from_config`; what it makes is made for the strategy."""
         with creation_scope(self._strategy):
             self._model.compile_from_config(config)
+        self._unify()
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.build`: the variables are made for the strategy."""
         with creation_scope(self._strategy):
             self._model.build(*args, **kwargs)
         make_readable(self._model)
+        self._unify()
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.build_from_config`: the variables are made for the strategy."""
         with creation_scope(self._strategy):
             self._model.build_from_config(config)
         make_readable(self._model)
+        self._unify()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Keras model's outputs for tensors, computed on this task alone."""
@@ -585,22 +591,30 @@ class DistributedModel(SavingMixin):
     def _build(self, batches: BatchSource, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"), creating_variables_together():
-            if kind != "predict":
-                recompile(self._model, self._model, self._strategy)
-            build(self._model, self._built_for, self._strategy, kind=kind)
+        if kind != "predict":
+            recompile(self._model, self._model, self._strategy)
+        build(self._model, self._built_for, self._strategy, kind=kind)
         if self._synchronize_batch_norm:  # of layers that are made in the first call, too
             synchronize_batch_normalization(self._model)
         if kind != "predict":
             self._engine.prepare(self._model)
-        self._check_same_model(kind)
+        self._unify(kind)
 
-    def _check_same_model(self, kind: str = "") -> None:
-        """Compare the workers' models, once for each kind of step and each `compile`."""
+    def _unify(self, kind: str = "") -> None:
+        """Compare the workers' models, and give new variables the chief's values.
+
+        Models are compared once for each kind of step and each `compile`. Every worker must call.
+        """
+        created = new_variables(self._strategy)
+        if not self._reduction.multi_worker:
+            return
         compiled = compiled_parts(self._model) if self._model.compiled else ()
-        new = self._reduction.multi_worker and self._compared.get(kind) != compiled
-        if self._reduction.any_worker(new):
-            check_equal_models(self._reduction, self._model, same_python=self._same_python)
+        if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
+            check_equal_models(self._reduction, self._model, created, same_python=self._same_python)
+            if self._compared:
+                broadcast_variables(self._reduction, created)
+            else:  # weights that came along are each worker's own
+                broadcast_state(self._model, self._reduction, created)
             self._compared[kind] = compiled
 
     def _check_compiled(self, method: str) -> None:
@@ -676,9 +690,7 @@ def distribute(
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
-        # Their first values are the chief's.
-        with peers.meeting("making the model"), creating_variables_together():
-            model = adopt(model_or_builder, strategy)
+        model = adopt(model_or_builder, strategy)
         return DistributedModel(
             model, strategy, builder, synchronize_batch_norm=synchronize_batch_norm
         )

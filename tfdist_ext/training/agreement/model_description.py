@@ -158,7 +158,9 @@ class ModelDescription:
 
     def _add_settings(self, name: str, settings: dict[str, Any]) -> None:
         for key, value in settings.items():
-            if key not in _LEFT_OUT and not str(key).endswith("_seed"):
+            # A rate that is no schedule is a variable, which follows the chief.
+            rate = key == "learning_rate" and isinstance(value, float)
+            if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
                 self.add(f"{key} of {name}", value)
 
     def add_function(self, name: str, function: object) -> None:

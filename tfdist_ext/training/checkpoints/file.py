@@ -478,7 +478,7 @@ def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
         assign_rows(variable, start, rows[start:stop])
 
 
-def blocks(variable: keras.Variable) -> Iterator[tuple[int, int]]:
+def blocks(variable: keras.Variable | tf.Variable) -> Iterator[tuple[int, int]]:
     """The ranges of rows in which a Keras variable is read and written: `blocks_of` its value."""
     return blocks_of(tuple(variable.shape), kp.raw_value(variable).dtype.size)
 
@@ -495,7 +495,7 @@ def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, in
         yield start, min(rows, start + step)
 
 
-def read_rows(variable: keras.Variable, start: int, stop: int) -> np.ndarray:
+def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> np.ndarray:
     """The rows from `start` up to `stop`; of a scalar, an array of one value."""
     raw = kp.raw_value(variable)
     strategy = getattr(raw, "distribute_strategy", None)
@@ -516,7 +516,7 @@ def read_rows(variable: keras.Variable, start: int, stop: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def assign_rows(variable: keras.Variable, start: int, values: np.ndarray) -> None:
+def assign_rows(variable: keras.Variable | tf.Variable, start: int, values: np.ndarray) -> None:
     """Give the rows from `start` on new values, on every copy here and on every piece."""
     for first, rows, copies in _pieces(variable):
         low, high = max(start - first, 0), min(start + len(values) - first, rows)
@@ -532,7 +532,9 @@ def assign_rows(variable: keras.Variable, start: int, values: np.ndarray) -> Non
                 )
 
 
-def _pieces(variable: keras.Variable) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
+def _pieces(
+    variable: keras.Variable | tf.Variable,
+) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
     """(first row, rows, the plain variables that are its copies here) of each piece."""
     raw = kp.raw_value(variable)
     first = 0
