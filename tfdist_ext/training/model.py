@@ -52,6 +52,7 @@ from tfdist_ext.training.callbacks.in_cluster import (
     overrides,
     redirect_model_methods,
     redirected_method,
+    refusing_compile,
 )
 from tfdist_ext.training.checkpoints.chief import (
     broadcast_state,
@@ -268,14 +269,18 @@ class DistributedModel(SavingMixin):
         with (
             saved.training(),
             redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
+            contextlib.ExitStack() as running,
         ):
+            running.enter_context(refusing_compile(self._model, "fit"))
             hooks.on_train_begin()
             broadcast_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch
             if saved.restore_callbacks():
                 first = epochs
             saved.announce(hooks.callbacks)
-            return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
+            return self._train(
+                range(first, epochs), train, validate, validation_freq, hooks, saved, running
+            )
 
     def _train(
         self,
@@ -285,7 +290,9 @@ class DistributedModel(SavingMixin):
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
+        running: contextlib.ExitStack,
     ) -> keras.callbacks.History:
+        """Train, and close `running` when no more steps follow."""
         model, peers = self._model, self._reduction.peers
         loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
@@ -324,6 +331,7 @@ class DistributedModel(SavingMixin):
                 raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
+        running.close()
         peers.enters("callbacks")
         hooks.on_train_end(logs)
         peers.enters("checkpoint")
@@ -540,11 +548,14 @@ class DistributedModel(SavingMixin):
         self._model.stop_evaluating = False
         metrics = self._model.metrics_variables if self._keeps_metrics else ()
         kept = [(variable, whole_value(variable)) for variable in metrics]
-        hooks.on_test_begin()
-        epochs.rewind()
-        with epochs.next() as data:
-            loop = Loop(self._model, self._engine, hooks, "test", listener)
-            logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)
+        with refusing_compile(self._model, "evaluate"):
+            hooks.on_test_begin()
+            epochs.rewind()
+            with epochs.next() as data:
+                loop = Loop(self._model, self._engine, hooks, "test", listener)
+                logs, steps = loop.run(
+                    self._engine.program(self._model, "test", NullStepTimer()), data
+                )
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         for variable, value in kept:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import keras
 
@@ -41,6 +41,7 @@ __all__ = [
     "overrides",
     "redirect_model_methods",
     "redirected_method",
+    "refusing_compile",
     "uses_batch_hooks",
 ]
 
@@ -142,6 +143,19 @@ def redirect_model_methods(
     return redirect_methods(
         model, evaluate=distributed.evaluate, predict=distributed.predict, **others
     )
+
+
+def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
+    """Scope of steps that run: Keras's own fail once a callback has compiled the model again."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise TrainingError(
+            f"compile() was called while {method}() is running, whose steps are already compiled."
+            f" Call compile() before or after {method}(). A callback can assign settings of the"
+            " optimizer instead, for example model.optimizer.learning_rate = 0.001."
+        )
+
+    return redirect_methods(model, compile=refuse)
 
 
 # What a model's class may override and call by super().
