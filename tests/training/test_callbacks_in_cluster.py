@@ -160,6 +160,23 @@ def test_a_callback_that_writes_by_itself_writes_on_the_chief(workers: Workers) 
     np.testing.assert_allclose(loaded.serve(x[:10]), model.predict(x[:10], verbose=0), atol=1e-6)
 
 
+def test_weights_that_only_the_chief_has_are_loaded_on_all(workers: Workers) -> None:
+    before, after = workers.same("loaded_in_fit")
+    assert before == after
+    for name, values in workers.same("loaded_on_the_chief").items():
+        assert set(values) == {0.25}, name
+
+
+def test_weights_that_cannot_be_loaded_are_an_error_on_all(workers: Workers) -> None:
+    for name, words in {"no weights": "none.weights.h5", "other weights": "shape"}.items():
+        chief, other = (result[name] for result in workers.results)
+        assert words in chief
+        assert other.startswith("TrainingError: the chief could not load ")
+        assert words in other
+    workers.same("after_errors")
+    assert set(workers.same("skipped")) == {0.25, 0.5}  # the last layer, and the first one
+
+
 def test_what_is_no_number_stops_all_and_is_not_saved(workers: Workers) -> None:
     assert workers.same("lost") == [1, 1]
     index = json.loads((workers.shared / "lost" / "checkpoints.json").read_text())

@@ -29,6 +29,7 @@ __all__ = [
     "REPLACED",
     "Replaced",
     "array_parts",
+    "backup_of",
     "batches_of",
     "call_symbolically",
     "compile_arguments",
@@ -483,6 +484,11 @@ def restored_epoch(model: keras.Model) -> int | None:
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
     """The same on a task that was told by the chief."""
     model._initial_epoch = epoch
+
+
+def backup_of(callback: keras.callbacks.BackupAndRestore) -> str:
+    """The file of weights. Private: Keras adds its name to the folder that it was given."""
+    return str(NAMES.of(callback, "_weights_path", "BackupAndRestore"))
 
 
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:

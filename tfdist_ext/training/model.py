@@ -268,7 +268,7 @@ class DistributedModel(SavingMixin):
             self._engine.state_is_restored()
         with (
             saved.training(),
-            redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
+            redirect_model_methods(self, self._model, callbacks, is_chief=self._reduction.is_chief),
             contextlib.ExitStack() as running,
         ):
             running.enter_context(refusing_compile(self._model, "fit"))

@@ -147,6 +147,22 @@ class SavingMixin:
         self._engine.state_is_restored()
         return self._progress
 
+    @on_every_worker
+    def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As `keras.Model.load_weights`; the file need only be there for the chief.
+
+        Call it on every task: the chief reads, and the others take over what it has read.
+        """
+        load = functools.partial(type(self._model).load_weights, self._model, filepath)
+        failure: Exception | None = None
+        try:
+            run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
+        except Exception as error:  # what does not fit may have been read in part
+            failure = error
+        broadcast_state(self._model, self._reduction)
+        if failure is not None:
+            raise failure
+
     def _build_optimizer(self) -> None:
         """Build the optimizer's slots, where no step has made them yet."""
         model = self._model
