@@ -78,6 +78,19 @@ result["epochs_of_a_training_that_is_done"] = again.epoch
 state = resumed.keras_model.layers[2].seed_generator.state.numpy().tolist()
 result["shuffled_until_resumed"].append(state)
 
+# The last checkpoint is damaged, on the chief's disk.
+set_seeds()
+hurt = {**FIT, "checkpoint_dir": shared / f"hurt{rank}"}
+first = tfd.distribute(build, strategy)
+set_seeds()
+first.fit(x, y, **{**hurt, "epochs": 3})
+if rank == 0:
+    for name in ("epoch-00003.h5", "last-00003.h5"):
+        (shared / "hurt0" / name).write_bytes(b"")
+healed = tfd.distribute(build, strategy)
+healed.fit(x, y, **hurt)
+result["healed"] = mlp.flat(healed.keras_model)
+
 # One file, of one model: on all workers, or an error on all.
 resumed.save_checkpoint(shared / "one.h5")
 result["saved_when_it_returns"] = (shared / "one.h5").exists()

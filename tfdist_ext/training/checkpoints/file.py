@@ -51,6 +51,7 @@ __all__ = [
     "CheckpointFile",
     "Copied",
     "CopiesInMemory",
+    "DamagedCheckpointError",
     "Saved",
     "assign_rows",
     "assign_whole",
@@ -68,10 +69,7 @@ _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
 
 
-_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit resumes from the one before."
-
-
-_DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
+_DAMAGED = "It is damaged; use another checkpoint."
 
 
 @dataclass(frozen=True)
@@ -254,6 +252,10 @@ class _Sink(io.FileIO):
             raise self._error
 
 
+class DamagedCheckpointError(TrainingError):
+    """The file can be read, but its bytes are not those of a complete checkpoint."""
+
+
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint to read from.
 
@@ -272,9 +274,11 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             self._file = _open(path, "r")
         except OSError as error:
-            raise TrainingError(
+            # HDF5's own errors have no number: the system could read the file.
+            kind = TrainingError if error.errno else DamagedCheckpointError
+            raise kind(
                 f"{path} must be a complete checkpoint that save_checkpoint() has written, got a"
-                f" file that cannot be opened ({error}): copy it again. {_REMOVE}"
+                f" file that cannot be opened ({error}): copy it again, or use another checkpoint."
             ) from error
         try:
             self._version = self._checked_version()
@@ -340,7 +344,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             for start, stop in blocks_of(saved.shape, tf.as_dtype(saved.dtype).size):
                 crc = _crc_of(self._stored_rows(saved, start, stop), crc)
             if saved.crc not in (None, crc):
-                raise TrainingError(
+                raise DamagedCheckpointError(
                     f"the values of {saved.path!r} in {self._path} must have the checksum that was"
                     f" written with them, got another one. {_DAMAGED}"
                 )
@@ -349,7 +353,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         with self._readable():
             written_by = _text(self._file.attrs.get("format"))
         if written_by != _FORMAT:
-            raise TrainingError(
+            raise DamagedCheckpointError(
                 f"{self._path} must be a checkpoint of save_checkpoint(), got another HDF5 file."
                 " Weights that Keras saved are loaded with keras_model.load_weights()."
             )
@@ -383,7 +387,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             yield
         except Exception as error:  # h5py comes upon anything in broken bytes
-            raise TrainingError(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
+            system = isinstance(error, tf.errors.OpError) or getattr(error, "errno", None)
+            kind = TrainingError if system else DamagedCheckpointError
+            raise kind(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
 
 
 def _in(folder: AnyPath) -> str:

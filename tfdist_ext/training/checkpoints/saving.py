@@ -345,9 +345,12 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: AnyPath
+    model: keras.Model, reduction: Reduction, path: AnyPath, *, verified: bool = False
 ) -> tuple[Progress, CallbackState]:
     """Give the model the state that a checkpoint holds; every task must call.
+
+    Args:
+        verified: the checksums have been compared before.
 
     Returns:
         The progress of the training, and what its callbacks knew.
@@ -365,7 +368,8 @@ def restore_checkpoint(
         with CheckpointFile(path) as file:
             pairs = matching(file, model, path)
             progress = Progress.of(file)
-            file.verify()  # nothing is changed before all is known to be good
+            if not verified:
+                file.verify()  # nothing is changed before all is known to be good
             callbacks, random = file.arrays(_CALLBACKS), file.arrays(_RANDOM)
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
