@@ -41,7 +41,7 @@ def killed(seed: int, number: int) -> tuple[bool, int, str]:
             os.waitpid(child, 0)
         writing = any(folder.glob(".epoch-*.unfinished"))
         try:
-            index, faults = Index.checked(folder)
+            index, faults, _ = Index.checked(folder, epochs=1)
             newest, progress = list(index.checkpoints.items())[-1]
             with CheckpointFile(folder / newest) as file:
                 file.verify()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -76,6 +77,19 @@ again = tfd.distribute(build, strategy).fit(x, y, checkpoint_dir=shared / f"part
 result["epochs_of_a_training_that_is_done"] = again.epoch
 state = resumed.keras_model.layers[2].seed_generator.state.numpy().tolist()
 result["shuffled_until_resumed"].append(state)
+
+# The last checkpoint is damaged, on the chief's disk.
+set_seeds()
+hurt = {**FIT, "checkpoint_dir": shared / f"hurt{rank}"}
+first = tfd.distribute(build, strategy)
+set_seeds()
+first.fit(x, y, **{**hurt, "epochs": 3})
+if rank == 0:
+    for name in ("epoch-00003.h5", "last-00003.h5"):
+        (shared / "hurt0" / name).write_bytes(b"")
+healed = tfd.distribute(build, strategy)
+healed.fit(x, y, **hurt)
+result["healed"] = mlp.flat(healed.keras_model)
 
 # One file, of one model: on all workers, or an error on all.
 resumed.save_checkpoint(shared / "one.h5")
@@ -147,6 +161,57 @@ fresh.fit(x, y, callbacks=[Writes()], **FIT)
 result["weights_after_own_writes"] = mlp.flat(fresh.keras_model)
 result["own_written_when_fit_returns"] = sorted(path.name for path in (shared / "own").iterdir())
 result["writes_again"] = "save" not in vars(fresh.keras_model)
+
+
+class FindsRate(keras.callbacks.Callback):
+    """Restores the weights from a file whose path is this process's own."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp()) / name
+
+    def on_train_begin(self, logs=None):
+        self.model.save_weights(self.path)
+
+    def on_train_end(self, logs=None):
+        self.model.load_weights(self.path)
+
+
+def loaded(name):
+    """The weights before a fit, and those after, which a callback has loaded."""
+    before = mlp.flat(fresh.keras_model)
+    fresh.fit(x, y, callbacks=[FindsRate(name)], **FIT)
+    return [before, mlp.flat(fresh.keras_model)]
+
+
+result["loaded_in_fit"] = loaded("own.weights.h5")
+folder = Path(tempfile.mkdtemp())
+set_seeds()
+small = tfd.distribute(mlp.build, strategy)
+other = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(4)])
+other.set_weights([np.full(weight.shape, 0.5) for weight in other.weights])
+names = ["a.weights.h5", "a.keras", "a.h5", "a.weights.json"]
+if rank == 0:
+    saved = keras.models.clone_model(small.keras_model)
+    saved.set_weights([np.full(weight.shape, 0.25) for weight in saved.weights])
+    saved.save_weights(folder / names[0])
+    saved.save(folder / names[1])
+    saved.save(folder / names[2])
+    saved.save_weights(folder / names[3], max_shard_size=1)
+    other.save_weights(folder / "other.weights.h5")
+result["loaded_on_the_chief"] = {}
+for name in names:
+    small.set_weights([np.zeros(weight.shape) for weight in small.weights])
+    small.load_weights(folder / name)
+    result["loaded_on_the_chief"][name] = mlp.flat(small.keras_model)
+for name, file in {"no weights": "none.weights.h5", "other weights": "other.weights.h5"}.items():
+    try:
+        small.load_weights(folder / file)
+    except Exception as error:
+        result[name] = f"{type(error).__name__}: {error}"
+result["after_errors"] = mlp.fingerprint(small.keras_model)
+small.load_weights(folder / "other.weights.h5", skip_mismatch=True)
+result["skipped"] = mlp.flat(small.keras_model)
 
 # What is no number stops all, and is not saved.
 whole.restore_checkpoint(shared / "start.h5")

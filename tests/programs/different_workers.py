@@ -1,9 +1,13 @@
 """One of two workers that differ in one thing at a time: what each is told, as JSON."""
 
+import copyreg
+import functools
 import json
 import os
+import tempfile
 import types
 import warnings
+from pathlib import Path
 
 import tfdist_ext as tfd
 
@@ -79,6 +83,36 @@ told("metric", distribute(metrics=[keras.metrics.AUC(curve=curve)]))
 told("optimizer", distribute(optimizer=lambda: keras.optimizers.SGD(momentum=rank / 2)))
 
 
+def with_dense(units, *, given=True, **options):
+    """Layers whose first variables have other shapes on each worker."""
+    inputs = [keras.Input((4,))] if given else []
+    return [*inputs, keras.layers.Dense(units, **options), keras.layers.Dense(1)]
+
+
+told("size", distribute(lambda: with_dense(8 + rank)))
+told("more layers", distribute(lambda: layers() + [keras.layers.Dense(1)] * rank))
+told("fewer variables", distribute(lambda: with_dense(8, use_bias=rank == 0)))
+told("dtype", distribute(lambda: with_dense(8, dtype="float64" if rank else "bfloat16")))
+told("existing model", lambda: tfd.distribute(builder(lambda: with_dense(8 + rank))(), strategy))
+
+
+def fit_deferred():
+    deferred = distribute(lambda: with_dense(8 + rank, given=False))()
+    deferred.fit(X, Y, batch_size=8, verbose=0)
+
+
+told("deferred size", fit_deferred)
+
+
+def with_scratch():
+    if rank:
+        keras.layers.Dense(3).build((4,))
+    return layers()
+
+
+told("variables of no layer", distribute(with_scratch))
+
+
 class Own(keras.Model):
     def __init__(self, activation, rank):
         super().__init__()
@@ -115,6 +149,38 @@ def normalized():
 
 told("normalization", distribute(normalized))
 
+
+class Shifted(keras.layers.Layer):
+    """Variables of the layer's own, not Keras's: they start from the chief's values."""
+
+    def build(self, shape):
+        self.shift = tf.Variable(10.0 + rank, trainable=False)
+
+    def call(self, inputs):
+        return inputs + self.shift
+
+
+values = {}
+
+
+def first_values():
+    keras.utils.set_random_seed(rank)
+    own_variable = [keras.layers.Dense(2), Shifted()]
+    rate = functools.partial(keras.optimizers.SGD, 0.1 + rank)
+    made = distribute(lambda: [keras.Input((4,)), *own_variable], optimizer=rate)()
+    values["shift"] = [float(own_variable[1].shift.numpy())]
+    values["kernel"] = made.get_weights()[0].tolist()
+    values["rate"] = float(made.optimizer.learning_rate.numpy())
+    later = distribute(lambda: with_dense(3, given=False))()
+    later.build((None, 4))
+    values["built later"] = later.get_weights()[0].tolist()
+    in_bfloat16 = distribute(lambda: with_dense(3, dtype="bfloat16"))()
+    values["bfloat16"] = in_bfloat16.get_weights()[0].astype(float).tolist()
+
+
+told("first values", first_values)
+result["first_values"] = values
+
 # What may differ: automatic names, seeds, noise of floats, dicts in another order.
 if rank:
     for _ in range(3):
@@ -137,6 +203,49 @@ def fit_harmless():
 
 
 told("harmless", fit_harmless)
+
+
+class Scale(keras.layers.Layer):
+    calls = 0
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    @functools.cached_property
+    def grid(self):
+        return np.arange(4)
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+def read_by_the_chief():
+    """What saving, plotting and copying leave behind in the model and its classes."""
+    scaled = distribute(lambda: layers(last=Scale()))()
+    compiled_again = (("sgd", "mse"), ("adam", "mae"))
+    for optimizer, loss in compiled_again:
+        if rank == 0:
+            keras_model = scaled.keras_model
+            keras_model.get_config()
+            keras_model.save(Path(tempfile.mkdtemp()) / "model.keras")
+            keras.models.clone_model(keras_model)
+            keras_model.summary(print_fn=lambda *_, **__: None)
+            layer = keras_model.layers[-1]
+            layer.grid  # noqa: B018
+            copyreg._slotnames(Scale)
+            Scale.__annotations__["scale"] = object
+            Scale.__doc__ = "A scale."
+            Scale.calls += 1
+            keras_model.run_eagerly = True
+            keras_model.make_predict_function()
+            keras_model.run_eagerly = False
+        scaled.compile(optimizer, loss)
+        scaled.evaluate(X, X, batch_size=8, verbose=0)
+        scaled.fit(X, X, batch_size=8, verbose=0)
+        scaled.predict(X, batch_size=8, verbose=0)
+
+
+told("read by the chief", read_by_the_chief)
 
 # Data and calls.
 model = distribute()()

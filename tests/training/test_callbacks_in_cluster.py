@@ -49,6 +49,11 @@ def test_a_training_that_was_broken_off_goes_on_alike_on_all(workers: Workers) -
     assert workers.same("epochs_of_a_training_that_is_done") == [0, 1, 2, 3]
 
 
+def test_all_resume_from_the_newest_whole_checkpoint_of_the_chief(workers: Workers) -> None:
+    np.testing.assert_allclose(workers.same("healed"), workers.same("whole"), atol=1e-6)
+    assert (workers.shared / "hurt0" / "epoch-00003.damaged").exists()
+
+
 def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
     folders = {path.name for path in workers.shared.iterdir() if path.is_dir()}
     assert {"whole0", "parts0", "lost"} <= folders
@@ -158,6 +163,23 @@ def test_a_callback_that_writes_by_itself_writes_on_the_chief(workers: Workers) 
     x, _ = mlp.data()
     loaded = tf.saved_model.load(own / "3")
     np.testing.assert_allclose(loaded.serve(x[:10]), model.predict(x[:10], verbose=0), atol=1e-6)
+
+
+def test_weights_that_only_the_chief_has_are_loaded_on_all(workers: Workers) -> None:
+    before, after = workers.same("loaded_in_fit")
+    assert before == after
+    for name, values in workers.same("loaded_on_the_chief").items():
+        assert set(values) == {0.25}, name
+
+
+def test_weights_that_cannot_be_loaded_are_an_error_on_all(workers: Workers) -> None:
+    for name, words in {"no weights": "none.weights.h5", "other weights": "shape"}.items():
+        chief, other = (result[name] for result in workers.results)
+        assert words in chief
+        assert other.startswith("TrainingError: the chief could not load ")
+        assert words in other
+    workers.same("after_errors")
+    assert set(workers.same("skipped")) == {0.25, 0.5}  # the last layer, and the first one
 
 
 def test_what_is_no_number_stops_all_and_is_not_saved(workers: Workers) -> None:

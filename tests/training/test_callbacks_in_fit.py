@@ -301,3 +301,44 @@ def test_a_callback_evaluates_and_predicts_on_the_strategy(name: str) -> None:
     for one, other in zip(seen["plain"], seen["ours"], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert "evaluate" not in vars(ours.keras_model), "only while fit runs"
+
+
+HOOKS = [
+    "train_begin",
+    "epoch_begin",
+    "train_batch_end",
+    "epoch_end",
+    "test_begin",
+    "test_batch_end",
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_compiles_the_model_again_is_refused(hook: str) -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    again = keras.callbacks.LambdaCallback()
+    setattr(again, f"on_{hook}", lambda *_, **__: again.model.compile("sgd", "binary_crossentropy"))
+    data = {"x": X, "y": Y, "callbacks": [again], "verbose": 0}
+    with pytest.raises(
+        tfd.TrainingError, match=r"compile\(\) was called while (fit|evaluate)\(\) is"
+    ):
+        model.fit(**data, epochs=2, validation_data=(X, Y))
+    if hook.startswith("test"):
+        with pytest.raises(tfd.TrainingError, match=r"while evaluate\(\) is running"):
+            model.evaluate(**data)
+
+
+def test_compiling_after_the_last_step_counts_for_the_next_fit() -> None:
+    class Compiles(keras.callbacks.Callback):
+        def on_train_end(self, logs: object = None) -> None:
+            self.model.compile("sgd", "binary_crossentropy")
+
+    def train(model: keras.Model | tfd.DistributedModel) -> list[float]:
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, callbacks=[Compiles()])
+        history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        return [*history["loss"], *[float(np.sum(w)) for w in model.get_weights()]]
+
+    keras.utils.set_random_seed(1)
+    expected = train(classifier()())
+    keras.utils.set_random_seed(1)
+    np.testing.assert_allclose(train(tfd.distribute(classifier(), mirrored())), expected, rtol=1e-4)

@@ -149,29 +149,112 @@ def test_files_without_checksums_are_read(
     assert (progress.epoch, progress.step) == (1, 4)
 
 
-def test_without_the_damaged_one_a_training_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    keras.utils.set_random_seed(3)
-    whole = tfd.distribute(classifier("adam"), mirrored())
-    whole.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "whole", **FIT)
-    keras.utils.set_random_seed(3)
-    tfd.distribute(classifier("adam"), mirrored()).fit(
-        X, Y, epochs=3, checkpoint_dir=tmp_path / "D", **FIT
-    )
-    last = finished_checkpoints(tmp_path / "D")[-1]
-    last.write_bytes(damaged(last, next(iter(middles(last).values()))).read_bytes())
-    (tmp_path / "D" / "damaged.h5").unlink()
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[next(iter(middles(path).values()))] ^= 1
+    path.write_bytes(content)
+
+
+def another_format(path: Path) -> None:
+    path.unlink()
+    with h5py.File(path, "w") as other:
+        other["x"] = 1.0
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("no checkpoint"),
+    "another format": another_format,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[tfd.DistributedModel, Path]:
+    """A model after 4 epochs, and the folder of the same training after 3."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    models = []
+    for epochs in (4, 3):
+        keras.utils.set_random_seed(3)
+        models.append(tfd.distribute(classifier("adam"), mirrored()))
+        models[-1].fit(X, Y, epochs=epochs, checkpoint_dir=folder / str(epochs), **FIT)
+    return models[0], folder / "3"
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_training_resumes_from_the_newest_whole_checkpoint(
+    how: str, undisturbed: tuple[tfd.DistributedModel, Path], tmp_path: Path
+) -> None:
+    whole, trained = undisturbed
+    folder = shutil.copytree(trained, tmp_path / "D")
+    # As where the disk has damaged the last two: the state at the end is one more file.
+    for name in ("epoch-00003.h5", "last-00003.h5", "epoch-00002.h5")[: 3 if how == "cut" else 2]:
+        DAMAGES[how](folder / name)
+    held = (folder / "epoch-00003.h5").read_bytes()
     model = tfd.distribute(classifier("adam"), mirrored())
-    with pytest.raises(tfd.TrainingError, match=r"epoch-00003\.h5 must have .* remove it: fit"):
-        model.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "D", **FIT)
-    last.unlink()
-    with pytest.warns(UserWarning, match=r"lacks epoch-00003\.h5 of its index"):
-        history = model.fit(X, Y, epochs=4, checkpoint_dir=tmp_path / "D", **FIT)
+    with pytest.warns(
+        UserWarning, match=r"epoch-00003\.h5 is damaged and set aside as epoch-00003"
+    ):
+        history = model.fit(X, Y, epochs=4, checkpoint_dir=folder, **FIT)
     assert history.epoch == [0, 1, 2, 3]
     assert_same_weights(whole, model)
-    for path in finished_checkpoints(tmp_path / "D"):
+    assert (folder / "epoch-00003.damaged").read_bytes() == held
+    assert finished_checkpoints(folder)[-1].name == "epoch-00004.h5"
+
+
+def test_without_a_whole_checkpoint_nothing_is_changed(
+    undisturbed: tuple[tfd.DistributedModel, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(undisturbed[1], tmp_path / "D")
+    for path in folder.glob("*.h5"):
+        path.write_bytes(b"")
+    before = sorted(path.name for path in folder.glob("*.h5*"))
+    model = tfd.distribute(classifier("adam"), mirrored())
+    for _ in range(2):  # a restart refuses as well
+        with pytest.raises(tfd.TrainingError, match=r"no checkpoint of this training .*Move these"):
+            model.fit(X, Y, epochs=4, checkpoint_dir=folder, **FIT)
+        assert sorted(path.name for path in folder.glob("*.h5*")) == before
+    for path in folder.glob("*.h5"):
         path.unlink()
-    with pytest.raises(tfd.TrainingError, match=r"there is no checkpoint .*epoch-00004\.h5"):
-        model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "D", **FIT)
+    with pytest.raises(tfd.TrainingError, match=r"there is no checkpoint .*epoch-00003\.h5"):
+        model.fit(X, Y, epochs=5, checkpoint_dir=folder, **FIT)
+
+
+def test_a_complete_training_whose_state_at_the_end_is_damaged_ends_again(
+    undisturbed: tuple[tfd.DistributedModel, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(undisturbed[1], tmp_path / "D")
+    expected = tfd.distribute(classifier("adam"), mirrored())
+    expected.restore_checkpoint(folder / "last-00003.h5")
+    flip(folder / "last-00003.h5")
+    model = tfd.distribute(classifier("adam"), mirrored())
+    with pytest.warns(UserWarning, match=r"last-00003\.h5 is damaged and set aside"):
+        history = model.fit(X, Y, epochs=3, checkpoint_dir=folder, **FIT)
+    assert history.epoch == [0, 1, 2]
+    assert_same_weights(expected, model, tolerance=0)
+    assert training_is_done(folder)
+
+
+def test_a_damaged_checkpoint_in_the_middle_of_an_epoch(
+    undisturbed: tuple[tfd.DistributedModel, Path], tmp_path: Path
+) -> None:
+    def cut(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            raise RuntimeError("the power is cut")
+
+    fit = {"epochs": 4, "checkpoint_dir": tmp_path, "checkpoint_every": 3, **FIT}
+    keras.utils.set_random_seed(3)
+    model = tfd.distribute(classifier("adam"), mirrored())
+    with pytest.raises(RuntimeError, match="the power is cut"):
+        model.fit(X, Y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=cut)], **fit)
+    newest = finished_checkpoints(tmp_path)[-1]
+    assert "-batch-" in newest.name
+    flip(newest)
+    resumed = tfd.distribute(classifier("adam"), mirrored())
+    with pytest.warns(UserWarning, match=rf"{newest.name} is damaged and set aside"):
+        resumed.fit(X, Y, **fit)
+    assert_same_weights(undisturbed[0], resumed)
 
 
 @pytest.fixture(scope="module")
@@ -270,11 +353,6 @@ def test_with_a_lost_index_the_numbers_are_those_of_one_training(
     def copy(epoch: int, logs: Any) -> None:
         shutil.copytree(tmp_path / "whole", tmp_path / str(epoch))
 
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[next(iter(middles(path).values()))] ^= 1
-        path.write_bytes(content)
-
     arguments = {"epochs": 4, **FIT}
     whole, resumed = (tfd.distribute(classifier("adam"), mirrored()) for _ in range(2))
     copies = [keras.callbacks.LambdaCallback(on_epoch_begin=copy)]
@@ -299,7 +377,8 @@ def test_with_a_lost_index_the_numbers_are_those_of_one_training(
         epoch = 3 if "damaged" in name else 4
         assert f"resuming from epoch {epoch}, " in capsys.readouterr().err
         assert_same_weights(whole, resumed)
-        assert (folder / "epoch-00003.h5").read_bytes() == newest
+        kept = "epoch-00003.damaged" if "damaged" in name else "epoch-00003.h5"
+        assert (folder / kept).read_bytes() == newest
 
 
 @pytest.mark.long

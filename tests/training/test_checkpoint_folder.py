@@ -403,7 +403,7 @@ def test_no_flipped_or_missing_byte_of_an_index_changes_what_it_says(trained: Pa
             assert Index.read(trained).checkpoints == expected
 
 
-def test_damaged_files_are_named_and_left_alone(trained: Path) -> None:
+def test_damaged_files_are_named_and_set_aside(trained: Path) -> None:
     newest = trained / "epoch-00004.h5"
     newest.write_bytes(newest.read_bytes()[:500])
     (trained / "epoch-00002.h5").write_bytes(b"")
@@ -414,15 +414,18 @@ def test_damaged_files_are_named_and_left_alone(trained: Path) -> None:
     ):
         job = Job(trained)
     job.train(until=5).end()
-    assert {name: content(trained)[name] for name in damaged} == damaged
+    aside = {name: content(trained)[name.replace(".h5", ".damaged")] for name in damaged}
+    assert aside == damaged
     assert epochs_in(trained) == [3, 4, 5]
-    assert "epoch-00004-gen-00002.h5" in Index.read(trained).checkpoints
+    assert "epoch-00004.h5" in Index.read(trained).checkpoints
     (trained / "checkpoints.json").unlink()
     for name in Index.read(trained).checkpoints:
         (trained / name).write_bytes(b"")
     (trained / "last-00005.h5").write_bytes(b"")
     before = {name: held for name, held in content(trained).items() if name.endswith(".h5")}
-    with pytest.raises(tfd.TrainingError, match=r"no checkpoint that can be read: .*Move these"):
+    with pytest.raises(
+        tfd.TrainingError, match=r"no checkpoint of this training that can be read: .*Move these"
+    ):
         Job(trained)
     assert {name: content(trained)[name] for name in before} == before
 

@@ -17,6 +17,17 @@ ERRORS = {
     "loss": ["loss", "got mse on worker 0 and hinge on worker 1"],
     "metric": ["curve of metrics 0", "got ROC on worker 0 and PR on worker 1"],
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
+    "size": ["units of layer 'dense' must be the same on all workers, got 8 on worker 0 and 9 on"],
+    "more layers": [
+        "the number of layers must be the same on all workers, got 4 on worker 0 and 5"
+    ],
+    "fewer variables": ["use_bias of layer 'dense' must be", "got True on worker 0 and False on"],
+    "dtype": ["dtype of layer 'dense' must be", "got bfloat16 on worker 0 and float64 on worker 1"],
+    "existing model": ["units of layer 'dense' must be", "got 8 on worker 0 and 9 on worker 1"],
+    "deferred size": ["units of layer 'dense' must be", "got 8 on worker 0 and 9 on worker 1"],
+    "variables of no layer": [
+        "new variables must be the same on all workers, got ['float32 (4, 4)"
+    ],
     "own model": ["activation of layer 'own'", "got relu on worker 0 and tanh on worker 1"],
     "vocabulary": ["vocabulary of layer 'string_lookup'", "got ['[UNK]', 'a', 'c', 'b']"],
     "normalization": ["mean of layer 'normalization' must be the same on all workers"],
@@ -45,7 +56,7 @@ WARNINGS = {  # of the chief
     "generator": ["the first batch differs: x must be", "calls Python"],
     "python": ["the version of Python must be the same on all workers, got 3.11 on worker 0 and"],
 }
-NOTHING = ["harmless", "order of a dict"]
+NOTHING = ["harmless", "order of a dict", "read by the chief"]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +86,12 @@ def test_what_might_be_right_is_a_warning_on_the_chief(
 @pytest.mark.parametrize("what", NOTHING)
 def test_what_may_differ_is_no_difference(workers: list[dict[str, Any]], what: str) -> None:
     assert [worker[what] for worker in workers] == ["nothing", "nothing"]
+
+
+def test_new_variables_start_from_the_values_of_the_chief(workers: list[dict[str, Any]]) -> None:
+    first, other = (worker["first_values"] for worker in workers)
+    assert first == other
+    assert (first["shift"], first["rate"]) == ([10.0], pytest.approx(0.1))
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")

@@ -17,6 +17,7 @@ from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
+from tfdist_ext.training.checkpoints.file import DamagedCheckpointError
 from tfdist_ext.training.checkpoints.folder import Index, Progress
 
 ROWS = (np.zeros((4, 2)), np.zeros(4), np.ones(4))
@@ -34,6 +35,8 @@ class Model:
     def restore_checkpoint(self, path: str | Path) -> Progress:
         if not Path(path).exists():
             raise tfd.TrainingError(f"there is no checkpoint {path}")
+        if not Path(path).read_text():
+            raise DamagedCheckpointError(f"{path} is empty")
         self.value = float(Path(path).read_text())
         return Index.read(self.folder).checkpoints[Path(path).name]
 
@@ -157,6 +160,19 @@ def test_a_checkpoint_that_is_gone_is_passed_over(
     assert _follow(model, chief) == 0
     assert [asked["of"] for asked in model.asked] == [0.5, 1.5]
     assert "epoch-00002.h5 was removed before its turn came" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over(
+    tmp_path: Path,
+    chief: socket.socket,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _saved(tmp_path, 1, 2, 3, done=3)
+    (tmp_path / "epoch-00002.h5").write_bytes(b"")
+    model = Model(tmp_path)
+    assert _follow(model, chief) == 0
+    assert [asked["of"] for asked in model.asked] == [0.5, 1.5]
+    assert "epoch-00002.h5 is not evaluated: " in capsys.readouterr().err
 
 
 def test_a_training_that_crashes_ends_it_with_138(

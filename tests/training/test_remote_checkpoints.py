@@ -113,3 +113,18 @@ def test_the_names_of_a_path() -> None:
     assert path.with_name("two").parent == path.parent
     assert str(path.with_stem("two")) == "hdfs:///data/run/two.h5"
     assert path_of("here/one.h5") == Path("here/one.h5")
+
+
+def test_a_damaged_file_is_set_aside(tmp_path: Path, remote: str) -> None:
+    expected = train(tmp_path / "local")
+    train(remote, epochs=3)
+    for name in ("epoch-00003.h5", "last-00003.h5"):
+        with tf.io.gfile.GFile(f"{remote}/{name}", "rb") as file:
+            held = file.read()
+        tf.io.gfile.remove(f"{remote}/{name}")  # ram:// does not shorten files
+        with tf.io.gfile.GFile(f"{remote}/{name}", "wb") as file:
+            file.write(held[:-1000])
+    with pytest.warns(UserWarning, match=r"epoch-00003\.h5 is damaged and set aside"):
+        found = train(remote)
+    assert_same_weights(expected, found)
+    assert tf.io.gfile.exists(f"{remote}/epoch-00003.damaged")

@@ -29,6 +29,7 @@ __all__ = [
     "REPLACED",
     "Replaced",
     "array_parts",
+    "backup_of",
     "batches_of",
     "call_symbolically",
     "compile_arguments",
@@ -385,11 +386,13 @@ def loss_ids(layer: keras.Layer) -> set[int]:
     return NAMES.of(layer, "_loss_ids", "what layers give to add_loss")
 
 
-def raw_value(variable: keras.Variable) -> tf.Variable:  # None before it is initialized
+def raw_value(variable: keras.Variable | tf.Variable) -> tf.Variable:  # None if uninitialized
     """The tf.Variable behind a Keras variable, whatever stateless scope is open.
 
     Private because `.value` asks the open scope first, and the scope asks us.
     """
+    if isinstance(variable, tf.Variable):
+        return variable
     return NAMES.of(variable, "_value", "variables in a step")
 
 
@@ -524,6 +527,11 @@ def restored_epoch(model: keras.Model) -> int | None:
 def set_restored_epoch(model: keras.Model, epoch: int) -> None:
     """The same on a task that was told by the chief."""
     model._initial_epoch = epoch
+
+
+def backup_of(callback: keras.callbacks.BackupAndRestore) -> str:
+    """The file of weights. Private: Keras adds its name to the folder that it was given."""
+    return str(NAMES.of(callback, "_weights_path", "BackupAndRestore"))
 
 
 def traces_batches(callback: keras.callbacks.TensorBoard) -> bool:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 
@@ -16,6 +17,7 @@ from tfdist_ext.private_names import PrivateNames
 __all__ = [
     "NAMES",
     "abort_collectives",
+    "creating_without_broadcast",
     "function_graph",
     "gathered_values",
     "get_value",
@@ -34,6 +36,7 @@ NAMES = PrivateNames(
     "tensorflow.python",
     TrainingError,
     {
+        "distribute.mirrored_strategy.MirroredExtended": "variables of several workers",
         "eager.context.context": "the other workers, and the graphs of eager functions",
         "eager.context.get_function_def": "the graphs of functions that eager code calls",
         "eager.record.could_possibly_record": "gradients of the global batch",
@@ -56,6 +59,20 @@ def read_by_tapes(stand_in: object) -> None:
     Private because only a tf.Variable is watched without the user's word.
     """
     NAMES("eager.tape.variable_accessed")(stand_in)
+
+
+def creating_without_broadcast(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy,
+) -> contextlib.AbstractContextManager[Any]:
+    """Scope in which the variables of MultiWorkerMirroredStrategy start from this task's values.
+
+    Private because it broadcasts the chief's value of each new variable: where workers make other
+    variables, that fails or waits forever, before anyone could compare the models.
+    """
+    mirrored, extended = NAMES("distribute.mirrored_strategy.MirroredExtended"), strategy.extended
+    name, use = "_get_variable_creator_initial_value", "variables of several workers"
+    of_one_worker = NAMES.of(mirrored, name, use).__get__(extended)
+    return mock.patch.object(extended, name, of_one_worker)
 
 
 def has_coordination_service() -> bool:

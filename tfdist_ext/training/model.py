@@ -40,8 +40,8 @@ from tfdist_ext.training.building.build import (
     batch_normalization_layers,
     belongs_to,
     build,
-    creating_variables_together,
     creation_scope,
+    new_variables,
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
@@ -52,14 +52,20 @@ from tfdist_ext.training.callbacks.in_cluster import (
     overrides,
     redirect_model_methods,
     redirected_method,
+    refusing_compile,
 )
-from tfdist_ext.training.checkpoints.chief import broadcast_state, run_on_chief
+from tfdist_ext.training.checkpoints.chief import (
+    broadcast_state,
+    broadcast_variables,
+    run_on_chief,
+)
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
+from tfdist_ext.training.programs import compiled_parts
 from tfdist_ext.training.protocols import (
     BatchSource,
     Callbacks,
@@ -114,10 +120,9 @@ class DistributedModel(SavingMixin):
         self._engine: Engine = engine(strategy)
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
+        self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
         self._same_python = check_equal_versions(self._reduction)
-        self._check_same_model()
-        # Weights that came along are each worker's own; where they differ, the chief's count.
-        broadcast_state(model, self._reduction)
+        self._unify()
 
     @property
     def keras_model(self) -> keras.Model:
@@ -265,15 +270,19 @@ class DistributedModel(SavingMixin):
             self._engine.state_is_restored()
         with (
             saved.training(),
-            redirect_model_methods(self, self._model, is_chief=self._reduction.is_chief),
+            redirect_model_methods(self, self._model, callbacks, is_chief=self._reduction.is_chief),
+            contextlib.ExitStack() as running,
         ):
+            running.enter_context(refusing_compile(self._model, "fit"))
             hooks.on_train_begin()
             broadcast_if_restored(self._model, self._reduction, callbacks)
             first = kp.restored_epoch(self._model) or initial_epoch
             if saved.restore_callbacks():
                 first = epochs
             saved.announce(hooks.callbacks)
-            return self._train(range(first, epochs), train, validate, validation_freq, hooks, saved)
+            return self._train(
+                range(first, epochs), train, validate, validation_freq, hooks, saved, running
+            )
 
     def _train(
         self,
@@ -283,7 +292,9 @@ class DistributedModel(SavingMixin):
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
+        running: contextlib.ExitStack,
     ) -> keras.callbacks.History:
+        """Train, and close `running` when no more steps follow."""
         model, peers = self._model, self._reduction.peers
         loop = Loop(model, self._engine, hooks, "train", saved)
         board = board_among(hooks.callbacks)
@@ -322,6 +333,7 @@ class DistributedModel(SavingMixin):
                 raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
+        running.close()
         peers.enters("callbacks")
         hooks.on_train_end(logs)
         peers.enters("checkpoint")
@@ -438,23 +450,27 @@ class DistributedModel(SavingMixin):
         """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
         with creation_scope(self._strategy):
             self._model.compile(*args, **kwargs)
+        self._unify()
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.compile_from_config`; what it makes is made for the strategy."""
         with creation_scope(self._strategy):
             self._model.compile_from_config(config)
+        self._unify()
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.build`: the variables are made for the strategy."""
         with creation_scope(self._strategy):
             self._model.build(*args, **kwargs)
         make_readable(self._model)
+        self._unify()
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.build_from_config`: the variables are made for the strategy."""
         with creation_scope(self._strategy):
             self._model.build_from_config(config)
         make_readable(self._model)
+        self._unify()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Keras model's outputs for tensors, computed on this task alone."""
@@ -534,11 +550,14 @@ class DistributedModel(SavingMixin):
         self._model.stop_evaluating = False
         metrics = self._model.metrics_variables if self._keeps_metrics else ()
         kept = [(variable, whole_value(variable)) for variable in metrics]
-        epochs.rewind()
-        hooks.on_test_begin()
-        with epochs.next() as data:
-            loop = Loop(self._model, self._engine, hooks, "test", listener)
-            logs, steps = loop.run(self._engine.program(self._model, "test", NullStepTimer()), data)
+        with refusing_compile(self._model, "evaluate"):
+            epochs.rewind()
+            hooks.on_test_begin()
+            with epochs.next() as data:
+                loop = Loop(self._model, self._engine, hooks, "test", listener)
+                logs, steps = loop.run(
+                    self._engine.program(self._model, "test", NullStepTimer()), data
+                )
         epochs.is_done(data, steps, stopped=bool(self._model.stop_evaluating))
         hooks.on_test_end(logs)
         for variable, value in kept:
@@ -585,14 +604,13 @@ class DistributedModel(SavingMixin):
     def _build(self, batches: BatchSource, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
-        with self._reduction.peers.meeting("building the model"), creating_variables_together():
-            if kind != "predict":
-                recompile(self._model, self._model, self._strategy)
-            build(self._model, self._built_for, self._strategy, kind=kind)
+        if kind != "predict":
+            recompile(self._model, self._model, self._strategy)
+        build(self._model, self._built_for, self._strategy, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
         if kind != "predict":
             self._engine.prepare(self._model)
-        self._check_same_model()
+        self._unify(kind)
 
     def _unsynchronized(self) -> str:
         """The layers that normalize by the rows of one of several replicas; "" for none."""
@@ -619,9 +637,22 @@ class DistributedModel(SavingMixin):
                     " batch, or synchronize_batch_norm=False to keep this and silence the warning."
                 )
 
-    def _check_same_model(self) -> None:
-        if self._reduction.multi_worker:
-            check_equal_models(self._reduction, self._model, same_python=self._same_python)
+    def _unify(self, kind: str = "") -> None:
+        """Compare the workers' models, and give new variables the chief's values.
+
+        Models are compared once for each kind of step and each `compile`. Every worker must call.
+        """
+        created = new_variables(self._strategy)
+        if not self._reduction.multi_worker:
+            return
+        compiled = compiled_parts(self._model) if self._model.compiled else ()
+        if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
+            check_equal_models(self._reduction, self._model, created, same_python=self._same_python)
+            if self._compared:
+                broadcast_variables(self._reduction, created)
+            else:  # weights that came along are each worker's own
+                broadcast_state(self._model, self._reduction, created)
+            self._compared[kind] = compiled
 
     def _check_compiled(self, method: str) -> None:
         if not self._model.compiled:
@@ -700,9 +731,7 @@ def distribute(
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
-        # Their first values are the chief's.
-        with peers.meeting("making the model"), creating_variables_together():
-            model = adopt(model_or_builder, strategy)
+        model = adopt(model_or_builder, strategy)
         return DistributedModel(
             model, strategy, builder, synchronize_batch_norm=synchronize_batch_norm
         )

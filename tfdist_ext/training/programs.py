@@ -23,7 +23,7 @@ from tfdist_ext.user_frames import warn
 if TYPE_CHECKING:
     from tfdist_ext.training.loop import StepsPerExecutionTuner
 
-__all__ = ["EngineBase", "ProgramBase", "step_of"]
+__all__ = ["EngineBase", "ProgramBase", "compiled_parts", "step_of"]
 
 
 _Reduction = TypeVar("_Reduction")
@@ -34,6 +34,11 @@ def step_of(model: keras.Model, kind: str) -> StepFunction:
     step = getattr(model, f"{kind}_step")
     # A tf.function of the user's would be a graph of its own, where replicas cannot meet.
     return getattr(step, "python_function", step)
+
+
+def compiled_parts(model: keras.Model) -> tuple[object, ...]:
+    """What `compile` has set: other objects once the model is compiled again."""
+    return model.optimizer, model.loss, model.metrics
 
 
 class EngineBase(ABC, Generic[_Reduction]):
@@ -47,7 +52,7 @@ class EngineBase(ABC, Generic[_Reduction]):
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         """The compiled "train" or "test" steps, made anew when the model was compiled since."""
-        compiled = (model.optimizer, model.loss, model.metrics)
+        compiled = compiled_parts(model)
         made_for, program = self._programs.get((kind, timer.records), (None, None))
         if program is None or made_for != compiled:
             program = self._make_program(model, kind, timer)

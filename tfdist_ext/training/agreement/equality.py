@@ -21,7 +21,7 @@ import math
 import platform
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -356,27 +356,34 @@ def check_equal_versions(reduction: Reduction) -> bool:
 
 
 def check_equal_models(
-    reduction: Reduction, model: keras.Model, *, same_python: bool = True
+    reduction: Reduction,
+    model: keras.Model,
+    created: Sequence[tf.Variable],
+    *,
+    same_python: bool = True,
 ) -> None:
     """Compare models; every worker must call.
 
     Args:
+        created: new variables, which need not belong to the model.
         same_python: functions are compared by their bytecode, too.
 
     Raises:
         TrainingError: on every worker, where one's model is not the first worker's.
     """
     described = describe_model(model, with_code=same_python)
+    new = {"new variables": [f"{v.dtype.name} {v.shape}" for v in created]}
     # One collective where models agree, as they nearly always do.
-    both = {"certain": described.certain, "attributes": described.attributes}
-    if difference_between_workers(reduction, both) is None:
+    together = {"certain": described.certain, "new": new, "attributes": described.attributes}
+    if difference_between_workers(reduction, together) is None:
         return
-    difference = difference_between_workers(reduction, described.certain)
-    if difference is not None:
-        raise TrainingError(
-            f"the models differ: {difference}. All workers train one model together: build and"
-            " compile the same one on every worker, from the same code and settings."
-        )
+    for values in (described.certain, new):
+        difference = difference_between_workers(reduction, values)
+        if difference is not None:
+            raise TrainingError(
+                f"the models differ: {difference}. All workers train one model together: build and"
+                " compile the same one on every worker, from the same code and settings."
+            )
     difference = difference_between_workers(reduction, described.attributes)
     if difference is not None and reduction.is_chief:
         warn(

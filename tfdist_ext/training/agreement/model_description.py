@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import hashlib
 import inspect
@@ -30,6 +31,9 @@ _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "
 
 # Attributes that Keras sets on each layer or model.
 _OF_KERAS = {
+    "predict_function",
+    "test_function",
+    "train_function",
     "autocast",
     "built",
     "compiled",
@@ -154,7 +158,9 @@ class ModelDescription:
 
     def _add_settings(self, name: str, settings: dict[str, Any]) -> None:
         for key, value in settings.items():
-            if key not in _LEFT_OUT and not str(key).endswith("_seed"):
+            # A rate that is no schedule is a variable, which follows the chief.
+            rate = key == "learning_rate" and isinstance(value, float)
+            if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
                 self.add(f"{key} of {name}", value)
 
     def add_function(self, name: str, function: object) -> None:
@@ -162,11 +168,12 @@ class ModelDescription:
         self.certain[f"code of {name}"] = self._code(name, function)
 
     def add_code_of_class(self, name: str, kind: type) -> None:
+        """The methods. Other entries of a class come and go: Keras's saving adds annotations."""
         for base in filter(_is_own, kind.__mro__):
             named = f"{base.__name__}, class of {name}"
-            codes = {key: self._code(named, value) for key, value in vars(base).items()}
-            if any(codes.values()):
-                self.certain[f"code of {named}"] = _digest(repr(codes))
+            codes = ((key, self._code(named, value)) for key, value in vars(base).items())
+            if methods := sorted((key, code) for key, code in codes if code):
+                self.certain[f"code of {named}"] = _digest(repr(methods))
 
     def add_attribute(self, name: str, value: object) -> None:
         """A value that may not matter, where it is a plain one."""
@@ -223,12 +230,15 @@ def _describe_layer(layer: keras.Layer, names: _Names, found: ModelDescription) 
             found.certain[f"vocabulary of {name}"] = describe_array(words)["content"]
     own = _is_own(type(layer))
     for key, value in vars(layer).items():
+        of_class = inspect.getattr_static(type(layer), key, None)
+        if key in _OF_KERAS or isinstance(of_class, functools.cached_property):
+            continue
         if _is_array(value):
             found.add(f"{key} of {name}", np.asarray(value))
-        elif callable(value) and inspect.isroutine(value) and not hasattr(type(layer), key):
+        elif callable(value) and inspect.isroutine(value) and of_class is None:
             if own or _is_own(value):
                 found.add_function(f"{key} of {name}", value)
-        elif own and not key.startswith("_") and key not in _OF_KERAS:
+        elif own and not key.startswith("_"):
             found.add_attribute(f"attribute {key} of {name}", value)
 
 
@@ -270,9 +280,9 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is empty
             yield name, cell.cell_contents
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    for instruction in dis.get_instructions(function):
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in function.__globals__:
+            yield instruction.argval, function.__globals__[instruction.argval]
 
 
 def _name_of(function: object) -> str:

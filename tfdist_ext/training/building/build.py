@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.build_from_step import build_from_step
 from tfdist_ext.training.building.cloning import (
     clone_from_config,
@@ -48,18 +49,44 @@ __all__ = [
     "batch_normalization_layers",
     "belongs_to",
     "build",
-    "creating_variables_together",
     "creation_scope",
+    "new_variables",
     "recompile",
     "reject_stateful_rnns",
 ]
 
 
+# Made for a strategy of several workers, and not yet given the chief's values.
+_new: weakref.WeakKeyDictionary[tf.distribute.Strategy, list[tf.Variable]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def new_variables(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    """The variables that were made in a `creation_scope` since the last call of this function."""
+    return list({id(variable): variable for variable in _new.pop(strategy, [])}.values())
+
+
 def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
-    """The scope in which everything of a distributed model is created."""
+    """The scope in which everything of a distributed model is created.
+
+    Each of several workers creates its variables alone, and waits for no other. `new_variables`
+    are to be given the chief's values when the models have been compared.
+    """
+
+    def noting(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        variable = create(**kwargs)
+        sendable = variable.dtype != tf.string and variable.shape.is_fully_defined()
+        if tf.executing_eagerly() and sendable:
+            _new.setdefault(strategy, []).append(variable)
+        return variable
+
     scope = contextlib.ExitStack()
     scope.enter_context(copies_of_one_name())
     scope.enter_context(strategy.scope())
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        scope.enter_context(creating_without_broadcast(strategy))
+        scope.enter_context(tf.variable_creator_scope(noting))
     scope.enter_context(metric_variables_on_one_copy())
     scope.enter_context(readable_numbers())
     # Those two know how by themselves, and count what they place.
@@ -396,22 +423,3 @@ def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNor
     """The BatchNormalization layers of a model, of its inner models and wrappers."""
     layers = kp.flat_layers(model)
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-
-
-@contextlib.contextmanager
-def creating_variables_together() -> Iterator[None]:
-    """Scope in which workers make the variables of a model, each with the chief's first value.
-
-    Raises:
-        TrainingError: TensorFlow says that they make different ones. They cannot compare any more.
-    """
-    try:
-        yield
-    except tf.errors.OpError as error:
-        found = re.search(r"[^:]*[Cc]ollective instance[^\"\n]*", error.message)
-        if found is None:
-            raise
-        raise TrainingError(
-            f"the models must be the same on all workers, got other variables: {found[0].strip()}"
-            " Build and compile the same model on every worker, from the same code and settings."
-        ) from error

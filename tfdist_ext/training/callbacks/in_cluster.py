@@ -13,7 +13,8 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import keras
 
@@ -42,6 +43,7 @@ __all__ = [
     "overrides",
     "redirect_model_methods",
     "redirected_method",
+    "refusing_compile",
     "uses_batch_hooks",
 ]
 
@@ -129,20 +131,47 @@ _WRITING_METHODS = ("export", "save", "save_weights")
 
 
 def redirect_model_methods(
-    distributed: DistributedModel, model: keras.Model, *, is_chief: bool
+    distributed: DistributedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
 
     Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
     `save_weights` and `export` would write the same files on all tasks at once: on those that are
     not the chief they return without doing anything. No task waits there for the chief, as other
-    tasks may not run the callback.
+    tasks may not run the callback. So `load_weights` reads on the chief, for all tasks; only
+    BackupAndRestore, which runs on the chief alone, reads for itself (see `broadcast_if_restored`).
     """
+    given = keras.tree.flatten(callbacks or [])
+    backups = [kp.backup_of(c) for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
+
+    def load_weights(filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        if filepath in backups:
+            type(model).load_weights(model, filepath, *args, **kwargs)
+        else:
+            distributed.load_weights(filepath, *args, **kwargs)
+
     nothing = dict.fromkeys(_WRITING_METHODS, lambda *args, **kwargs: None)
     others = {} if is_chief else nothing
     return redirect_methods(
-        model, evaluate=distributed.evaluate, predict=distributed.predict, **others
+        model,
+        evaluate=distributed.evaluate,
+        predict=distributed.predict,
+        load_weights=load_weights,
+        **others,
     )
+
+
+def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
+    """Scope of steps that run: Keras's own fail once a callback has compiled the model again."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise TrainingError(
+            f"compile() was called while {method}() is running, whose steps are already compiled."
+            f" Call compile() before or after {method}(). A callback can assign settings of the"
+            " optimizer instead, for example model.optimizer.learning_rate = 0.001."
+        )
+
+    return redirect_methods(model, compile=refuse)
 
 
 # What a model's class may override and call by super().

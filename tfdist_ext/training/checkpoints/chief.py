@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.file import BLOCK_BYTES, assign_rows, blocks, read_rows
 from tfdist_ext.training.checkpoints.state import state_of
 from tfdist_ext.training.protocols import Reduction
 
-__all__ = ["broadcast_arrays", "broadcast_state", "broadcast_text", "run_on_chief"]
+__all__ = [
+    "broadcast_arrays",
+    "broadcast_state",
+    "broadcast_text",
+    "broadcast_variables",
+    "run_on_chief",
+]
 
 
 _TEXT = 2000  # characters of an error message that travel to the other workers
 
 
 # A variable, the first row, the rows' values here.
-Rows = tuple[keras.Variable, int, np.ndarray]
+Rows = tuple[keras.Variable | tf.Variable, int, np.ndarray]
 
 
 def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
@@ -88,14 +95,27 @@ def _from_chief(reduction: Reduction, data: bytes) -> bytes:
     return reduction.from_chief(words).tobytes()[: len(data)]
 
 
-def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
+def broadcast_state(
+    model: keras.Model, reduction: Reduction, others: Iterable[tf.Variable] = ()
+) -> None:
     """Give every worker the chief's state, to the bit; every worker must call.
 
-    It travels in pieces, so that big models need little more memory than they have.
+    Args:
+        others: variables that need not belong to the model.
     """
-    if not reduction.multi_worker:
-        return
-    variables = [variable for group in state_of(model).values() for variable in group.values()]
+    if reduction.multi_worker:
+        state = [variable for group in state_of(model).values() for variable in group.values()]
+        known = {id(kp.raw_value(variable)) for variable in state}
+        broadcast_variables(reduction, [*state, *(v for v in others if id(v) not in known)])
+
+
+def broadcast_variables(
+    reduction: Reduction, variables: Sequence[keras.Variable | tf.Variable]
+) -> None:
+    """Give every worker the chief's values, to the bit; every worker must call.
+
+    They travel in pieces, so that big models need little more memory than they have.
+    """
     for message in _messages(variables):
         values = [value for _, _, value in message]
         sent = b"".join(value.tobytes() for value in values)
@@ -106,7 +126,7 @@ def broadcast_state(model: keras.Model, reduction: Reduction) -> None:
             assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
 
 
-def _messages(variables: list[keras.Variable]) -> Iterator[list[Rows]]:
+def _messages(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[list[Rows]]:
     """The rows of all variables, small variables together, up to about two blocks at once."""
     message: list[Rows] = []
     for variable in variables:

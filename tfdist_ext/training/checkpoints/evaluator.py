@@ -21,6 +21,7 @@ from tfdist_ext.training.checkpoints.atomic_write import (
     checkpoint_folder,
     path_of,
 )
+from tfdist_ext.training.checkpoints.file import DamagedCheckpointError
 from tfdist_ext.training.checkpoints.folder import Index, Progress
 from tfdist_ext.training.protocols import Callbacks
 
@@ -118,6 +119,9 @@ def _restored(
             path = folder / new[0][0]
             try:
                 progress = model.restore_checkpoint(path)
+            except DamagedCheckpointError as error:
+                say(f"{me}: {path.name} is not evaluated: {error}")
+                continue
             except TrainingError:
                 if path.exists():
                     raise

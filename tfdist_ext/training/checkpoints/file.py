@@ -51,6 +51,7 @@ __all__ = [
     "CheckpointFile",
     "Copied",
     "CopiesInMemory",
+    "DamagedCheckpointError",
     "Saved",
     "assign_rows",
     "assign_whole",
@@ -68,10 +69,7 @@ _FORMAT = "tfdist_ext checkpoint"
 _VERSION = 2
 
 
-_REMOVE = "Where fit(checkpoint_dir=...) wrote it, remove it: fit resumes from the one before."
-
-
-_DAMAGED = f"It is damaged; use another checkpoint. {_REMOVE}"
+_DAMAGED = "It is damaged; use another checkpoint."
 
 
 @dataclass(frozen=True)
@@ -254,6 +252,10 @@ class _Sink(io.FileIO):
             raise self._error
 
 
+class DamagedCheckpointError(TrainingError):
+    """The file can be read, but its bytes are not those of a complete checkpoint."""
+
+
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint to read from.
 
@@ -272,9 +274,11 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             self._file = _open(path, "r")
         except OSError as error:
-            raise TrainingError(
+            # HDF5's own errors have no number: the system could read the file.
+            kind = TrainingError if error.errno else DamagedCheckpointError
+            raise kind(
                 f"{path} must be a complete checkpoint that save_checkpoint() has written, got a"
-                f" file that cannot be opened ({error}): copy it again. {_REMOVE}"
+                f" file that cannot be opened ({error}): copy it again, or use another checkpoint."
             ) from error
         try:
             self._version = self._checked_version()
@@ -340,7 +344,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             for start, stop in blocks_of(saved.shape, tf.as_dtype(saved.dtype).size):
                 crc = _crc_of(self._stored_rows(saved, start, stop), crc)
             if saved.crc not in (None, crc):
-                raise TrainingError(
+                raise DamagedCheckpointError(
                     f"the values of {saved.path!r} in {self._path} must have the checksum that was"
                     f" written with them, got another one. {_DAMAGED}"
                 )
@@ -349,7 +353,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         with self._readable():
             written_by = _text(self._file.attrs.get("format"))
         if written_by != _FORMAT:
-            raise TrainingError(
+            raise DamagedCheckpointError(
                 f"{self._path} must be a checkpoint of save_checkpoint(), got another HDF5 file."
                 " Weights that Keras saved are loaded with keras_model.load_weights()."
             )
@@ -383,7 +387,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             yield
         except Exception as error:  # h5py comes upon anything in broken bytes
-            raise TrainingError(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
+            system = isinstance(error, tf.errors.OpError) or getattr(error, "errno", None)
+            kind = TrainingError if system else DamagedCheckpointError
+            raise kind(f"{part}{self._path} cannot be read: {error} {_DAMAGED}") from error
 
 
 def _in(folder: AnyPath) -> str:
@@ -478,7 +484,7 @@ def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
         assign_rows(variable, start, rows[start:stop])
 
 
-def blocks(variable: keras.Variable) -> Iterator[tuple[int, int]]:
+def blocks(variable: keras.Variable | tf.Variable) -> Iterator[tuple[int, int]]:
     """The ranges of rows in which a Keras variable is read and written: `blocks_of` its value."""
     return blocks_of(tuple(variable.shape), kp.raw_value(variable).dtype.size)
 
@@ -495,7 +501,7 @@ def blocks_of(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, in
         yield start, min(rows, start + step)
 
 
-def read_rows(variable: keras.Variable, start: int, stop: int) -> np.ndarray:
+def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> np.ndarray:
     """The rows from `start` up to `stop`; of a scalar, an array of one value."""
     raw = kp.raw_value(variable)
     strategy = getattr(raw, "distribute_strategy", None)
@@ -516,7 +522,7 @@ def read_rows(variable: keras.Variable, start: int, stop: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def assign_rows(variable: keras.Variable, start: int, values: np.ndarray) -> None:
+def assign_rows(variable: keras.Variable | tf.Variable, start: int, values: np.ndarray) -> None:
     """Give the rows from `start` on new values, on every copy here and on every piece."""
     for first, rows, copies in _pieces(variable):
         low, high = max(start - first, 0), min(start + len(values) - first, rows)
@@ -532,7 +538,9 @@ def assign_rows(variable: keras.Variable, start: int, values: np.ndarray) -> Non
                 )
 
 
-def _pieces(variable: keras.Variable) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
+def _pieces(
+    variable: keras.Variable | tf.Variable,
+) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
     """(first row, rows, the plain variables that are its copies here) of each piece."""
     raw = kp.raw_value(variable)
     first = 0

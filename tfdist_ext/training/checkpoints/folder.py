@@ -43,7 +43,7 @@ from tfdist_ext.training.checkpoints.atomic_write import (
     path_of,
     to_disk,
 )
-from tfdist_ext.training.checkpoints.file import CheckpointFile
+from tfdist_ext.training.checkpoints.file import CheckpointFile, DamagedCheckpointError
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [
@@ -99,7 +99,7 @@ class CheckpointFolder:
             if before.may_be_running():
                 self._warn_of(before)
             self._remove_unfinished()
-            self.index, faults = Index.checked(self.path)
+            self.index, faults, damaged = Index.checked(self.path, epochs)
             self._listed = set(self.index.files)
             training = self.index.training or uuid.uuid4().hex
             if training != self._owner.training:
@@ -110,16 +110,16 @@ class CheckpointFolder:
                 goes_on = "starts anew: there are no checkpoints"
             warn(f"{self.path}: {'; '.join(faults)}. The training {goes_on}.")
             self._check_goes_on(epochs)
+            for name in damaged:
+                self._owner.check(self.path)
+                (self.path / name).replace(self.path / _aside(name))
         if faults or self._listed:
             self.write_index()
 
     def last_state(self, epochs: int) -> str | None:
         """The file with the state at the end of a training of that many epochs, if it has ended."""
-        done = self.index.epochs_when_done
-        name = self.index.last_state
-        if done is None or done < epochs or name is None or not (self.path / name).exists():
-            return None
-        return name
+        name = self.index.last_state_of(epochs)
+        return name if name is not None and (self.path / name).exists() else None
 
     @property
     def attributes(self) -> dict[str, int | str]:
@@ -214,7 +214,8 @@ class CheckpointFolder:
         except OSError:
             return False
         by_the_newest = self.index.generation >= newest.generation
-        return fault is None and by_the_newest and self.last_state(epochs) is not None
+        complete = fault is None and by_the_newest and self.last_state(epochs) is not None
+        return complete and not _damage(self.index, self.path, epochs)
 
     def _remove_unfinished(self) -> None:
         for path in files_in(self.path):
@@ -264,6 +265,11 @@ class CheckpointFolder:
 
 
 KEPT = 3
+
+
+def _aside(name: str) -> str:
+    """The new name of a damaged file. To ram:// `NAME.h5.damaged` makes a folder of `NAME.h5`."""
+    return f"{name.removesuffix('.h5')}.damaged"
 
 
 _MISSING = "is missing"
@@ -358,10 +364,11 @@ class Index:
         return _made_from(found, damaged, folder, [owner.training, index.training])[0]
 
     @classmethod
-    def checked(cls, folder: AnyPath) -> tuple[Index, list[str]]:
-        """(the index of a folder, compared with its files; what was wrong with it, if anything).
+    def checked(cls, folder: AnyPath, epochs: int) -> tuple[Index, list[str], list[str]]:
+        """(the index of a folder, what was wrong with it or its files, the damaged files).
 
-        Where the two do not agree, the index is rebuilt from the files whose checksums are right.
+        The index is rebuilt from the files whose checksums are right if the two do not agree, or
+        if the file from which a training of `epochs` epochs resumes is damaged.
 
         Raises:
             TrainingError: no checkpoint can be read, or they are of several trainings.
@@ -371,13 +378,17 @@ class Index:
         found, damaged = _look_into_files(folder, verify=False)
         fault = fault or _disagreement(index, found, training)
         if fault is None:
-            return index, index._forget_removed(folder)
+            removed = index._forget_removed(folder)
+            fault = _damage(index, folder, epochs)
+            if not fault:
+                return index, removed, []
         if not found and not damaged:
-            return cls(), [] if fault == _MISSING else [f"{INDEX} {fault}"]
+            return cls(), [] if fault == _MISSING else [f"{INDEX} {fault}"], []
         found, damaged = _look_into_files(folder, verify=True)
         index, others = _made_from(found, damaged, folder, [training, index.training])
         files = ", ".join(index.files)
-        return index, [f"{INDEX} {fault}", f"rebuilt from {files}", *others]
+        aside = [n for n, error in damaged.items() if isinstance(error, DamagedCheckpointError)]
+        return index, [f"{INDEX} {fault}", f"rebuilt from {files}", *others], aside
 
     @classmethod
     def stored(cls, folder: AnyPath) -> tuple[Index, str | None]:
@@ -400,6 +411,11 @@ class Index:
     def files(self) -> list[str]:
         """The names of all files that it lists."""
         return [*self.checkpoints, *filter(None, [self.last_state])]
+
+    def last_state_of(self, epochs: int) -> str | None:
+        """The file with the state at the end of a training of that many epochs."""
+        done = self.epochs_when_done
+        return self.last_state if done is not None and done >= epochs else None
 
     @classmethod
     def _of_text(cls, text: str) -> Index:
@@ -507,6 +523,18 @@ def _look_into_files(
     return found, damaged
 
 
+def _damage(index: Index, folder: AnyPath, epochs: int) -> str:
+    """What is wrong with the file from which a training of `epochs` epochs resumes; "": nothing."""
+    name = index.last_state_of(epochs) or next(reversed(index.checkpoints), None)
+    if name is not None and (folder / name).exists():
+        try:
+            with CheckpointFile(folder / name) as file:
+                file.verify()
+        except DamagedCheckpointError:
+            return f"names {name}, which is damaged"
+    return ""
+
+
 def _disagreement(index: Index, found: dict[str, _Found], training: str) -> str | None:
     """Why an index cannot be the one of these files; None where it may be."""
     if training and index.training and training != index.training:
@@ -539,9 +567,10 @@ def _made_from(
         known: whose files they are, by the folder's owner and by the index that was there, which
             may tell as well; empty where they do not know.
     """
-    if not found and damaged:
+    ours = [file for file in found.values() if not any(known) or file.training in ("", *known)]
+    if not ours and damaged:
         raise TrainingError(
-            f"{folder} has no usable {INDEX} and no checkpoint that can be read:"
+            f"{folder} has no checkpoint of this training that can be read:"
             f" {'; '.join(str(error) for error in damaged.values())} Move these files away to start"
             " the training anew, or give another folder."
         )
@@ -572,7 +601,12 @@ def _made_from(
         chosen,
         max((file.generation for file in found.values()), default=0),
     )
-    left = [f"{name} is damaged and stays as it is" for name in damaged]
+    left = [
+        f"{name} is damaged and set aside as {_aside(name)}"
+        if isinstance(error, DamagedCheckpointError)
+        else f"{name} cannot be read and stays as it is"
+        for name, error in damaged.items()
+    ]
     left += [
         f"{', '.join(others)} of another training left alone"
         for one, others in trainings.items()

@@ -178,7 +178,9 @@ class CheckpointManager:
         if not self._reduction.any_worker(name is not None):
             return initial_epoch
         path = self._files.path / (name or "")
-        self._progress, self._known = restore_checkpoint(self._model, self._reduction, path)
+        self._progress, self._known = restore_checkpoint(
+            self._model, self._reduction, path, verified=True
+        )
         self._rates, self._metrics = (
             [(variable, whole_value(variable)) for variable in variables]
             for variables in (_rates_of(self._model), self._model.metrics_variables)

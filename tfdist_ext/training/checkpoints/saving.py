@@ -149,6 +149,22 @@ class SavingMixin:
         self._engine.state_is_restored()
         return self._progress
 
+    @on_every_worker
+    def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As `keras.Model.load_weights`; the file need only be there for the chief.
+
+        Call it on every task: the chief reads, and the others take over what it has read.
+        """
+        load = functools.partial(type(self._model).load_weights, self._model, filepath)
+        failure: Exception | None = None
+        try:
+            run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
+        except Exception as error:  # what does not fit may have been read in part
+            failure = error
+        broadcast_state(self._model, self._reduction)
+        if failure is not None:
+            raise failure
+
     def _build_optimizer(self) -> None:
         """Build the optimizer's slots, where no step has made them yet."""
         model = self._model
@@ -331,9 +347,12 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: AnyPath
+    model: keras.Model, reduction: Reduction, path: AnyPath, *, verified: bool = False
 ) -> tuple[Progress, CallbackState]:
     """Give the model the state that a checkpoint holds; every task must call.
+
+    Args:
+        verified: the checksums have been compared before.
 
     Returns:
         The progress of the training, and what its callbacks knew.
@@ -351,7 +370,8 @@ def restore_checkpoint(
         with CheckpointFile(path) as file:
             pairs = matching(file, model, path)
             progress = Progress.of(file)
-            file.verify()  # nothing is changed before all is known to be good
+            if not verified:
+                file.verify()  # nothing is changed before all is known to be good
             callbacks, random = file.arrays(_CALLBACKS), file.arrays(_RANDOM)
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
