@@ -24,6 +24,7 @@ from tfdist_ext.strategies.shared_step import SharedStep
 ROOT = Path(__file__).parents[2]
 # Nothing fails without it: `float(variable)` is then TensorFlow's own TypeError.
 OPTIONAL = "distribute.values.DistributedVariable"
+COUNTER = "distribute.ps_values.CachingVariable"
 
 
 class Shared(StrategyTemplate):
@@ -74,6 +75,11 @@ def use_shards() -> None:
     assert tf.convert_to_tensor(tape.gradient(loss, whole.handle)).shape == [3]
 
 
+def use_counters() -> None:
+    """The variable of a metric on a parameter server."""
+    assert tp.counter_class()
+
+
 def use_plan() -> None:
     """A plan of a model that is built without values."""
 
@@ -113,8 +119,9 @@ USES: list[tuple[PrivateNames, str, Callable[[], None]]] = [
     *(
         (tp.NAMES, name, use_shared_step if name.startswith(OF_SHARED_STEPS) else use_template)
         for name in tp.NAMES.uses
-        if name != OPTIONAL
+        if name not in (OPTIONAL, COUNTER)
     ),
+    (tp.NAMES, COUNTER, use_counters),
     *((servers.NAMES, name, use_shards) for name in servers.NAMES.uses),
     *((kp.NAMES, name, use_plan) for name in kp.NAMES.uses),
 ]
@@ -125,6 +132,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes our look-ups miss one name; TensorFlow itself keeps it."""
     classes = (
         tp.copied_variable_class,
+        tp.counter_class,
         tp.mirrored_class,
         servers.server_variable_class,
         servers.partitioned_variable_class,

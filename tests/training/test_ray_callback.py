@@ -150,7 +150,7 @@ def test_outside_of_a_worker(ray_train: RayTrain, monkeypatch: pytest.MonkeyPatc
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(tfd.TrainingError, match=r'pip install "tfdist_ext\[ray\]"'):
+    with pytest.raises(tfd.TrainingError, match=r'pip install "ray\[train\]"'):
         tfd.ray.ReportCallback()
 
 

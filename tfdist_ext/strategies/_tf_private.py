@@ -33,6 +33,7 @@ __all__ = [
     "container_of",
     "copied_to",
     "copied_variable_class",
+    "counter_class",
     "devices_of",
     "full_name",
     "is_copied",
@@ -116,7 +117,7 @@ def servers_extended(base: Any) -> Any:
             first_only = kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA
             counts = _is_summed_on_read(kwargs) or (first_only and made.dtype.is_integer)
             if counts and type(made) is NAMES("distribute.ps_values.CachingVariable"):
-                made.__class__ = _counter_class()
+                made.__class__ = counter_class()
             return made
 
         def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
@@ -136,7 +137,7 @@ def servers_extended(base: Any) -> Any:
 
 
 @functools.cache
-def _counter_class() -> Any:
+def counter_class() -> Any:
     """A variable on a server: `assign(self + x)` in a graph adds x to what is there then.
 
     Keras counts so in metrics and `optimizer.iterations`. Between the read and the assignment other
@@ -153,10 +154,17 @@ def _counter_class() -> Any:
             before = self._last_read
             if before is None or before.graph is not tf.compat.v1.get_default_graph():
                 before = self.read_value()
-            self._last_read = None
             change = tf.convert_to_tensor(value, self.dtype) - before
             with tf.device(self.device):
                 return self.assign_add(change, *args, **kwargs)
+
+        def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+            self._last_read = None
+            return super().assign_add(*args, **kwargs)
+
+        def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+            self._last_read = None
+            return super().assign_sub(*args, **kwargs)
 
         def _read(self, value: tf.Tensor) -> tf.Tensor:
             self._last_read = None if tf.executing_eagerly() else value

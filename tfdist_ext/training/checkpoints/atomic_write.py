@@ -291,7 +291,8 @@ def _write(path: AnyPath, text: str) -> None:
         return
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
-    to_disk(path)
+        file.flush()
+        os.fsync(file.fileno())  # by its number, as another job may have removed the name
 
 
 def to_disk(path: AnyPath) -> None:
