@@ -76,7 +76,7 @@ def test_submitit(slurm: Slurm, start: Starter, tmp_path: Path, preempted: bool)
         words = ["-c", SLOWLY, str(tmp_path), "3", "0.2"]
     # More tasks than this machine may have cores.
     env = {**slurm.env, "PYTHONPATH": f"{EXAMPLES}:{LEFT_OUT}", "SBATCH_OVERCOMMIT": "1"}
-    submitter = start(sys.executable, *words, **env)
+    submitter = start(*slurm.command(sys.executable, *words), **env)
     submitter.wait_for("job ")
     job = submitter.output.split("job ")[1].split()[0]
     if preempted:
