@@ -183,7 +183,7 @@ PAGE = "docs/slurm.md"
 
 
 def test_the_command_of_the_page(slurm: Slurm, start: Starter, tmp_path: Path) -> None:
-    """In an allocation of one's own; the page's sbatch is the template of the tests above."""
+    """Runs in an interactive allocation. The tests above run the page's sbatch template."""
     submitted, interactive = (command for command, _ in commands_of(PAGE))
     assert submitted == "sbatch train.sbatch"
     write_files_of(PAGE, tmp_path)

@@ -14,7 +14,7 @@ __all__ = ["CodeStripper", "Line", "LineSplitter", "without_codes"]
 _END = re.compile(rb"\r?\n|\r(?!\Z)")
 _CODE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\^_])|\x08"
 _TEXT_CODE, _BYTES_CODE = re.compile(_CODE), re.compile(_CODE.encode())
-# The beginning of a code, at the end of what has arrived; no longer than a code may be.
+# An incomplete code at the end of the bytes. The lengths are limited to those of real codes.
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,99}[ -/]{0,9}|\][^\x07\x1b\n]{0,9999}\x1b?)?\Z")
 
 
@@ -30,7 +30,7 @@ class CodeStripper:
         self._rest = b""
 
     def feed(self, data: bytes, *, last: bool = False) -> bytes:
-        """What arrived, without codes; but for the beginning of one, where more may follow."""
+        """Returns the bytes without codes; keeps an incomplete code until the next call."""
         data, self._rest = _BYTES_CODE.sub(b"", self._rest + data), b""
         if not last and (found := _UNFINISHED.search(data)):
             data, self._rest = data[: found.start()], found.group()

@@ -64,8 +64,8 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
                 lock.close()
         if len(ports) < count:
             raise LaunchError(
-                f"{count} ports must be free, got {len(ports)}; end what uses them, allow more"
-                " ports, or ask for fewer tasks"
+                f"{count} ports must be free, got {len(ports)}; end what uses them, or ask"
+                " for fewer tasks"
             )
         yield tuple(ports)
 

@@ -112,8 +112,8 @@ def run_plan(
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         limit: seconds after which the tasks are ended to be started anew, which is no failure.
-        raw: shows all that tasks write: also what TensorFlow writes at every start, and codes for
-            terminals where the stream is none.
+        raw: shows everything that tasks write, including TensorFlow's start-up messages, and
+            terminal codes even if the stream is not a terminal.
         say_started: names each task that starts, with its pid, on standard error.
 
     Raises:

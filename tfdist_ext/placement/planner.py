@@ -96,7 +96,7 @@ class _Filling:
         return where, held
 
     def _tried(self, spec: VariableSpec, pieces: int) -> tuple[list[int], Floats]:
-        """The tasks of so many pieces, and what all tasks then hold."""
+        """Try this number of pieces: the tasks of the pieces, and what all tasks would hold."""
         held = self.held.copy()
         # A rule that asks for four pieces means four tasks.
         apart = spec.path in self._tasks.pieces and pieces <= self._tasks.count

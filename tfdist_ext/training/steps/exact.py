@@ -403,7 +403,7 @@ def _reduce_loss(
             return loss
         weights = reduce(tf.ones_like(values))
         if reduction == "mean_with_sample_weight":
-            return values * weights  # and no ratio of sums, of which a warning would tell
+            return values * weights  # not a ratio of sums, which would cause a warning
         return _weighted_number(here, values, weights, reduction)
     if reduction == "sum":
         if here.has_all_rows(values):
