@@ -67,14 +67,15 @@ TRAINING_FLOORS = [
     {"checkpoints"},
     {"building"},
     {"programs"},
+    {"epochs"},
     {"inputs"},
     {"agreement"},
     {"steps"},
     {"variables"},
-    {"protocols"},
     {"_keras_private", "_tf_private"},
+    {"protocols"},
 ]
-LARGEST_ROOM = 8
+LARGEST_ROOM = 9
 
 
 def floor_of(name: str) -> str:
@@ -112,18 +113,15 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports_at_run_time(tree: ast.AST) -> set[str]:
-    """Names of what is imported anywhere in a module, in functions too, but for type checkers."""
+def imports_of(tree: ast.AST) -> set[str]:
+    """Names of what is imported anywhere in a module: in functions and for type checkers, too."""
     found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports inside of the package name it in full"
             found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-        found |= imports_at_run_time(node)
     return found
 
 
@@ -147,29 +145,42 @@ def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
     )
 
 
-def run_time_imports() -> dict[str, set[str]]:
+def imports_by_module() -> dict[str, set[str]]:
     """Module of the package -> the modules of the package that it imports."""
     trees = {module_name(path): ast.parse(path.read_text()) for path in MODULES}
     # `from package import name` runs the package's __init__ only as a step to `package.name`.
     imports = {}
     for name, tree in trees.items():
-        found = imports_at_run_time(tree) & trees.keys()
+        found = imports_of(tree) & trees.keys()
         packages = {each for each in found if any(f"{each}." in other for other in found)}
         imports[name] = found - packages - {name}
     return imports
 
 
-IMPORTS = run_time_imports()
+IMPORTS = imports_by_module()
+
+
+# A class and the modules that do its work, which name it to type checkers.
+KNOWN_CYCLES = [
+    {"placement.picture", "placement.placement_plan", "placement.plan_json", "placement.report"},
+    {
+        "strategies.template",
+        "strategies.template_checks",
+        "strategies.template_extended",
+        "strategies.template_variables",
+    },
+]
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    assert import_cycles(IMPORTS) == []
+    for cycle in import_cycles(IMPORTS):
+        assert {name.removeprefix("tfdist_ext.") for name in cycle} in KNOWN_CYCLES
 
 
 def test_the_cycle_check_sees_cycles() -> None:
     assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
     tree = ast.parse("def f():\n    from a import b\nif TYPE_CHECKING:\n    import c")
-    assert imports_at_run_time(tree) == {"a", "a.b"}
+    assert imports_of(tree) == {"a", "a.b", "c"}
 
 
 def training_room(name: str) -> str:

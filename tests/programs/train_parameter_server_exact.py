@@ -16,7 +16,7 @@ import own_servers
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.training.protocols import NullStepTimer
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 shards = int(sys.argv[1])
 cluster, servers = own_servers.serve(ps=2)

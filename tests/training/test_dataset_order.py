@@ -13,7 +13,7 @@ import tensorflow as tf
 from training_cases import strategy_of
 
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.loop import DatasetPasses
+from tfdist_ext.training.epochs import DatasetPasses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 

@@ -12,7 +12,7 @@ import pytest
 from training_cases import X, Y, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.protocols import NullStepTimer
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 
 FIT = {"batch_size": 16, "verbose": 0, "shuffle": False}
 

@@ -16,8 +16,9 @@ from training_cases import strategy_of
 import tfdist_ext as tfd
 from tfdist_ext.data.shards import bounds
 from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
+from tfdist_ext.training.epochs import steps_of_epoch
 from tfdist_ext.training.inputs import _traced_dataset_fn
-from tfdist_ext.training.loop import StepsPerExecutionTuner, steps_of_epoch
+from tfdist_ext.training.programs import StepsPerExecutionTuner
 from tfdist_ext.training.steps.scope import ReplicaScope
 from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import StackedStates

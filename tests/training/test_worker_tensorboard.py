@@ -17,8 +17,7 @@ import tfdist_ext as tfd
 from tfdist_ext.testing import run_tasks
 from tfdist_ext.training.callbacks.worker_tensorboard import slow_workers
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.protocols import NullStepTimer
-from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
+from tfdist_ext.training.steps.step_timer import NO_ROWS, NullStepTimer, StepTimer
 
 ROWS, BATCH = 58, 12  # the last batch has 10
 

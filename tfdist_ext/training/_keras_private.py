@@ -8,10 +8,12 @@ name and the reason when a release moves one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pkgutil
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -19,15 +21,13 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
-
-if TYPE_CHECKING:
-    from tfdist_ext.training.protocols import Logs, Structure
-    from tfdist_ext.training.variables import UpdatesVariables
+from tfdist_ext.training.protocols import Logs, Structure
 
 __all__ = [
     "NAMES",
     "REPLACED",
     "Replaced",
+    "UpdatesVariables",
     "array_parts",
     "backup_of",
     "batches_of",
@@ -585,6 +585,32 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for. Private: there is no public list."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(NAMES.of(inner, "_trainable_variables", "the variables of an optimizer"))
+
+
+class UpdatesVariables(ABC):
+    """The object that an optimizer takes for its strategy; subclasses say where an update runs.
+
+    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
+    """
+
+    @property
+    def extended(self) -> UpdatesVariables:
+        return self
+
+    def update(
+        self,
+        var: tf.Variable,
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> None:
+        del group
+        self.run(var, functools.partial(fn, **(kwargs or {})), args)
+
+    @abstractmethod
+    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
+        """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
 
 
 @contextlib.contextmanager

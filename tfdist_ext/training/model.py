@@ -63,18 +63,19 @@ from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
-from tfdist_ext.training.loop import Epochs, Loop, predict, validates
+from tfdist_ext.training.epochs import Epochs
+from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.programs import compiled_parts
+from tfdist_ext.training.programs import Engine, compiled_parts
 from tfdist_ext.training.protocols import (
     BatchSource,
     Callbacks,
-    Engine,
     Logs,
-    NullStepTimer,
+    Reduction,
     StepListener,
     on_every_worker,
 )
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
@@ -117,7 +118,7 @@ class DistributedModel(SavingMixin):
         self._validation: tuple[Epochs, StepListener | None] | None = None
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
-        self._engine: Engine = engine(strategy)
+        self._engine: Engine[Reduction] = engine(strategy)
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared

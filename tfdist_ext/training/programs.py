@@ -1,32 +1,41 @@
-"""What the engines and the compiled steps of both sides have in common.
+"""The base of both engines, and of the compiled steps that an engine keeps.
 
-An engine keeps the programs of a model: its compiled train, test and predict steps. A program
-knows the variables of its step, and how the logs come out of it.
+Synchronous strategies implement them in `synchronous/`, parameter servers in `parameter_server/`;
+neither knows the other. Above them, `DistributedModel` and its loop know these classes alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.training.protocols import NullStepTimer, PredictProgram, StepFunction, StepProgram
+from tfdist_ext.training.protocols import (
+    BatchSource,
+    Epoch,
+    Execution,
+    Reduction,
+    StepFunction,
+    Structure,
+)
 from tfdist_ext.training.steps.logs import DerivedLogs, MetricVersions, has_own_outputs
 from tfdist_ext.training.steps.scope import metrics_and_others
+from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
 from tfdist_ext.training.variables import check_built
 from tfdist_ext.user_frames import warn
 
-if TYPE_CHECKING:
-    from tfdist_ext.training.loop import StepsPerExecutionTuner
-
-__all__ = ["EngineBase", "ProgramBase", "compiled_parts", "step_of"]
-
-
-_Reduction = TypeVar("_Reduction")
+__all__ = [
+    "Engine",
+    "PredictProgram",
+    "StepProgram",
+    "StepsPerExecutionTuner",
+    "compiled_parts",
+    "step_of",
+]
 
 
 def step_of(model: keras.Model, kind: str) -> StepFunction:
@@ -41,14 +50,179 @@ def compiled_parts(model: keras.Model) -> tuple[object, ...]:
     return model.optimizer, model.loss, model.metrics
 
 
-class EngineBase(ABC, Generic[_Reduction]):
-    """The programs of one model, each kept until the model is compiled again."""
+_GROWTH = 4  # times the longest execution before
+
+
+class StepsPerExecutionTuner:
+    """Grows the steps of an execution until one takes about `target` seconds.
+
+    It is fed the chief's times only, so that every task of a cluster counts the same.
+    """
+
+    def __init__(self, *, fixed: int | None = None, target: float = 0.4):
+        """`fixed` steps each time, or as many as fit into `target` seconds."""
+        self._fixed = fixed
+        self._target = target
+        self._steps: list[int] = []  # of the last two executions
+        self._largest = 0
+        self._most: int | None = None  # that fit into the target, once a time has told
+        self._compiled = False
+        self._measured = False
+
+    def next(self, remaining: int | None) -> int:
+        """Steps for the next execution, at least 1 and at most `remaining`."""
+        # The first execution compiles; a short one shows early that all is well.
+        steps = self._fixed or max(1, self._largest * _GROWTH)
+        if self._fixed is None and self._most is not None:
+            steps = min(steps, self._most)
+        steps = steps if remaining is None else min(steps, remaining)
+        self._largest = max(self._largest, steps)
+        self._steps = [*self._steps[-1:], steps]
+        return steps
+
+    def record(self, previous: float) -> None:
+        """Learn how many seconds the execution before the last one took.
+
+        One execution late, because a time travels to the other tasks with the next execution.
+        """
+        if len(self._steps) < 2:
+            return
+        long = previous > self._target / 8  # what is shorter is mostly the call itself
+        if long:
+            self._most = max(1, int(self._target * self._steps[0] / previous))
+        elif not self._measured:
+            self._most = None
+        # The first time is the compiler's: it holds until another one is there.
+        self._measured = self._compiled and (long or self._measured)
+        self._compiled = True
+
+
+class StepProgram(ABC):
+    """The compiled steps of one model and one kind, and how their logs come out of them.
+
+    Args:
+        kind: "train" or "test".
+        step: the model's step, to be called with a batch in its scope.
+
+    Attributes:
+        paces: by the size of a global batch, how many steps fit in an execution: what earlier
+            fits have found.
+    """
+
+    def __init__(self, model: keras.Model, kind: str, step: StepFunction):
+        check_built(model)
+        self._model = model
+        self._kind = kind
+        self._step = step
+        self._own_outputs = has_own_outputs(model, kind)
+        self._metrics, self._others = metrics_and_others(model)
+        self._updated: set[int] = set()  # ids of metric variables that the step writes
+        self._derived: DerivedLogs | None = None  # of steps in a graph
+        self._mixed: set[str] = set()  # names of logs that were warned of
+        self.paces: dict[int, StepsPerExecutionTuner] = {}
+
+    @property
+    @abstractmethod
+    def traces(self) -> str:
+        """How the step is traced, in words."""
+
+    @abstractmethod
+    def reset(self, *, resume: bool = False) -> None:
+        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
+
+    @abstractmethod
+    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
+        """Run `n` steps of an epoch, or fewer where its data may end and does.
+
+        Args:
+            n: global batches to use.
+            seconds: how long this task's last execution took; the chief's figure comes back on
+                every task, so that all choose the same next `n`.
+            told: this task was told to end; every task learns of it.
+        """
+
+    def _derive_logs(
+        self,
+        logs: dict[str, tf.Tensor],
+        versions: MetricVersions,
+        final: Mapping[str, int],
+        has_mean: Callable[[tf.Tensor], bool],
+        *,
+        warns: bool = True,
+    ) -> DerivedLogs:
+        """How a traced step's logs come out of the metrics' states; see `DerivedLogs`."""
+        self._derived = DerivedLogs(logs, versions, dict(final), has_mean)
+        new = [name for name in self._derived.mixed if name not in self._mixed]
+        self._mixed.update(new)
+        if new and warns:
+            warn(
+                f"{type(self._model).__name__}.{self._kind}_step returns"
+                f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
+                " of single examples, or from a variable in a tf.function of its own. It is the"
+                " value of the replicas' own rows. Reduce the numbers to one, or return them and"
+                " the metric's result under keys of their own, to log the values over all"
+                " examples."
+            )
+        return self._derived
+
+
+class PredictProgram(Protocol):
+    """The compiled predict step of one model."""
+
+    @property
+    def traces(self) -> str:
+        """How the step is traced, in words."""
+
+    def outputs(self, data: Epoch) -> Iterator[Structure]:
+        """The outputs for each global batch, in order; None for one without a row that is whole."""
+
+
+_Reduction = TypeVar("_Reduction", bound=Reduction, covariant=True)
+
+
+class Engine(ABC, Generic[_Reduction]):
+    """Runs a model's steps: on replicas of this process, or on workers elsewhere.
+
+    Programs are kept until the model is compiled again.
+
+    Attributes:
+        reduction: over the workers that have to agree.
+        state_is_here: whether each task has all variables in its own memory.
+        seconds_per_execution: how long an execution should take, where nothing else decides.
+    """
+
+    state_is_here: bool
+    seconds_per_execution: float
 
     def __init__(self, strategy: tf.distribute.Strategy, reduction: _Reduction):
         self._strategy = strategy
         self.reduction = reduction
         self._programs: dict[tuple[str, bool], tuple[object, StepProgram]] = {}
         self._predictor: tuple[bool, PredictProgram] | None = None
+
+    @abstractmethod
+    def read(self, *data: Any, **options: Any) -> BatchSource:
+        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
+
+    @abstractmethod
+    def feed(self, batches: Any) -> Any:
+        """The input that programs iterate over, made from the result of `read`."""
+
+    @abstractmethod
+    def prepare(self, model: keras.Model) -> None:
+        """Turn off compile options that the strategy does not support."""
+
+    @abstractmethod
+    def step_timer(self) -> StepTimer:
+        """The timer of this task's training steps, which is told when they begin and end.
+
+        Raises:
+            TrainingError: the steps of this strategy cannot be timed.
+        """
+
+    @abstractmethod
+    def finalize(self, model: keras.Model) -> None:
+        """End a training: averaged weights replace the last ones."""
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         """The compiled "train" or "test" steps, made anew when the model was compiled since."""
@@ -87,48 +261,3 @@ class EngineBase(ABC, Generic[_Reduction]):
 
     @abstractmethod
     def _make_predictor(self, model: keras.Model) -> PredictProgram: ...
-
-
-class ProgramBase:
-    """One step of a model, its variables, and how its logs come out of it.
-
-    Args:
-        kind: "train" or "test".
-        step: the model's step, to be called with a batch in its scope.
-    """
-
-    def __init__(self, model: keras.Model, kind: str, step: StepFunction):
-        check_built(model)
-        self._model = model
-        self._kind = kind
-        self._step = step
-        self._own_outputs = has_own_outputs(model, kind)
-        self._metrics, self._others = metrics_and_others(model)
-        self._updated: set[int] = set()  # ids of metric variables that the step writes
-        self._derived: DerivedLogs | None = None  # of steps in a graph
-        self._mixed: set[str] = set()  # names of logs that were warned of
-        self.paces: dict[int, StepsPerExecutionTuner] = {}
-
-    def _derive_logs(
-        self,
-        logs: dict[str, tf.Tensor],
-        versions: MetricVersions,
-        final: Mapping[str, int],
-        has_mean: Callable[[tf.Tensor], bool],
-        *,
-        warns: bool = True,
-    ) -> DerivedLogs:
-        """How a traced step's logs come out of the metrics' states; see `DerivedLogs`."""
-        self._derived = DerivedLogs(logs, versions, dict(final), has_mean)
-        new = [name for name in self._derived.mixed if name not in self._mixed]
-        self._mixed.update(new)
-        if new and warns:
-            warn(
-                f"{type(self._model).__name__}.{self._kind}_step returns"
-                f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
-                " of single examples, or from a variable in a tf.function of its own. It is the"
-                " value of the replicas' own rows. Reduce the numbers to one, or return them and"
-                " the metric's result under keys of their own, to log the values over all"
-                " examples."
-            )
-        return self._derived

@@ -1,17 +1,16 @@
-"""The interfaces of a training: what each engine implements; and their null objects.
+"""Types that the rooms of a training share, and what one room uses of another above it.
 
-`DistributedModel` and its loop know these protocols alone. Synchronous strategies implement them
-in `synchronous/`, parameter servers in `parameter_server/`; neither knows the other.
+The engines themselves have a common base, `programs.Engine`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -22,28 +21,18 @@ __all__ = [
     "BatchIterator",
     "BatchSource",
     "Callbacks",
-    "Engine",
     "Epoch",
     "Execution",
     "Logs",
-    "NullStepTimer",
-    "PredictProgram",
     "Reduction",
     "Specs",
     "StepFunction",
     "StepListener",
-    "StepProgram",
     "Structure",
     "TaskStatus",
+    "TrainedModel",
     "on_every_worker",
 ]
-
-
-if TYPE_CHECKING:
-    from tfdist_ext.training.agreement.stalls import Phases
-    from tfdist_ext.training.agreement.termination import Termination
-    from tfdist_ext.training.loop import StepsPerExecutionTuner
-    from tfdist_ext.training.steps.step_timer import ReplicaTimer, StepTimer
 
 
 # Tensors, in tuples, lists and dicts, as models take and return them. A tensor may be ragged or
@@ -88,48 +77,6 @@ class Execution:
     steps: int
     chief_seconds: float
     told: bool = False
-
-
-class StepProgram(Protocol):
-    """The compiled steps of one model and one kind, "train" or "test".
-
-    Attributes:
-        traces: how the step is traced, in words.
-        paces: by the size of a global batch, how many steps fit in an execution: what earlier
-            fits have found.
-    """
-
-    paces: dict[int, StepsPerExecutionTuner]
-
-    @property
-    def traces(self) -> str: ...
-
-    def reset(self, *, resume: bool = False) -> None:
-        """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
-
-    def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
-        """Run `n` steps of an epoch, or fewer where its data may end and does.
-
-        Args:
-            n: global batches to use.
-            seconds: how long this task's last execution took; the chief's figure comes back on
-                every task, so that all choose the same next `n`.
-            told: this task was told to end; every task learns of it.
-        """
-
-
-class PredictProgram(Protocol):
-    """The compiled predict step of one model.
-
-    Attributes:
-        traces: how the step is traced, in words.
-    """
-
-    @property
-    def traces(self) -> str: ...
-
-    def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None for one without a row that is whole."""
 
 
 class StepListener(Protocol):
@@ -190,6 +137,21 @@ class BatchSource(Protocol):
         """A pass is over."""
 
 
+class Phases(Protocol):
+    """The phase that a task is in, for whoever watches that it ends."""
+
+    def enter(self, name: str) -> None: ...
+
+    def of_call(self) -> AbstractContextManager[None]: ...
+
+
+class Termination(Protocol):
+    """Whether SIGTERM has come, and whether it is only noted."""
+
+    received: float | None
+    only_noted: bool
+
+
 class TaskStatus:
     """Whether other tasks are alive and in the same place; in a single task it does nothing."""
 
@@ -230,6 +192,7 @@ class Reduction(Protocol):
     """Values of single replicas and tasks, made one for all.
 
     Attributes:
+        strategy: that has the replicas.
         replicas: parts of a global batch, over all workers.
         local_replicas: those of this worker.
         first_replica: the number of its first one, in the order of all.
@@ -240,6 +203,7 @@ class Reduction(Protocol):
         peers: the other tasks.
     """
 
+    strategy: tf.distribute.Strategy
     replicas: int
     local_replicas: int
     first_replica: int
@@ -267,86 +231,17 @@ class Reduction(Protocol):
         """Whether the flag is set on any worker; every worker must call."""
 
 
-class Engine(Protocol):
-    """The engine that runs a model's steps: on replicas of this process, or on workers elsewhere.
-
-    Attributes:
-        reduction: who agrees with whom.
-        state_is_here: whether each task has all variables in its own memory.
-        seconds_per_execution: how long an execution should take, where nothing else decides.
-    """
-
-    state_is_here: bool
-    seconds_per_execution: float
+class TrainedModel(Protocol):
+    """The methods of a `DistributedModel` that callbacks call."""
 
     @property
-    def reduction(self) -> Reduction:
-        """The reduction over the workers that have to agree."""
+    def keras_model(self) -> keras.Model: ...
 
-    def read(self, *data: Any, **options: Any) -> BatchSource:
-        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def feed(self, batches: Any) -> Any:
-        """The input that programs iterate over, made from the result of `read`."""
+    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def keeps_position(self, data: Any) -> bool:
-        """Whether `fit` knows at each step where it is in this data."""
-
-    def state_is_restored(self) -> None:
-        """The model, and the generator of random numbers, have the state of a checkpoint."""
-
-    def saves_to(self, folder: str) -> None:
-        """Where the checkpoints of a `fit` are, or "": for a message when a task is frozen."""
-
-    def prepare(self, model: keras.Model) -> None:
-        """Turn off compile options that the strategy does not support."""
-
-    def step_timer(self) -> StepTimer:
-        """The timer of this task's training steps, which is told when they begin and end.
-
-        Raises:
-            TrainingError: the steps of this strategy cannot be timed.
-        """
-
-    def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
-        """The compiled "train" or "test" steps, made anew when the model was compiled since."""
-
-    def predictor(self, model: keras.Model) -> PredictProgram:
-        """The compiled predict step."""
-
-    def traces(self) -> list[str]:
-        """How each kind of step that has run is traced, a line each."""
-
-    def finalize(self, model: keras.Model) -> None:
-        """End a training: averaged weights replace the last ones."""
-
-
-_Value = TypeVar("_Value")
-_Answer = TypeVar("_Answer")
-
-
-class NullStepTimer:
-    """The null object of `StepTimer`, where times are not asked for: adds nothing to the graph."""
-
-    records = False
-
-    def timed_iterator(self, iterator: BatchIterator) -> BatchIterator:
-        """The iterator; to take from it is the beginning of a step."""
-        return iterator
-
-    def synchronize(self, ask: Callable[[_Value], _Answer], value: _Value) -> _Answer:
-        """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
-        return ask(value)
-
-    def replica_timer(self) -> ReplicaTimer | None:
-        """The timer of one replica's step."""
-        return None
-
-    def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:
-        """Take the notes of this task's replicas."""
-
-    def execution_is_done(self, last: tf.Tensor) -> None:
-        """Take note of the end, at which this tensor is there."""
+    def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class _HasReduction(Protocol):

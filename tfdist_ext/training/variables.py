@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,7 +38,6 @@ __all__ = [
     "LocalCopies",
     "ShardedRead",
     "UpdatesInPlace",
-    "UpdatesVariables",
     "all_built",
     "broadcast_from_owner",
     "check_built",
@@ -116,33 +114,7 @@ class LocalCopies(keras.StatelessScope):
         return copy if piece is None or not is_partitioned(copy) else copy.variables[piece]
 
 
-class UpdatesVariables(ABC):
-    """The object that an optimizer takes for its strategy; subclasses say where an update runs.
-
-    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
-    """
-
-    @property
-    def extended(self) -> UpdatesVariables:
-        return self
-
-    def update(
-        self,
-        var: tf.Variable,
-        fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
-    ) -> None:
-        del group
-        self.run(var, functools.partial(fn, **(kwargs or {})), args)
-
-    @abstractmethod
-    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
-        """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
-
-
-class UpdatesInPlace(UpdatesVariables):
+class UpdatesInPlace(kp.UpdatesVariables):
     """Each update is computed where the variable is.
 
     One in pieces is updated piece by piece where the optimizer works row by row, else as a whole.
@@ -253,7 +225,8 @@ def _broadcast(raw: tf.Variable, source: tf.Variable, strategy: tf.distribute.St
 
 @contextlib.contextmanager
 def default_strategy_scope(
-    optimizers: Sequence[keras.optimizers.Optimizer] = (), updates: UpdatesVariables | None = None
+    optimizers: Sequence[keras.optimizers.Optimizer] = (),
+    updates: kp.UpdatesVariables | None = None,
 ) -> Iterator[None]:
     """Scope in which TensorFlow, Keras and the given optimizers see no strategy.
 

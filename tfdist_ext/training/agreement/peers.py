@@ -145,7 +145,7 @@ class Peers(TaskStatus):
         self._alarms: dict[Hashable, tuple[int, int]] = {}
         self._published: Place | None = None
         self._termination = Termination()
-        self._phases = Phases.of_environment()
+        self._phases: Phases | None = Phases.of_environment()
         self._batches_read: Callable[[], int] = lambda: 0
         self._told_progress = Progress()
         self._shown = False  # the stacks of this process

@@ -14,7 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import keras
 
@@ -22,7 +22,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard, check_tensorboard
 from tfdist_ext.training.checkpoints.chief import broadcast_state
-from tfdist_ext.training.protocols import Callbacks, Reduction
+from tfdist_ext.training.protocols import Callbacks, Reduction, TrainedModel
 from tfdist_ext.training.steps.replaced import (
     Target,
     functions_in_place,
@@ -31,9 +31,6 @@ from tfdist_ext.training.steps.replaced import (
     substitutes,
 )
 from tfdist_ext.user_frames import filter_traceback
-
-if TYPE_CHECKING:
-    from tfdist_ext.training.model import DistributedModel
 
 __all__ = [
     "board_among",
@@ -131,7 +128,7 @@ _WRITING_METHODS = ("export", "save", "save_weights")
 
 
 def redirect_model_methods(
-    distributed: DistributedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
+    distributed: TrainedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
 
@@ -207,7 +204,7 @@ def overridable(method: Method) -> Method:
     return _Overridable(method)  # type: ignore[return-value]
 
 
-def redirected_method(distributed: DistributedModel, method: Function) -> Function:
+def redirected_method(distributed: TrainedModel, method: Function) -> Function:
     """The method of a Keras model; its own calls of `self.fit`, `self.predict`, ... distribute."""
 
     @filter_traceback
@@ -226,7 +223,7 @@ class _Overridable:
         self.method = filter_traceback(method)
         self.__doc__ = method.__doc__
 
-    def __get__(self, distributed: DistributedModel | None, owner: type | None = None) -> Function:
+    def __get__(self, distributed: TrainedModel | None, owner: type | None = None) -> Function:
         if distributed is None:
             return self.method
         bound = types.MethodType(self.method, distributed)
@@ -236,7 +233,7 @@ class _Overridable:
 
 
 @filter_traceback
-def _call_own(distributed: DistributedModel, bound: Function, *args: Any, **kwargs: Any) -> Any:
+def _call_own(distributed: TrainedModel, bound: Function, *args: Any, **kwargs: Any) -> Any:
     model, name = distributed.keras_model, bound.__name__
     own = getattr(type(model), name)
     of_keras = inspect.signature(getattr(keras.Model, name)).parameters
@@ -261,7 +258,7 @@ def _call_own(distributed: DistributedModel, bound: Function, *args: Any, **kwar
 
 
 @contextlib.contextmanager
-def _trained_by(distributed: DistributedModel, **instead: Function) -> Iterator[None]:
+def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None]:
     """Scope in which `fit`, ... of `keras.Model` do on this model what the DistributedModel's do.
 
     Args:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.protocols import Logs
-from tfdist_ext.training.steps.step_timer import NO_ROWS
+from tfdist_ext.training.protocols import Logs, Reduction
+from tfdist_ext.training.steps.step_timer import NO_ROWS, NullStepTimer
 from tfdist_ext.user_frames import filter_traceback
 
-if TYPE_CHECKING:
-    from tfdist_ext.training.synchronous.program import SynchronousProgram
-    from tfdist_ext.training.synchronous.reduction import SynchronousReduction
-
 __all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
+
+
+class TimedProgram(Protocol):
+    """The compiled steps of a synchronous strategy, which are timed."""
+
+    timer: NullStepTimer
+
+    @property
+    def reduction(self) -> Reduction: ...
+
+    def logs_of_this_task(self) -> dict[str, float]: ...
 
 
 @filter_traceback
@@ -73,7 +80,7 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._writer: Any = None
         self.own_ms = np.empty(0)
 
-    def follow(self, program: SynchronousProgram) -> None:
+    def follow(self, program: TimedProgram) -> None:
         """Called by `fit`: whose steps are timed."""
         self._program = program
         self._timer = program.timer
@@ -151,7 +158,7 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
     return lines
 
 
-def _workers(reduction: SynchronousReduction) -> list[str]:
+def _workers(reduction: Reduction) -> list[str]:
     """The names of all tasks that train, in the order of their replicas; the chief is the first."""
     resolver = getattr(reduction.strategy, "cluster_resolver", None)
     jobs = resolver.cluster_spec().jobs if resolver is not None and reduction.multi_worker else []

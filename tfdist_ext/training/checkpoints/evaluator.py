@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import keras
 import tensorflow as tf
@@ -23,10 +23,7 @@ from tfdist_ext.training.checkpoints.atomic_write import (
 )
 from tfdist_ext.training.checkpoints.file import DamagedCheckpointError
 from tfdist_ext.training.checkpoints.folder import Index, Progress
-from tfdist_ext.training.protocols import Callbacks
-
-if TYPE_CHECKING:
-    from tfdist_ext.training.model import DistributedModel
+from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -34,8 +31,14 @@ __all__ = ["evaluate_checkpoints"]
 _LOOK_EVERY = 1.0  # seconds
 
 
+class EvaluatedModel(TrainedModel, Protocol):
+    """A `DistributedModel`."""
+
+    def restore_checkpoint(self, path: AnyPath) -> Progress: ...
+
+
 def evaluate_checkpoints(
-    model: DistributedModel,
+    model: EvaluatedModel,
     cluster: Described,
     *,
     checkpoint_dir: str | Path | None,
@@ -103,7 +106,7 @@ def evaluate_checkpoints(
 
 
 def _restored(
-    model: DistributedModel, folder: AnyPath, epochs: int, me: str, cluster: Described
+    model: EvaluatedModel, folder: AnyPath, epochs: int, me: str, cluster: Described
 ) -> Iterator[Progress]:
     """Restore the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)

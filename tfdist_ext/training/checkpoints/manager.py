@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -41,12 +41,10 @@ from tfdist_ext.training.checkpoints.state import (
     continue_log_files,
     restore_callbacks,
 )
+from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.protocols import Callbacks, Logs, Reduction, StepListener
 from tfdist_ext.training.variables import optimizers_of, with_inner_optimizers
 from tfdist_ext.user_frames import warn
-
-if TYPE_CHECKING:
-    from tfdist_ext.training.loop import Epochs
 
 __all__ = ["CheckpointManager"]
 

@@ -53,7 +53,8 @@ from tfdist_ext.training.checkpoints.file import (
 )
 from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
 from tfdist_ext.training.checkpoints.state import MODEL, CallbackState, kinds_of, matching, state_of
-from tfdist_ext.training.protocols import Engine, Reduction, Specs, on_every_worker
+from tfdist_ext.training.programs import Engine
+from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
@@ -82,7 +83,7 @@ class SavingMixin:
     _model: keras.Model
     _strategy: tf.distribute.Strategy
     _reduction: Reduction
-    _engine: Engine
+    _engine: Engine[Reduction]
     _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress

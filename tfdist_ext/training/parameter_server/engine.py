@@ -31,8 +31,9 @@ from tfdist_ext.training.parameter_server.worker_data import (
     why_function_not_remote,
     why_not_remote,
 )
-from tfdist_ext.training.programs import EngineBase, step_of
-from tfdist_ext.training.protocols import BatchSource, NullStepTimer, TaskStatus
+from tfdist_ext.training.programs import Engine, step_of
+from tfdist_ext.training.protocols import BatchSource, TaskStatus
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
 
@@ -49,6 +50,7 @@ class CoordinatorReduction:
     workers = 1
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy) -> None:
+        self.strategy = strategy
         phases = Phases.of_environment()
         if phases is not None:
             made_by_us = {}
@@ -72,7 +74,7 @@ class CoordinatorReduction:
     sum_over_workers = from_chief
 
 
-class ParameterServerEngine(EngineBase[CoordinatorReduction]):
+class ParameterServerEngine(Engine[CoordinatorReduction]):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
     Each global batch is one step, on one worker. A step starts from whatever the weights are when

@@ -28,7 +28,7 @@ from tfdist_ext.training.parameter_server.calls import (
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import StepValues, WorkerIterators, WorkerLoop
-from tfdist_ext.training.programs import ProgramBase
+from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import (
     BatchIterator,
     Epoch,
@@ -55,7 +55,7 @@ __all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
 Functions: TypeAlias = dict[tuple[int, str], ConcreteFunction]
 
 
-class ParameterServerProgram(ProgramBase):
+class ParameterServerProgram(StepProgram):
     """The remote calls of one step of a model."""
 
     traces = "each worker traces it"

@@ -29,7 +29,6 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.training.steps.scope import Ids, metric_in_inner_graph, taken_by
 from tfdist_ext.training.variables import (
     ShardedRead,
-    UpdatesVariables,
     gather_rows,
     optimizers_of,
     with_inner_optimizers,
@@ -225,7 +224,7 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[s
         yield called
 
 
-class _UpdatesOnServers(UpdatesVariables):
+class _UpdatesOnServers(kp.UpdatesVariables):
     """Updates of a step run where the variable is."""
 
     def __init__(self, scope: WorkerScope, optimizer: keras.optimizers.Optimizer):

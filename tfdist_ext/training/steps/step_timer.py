@@ -14,10 +14,17 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training.protocols import BatchIterator, NullStepTimer, Structure
+from tfdist_ext.training.protocols import BatchIterator, Structure
 from tfdist_ext.training.steps.rows import Gradient
 
-__all__ = ["NO_ROWS", "Notes", "ReplicaTimer", "StepTimer", "timestamp_after"]
+__all__ = [
+    "NO_ROWS",
+    "Notes",
+    "NullStepTimer",
+    "ReplicaTimer",
+    "StepTimer",
+    "timestamp_after",
+]
 
 
 _Value = TypeVar("_Value")
@@ -48,6 +55,30 @@ class Notes(NamedTuple):
     step: np.ndarray
     own: np.ndarray
     norm: np.ndarray
+
+
+class NullStepTimer:
+    """The null object of `StepTimer`, where times are not asked for: adds nothing to the graph."""
+
+    records = False
+
+    def timed_iterator(self, iterator: BatchIterator) -> BatchIterator:
+        """The iterator; to take from it is the beginning of a step."""
+        return iterator
+
+    def synchronize(self, ask: Callable[[_Value], _Answer], value: _Value) -> _Answer:
+        """`ask(value)`, which waits for all workers, before the step of a batch that is there."""
+        return ask(value)
+
+    def replica_timer(self) -> ReplicaTimer | None:
+        """The timer of one replica's step."""
+        return None
+
+    def step_is_done(self, notes: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> None:
+        """Take the notes of this task's replicas."""
+
+    def execution_is_done(self, last: tf.Tensor) -> None:
+        """Take note of the end, at which this tensor is there."""
 
 
 class StepTimer(NullStepTimer):

@@ -12,14 +12,9 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.agreement.equality import check_equal_positions
 from tfdist_ext.training.inputs import GlobalBatches, Parts, batches_of_function, read
-from tfdist_ext.training.programs import EngineBase, step_of
-from tfdist_ext.training.protocols import (
-    NullStepTimer,
-    PredictProgram,
-    StepProgram,
-)
+from tfdist_ext.training.programs import Engine, PredictProgram, StepProgram, step_of
 from tfdist_ext.training.steps.random_numbers import Seeds
-from tfdist_ext.training.steps.step_timer import StepTimer
+from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
 from tfdist_ext.training.synchronous.program import Predictor, SynchronousProgram
 from tfdist_ext.training.synchronous.reduction import SynchronousReduction, trace_for_each
 from tfdist_ext.user_frames import warn
@@ -27,7 +22,7 @@ from tfdist_ext.user_frames import warn
 __all__ = ["SynchronousEngine"]
 
 
-class SynchronousEngine(EngineBase[SynchronousReduction]):
+class SynchronousEngine(Engine[SynchronousReduction]):
     """Steps on all replicas of a synchronous strategy, each task running its own part."""
 
     state_is_here = True

@@ -23,12 +23,11 @@ from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.inputs import Part, Parts
-from tfdist_ext.training.programs import ProgramBase
+from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import (
     BatchIterator,
     Epoch,
     Execution,
-    NullStepTimer,
     StepFunction,
     Structure,
 )
@@ -62,6 +61,7 @@ from tfdist_ext.training.steps.scope import (
     metrics_and_others,
     rows_of_shared,
 )
+from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.reduction import (
     ReplicaSteps,
     StackedStates,
@@ -94,7 +94,7 @@ Turn: TypeAlias = tuple[tf.Tensor, Carried]
 NextStep: TypeAlias = Callable[[BatchIterator, Carried], Turn]
 
 
-class SynchronousProgram(ProgramBase):
+class SynchronousProgram(StepProgram):
     """The compiled executions of one step of a model, on all replicas of a strategy.
 
     Args:
