@@ -74,11 +74,6 @@ def data_forms():
     result["unknown length"] = fit(dataset.filter(lambda *_: True), epochs=2)
     result["endless"] = fit(dataset.repeat(), steps_per_epoch=15, epochs=2)
 
-    def shard(context):
-        count, index = context.num_input_pipelines, context.input_pipeline_id
-        assert (count, index) in ((2, 0), (2, 1))
-        return tf.data.Dataset.from_tensor_slices((x, y)).shard(count, index).batch(10)
-
     examples = tf.data.Dataset.from_tensor_slices((x, y))
 
     def of_shard(shard):
@@ -102,13 +97,12 @@ def data_forms():
         result["calls Python"] = fit(python)
     result["why here"] = [str(w.message) for w in caught if "cannot read" in str(w.message)]
 
-    result["function"] = fit(shard, epochs=2, validation_data=shard)
-    result["endless function"] = fit(lambda c: shard(c).repeat(), steps_per_epoch=25, epochs=2)
+    endless = tfd.data.from_dataset_fn(lambda shard: of_shard(shard).repeat(), global_batch_size=10)
+    result["endless, read by workers"] = fit(endless, steps_per_epoch=25, epochs=2)
     result["evaluate"] = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)["labels"]
-    result["evaluate function"] = model.evaluate(shard, verbose=0, return_dict=True)["labels"]
     with contextlib.suppress(tfd.TrainingError):
-        model.predict(shard)
-        result["predict function"] = "not refused"
+        model.predict(by_worker)
+        result["predict"] = "not refused"
 
     identity = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
     rows = tfd.distribute(identity, strategy).predict(y, batch_size=7, verbose=0)
@@ -257,13 +251,13 @@ def renamed_logs():
         model.compile(keras.optimizers.SGD(0.5))
         return model
 
-    def shard(context):
-        data = tf.data.Dataset.from_tensor_slices((x, y))
-        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(10)
+    def of_shard(shard):
+        return tf.data.Dataset.from_tensor_slices((x, y)).shard(shard.count, shard.index)
 
     model = tfd.distribute(build, strategy)
     arrays = model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[Rate()])
-    own_data = model.fit(shard, verbose=0)
+    by_worker = tfd.data.from_dataset_fn(of_shard, global_batch_size=10)
+    own_data = model.fit(by_worker, verbose=0)
     evaluated = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
     result["renamed"] = [arrays.history, own_data.history, evaluated]
     result["rates"] = rates
@@ -315,15 +309,11 @@ def lookups():
     found = {}
     for name, mapped in maps.items():
 
-        def part(context, mapped=mapped):
+        def of_shard(shard, mapped=mapped):
             data = tf.data.Dataset.from_tensor_slices((words, np.zeros(24, "float32")))
-            data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
-            return data.batch(4).map(lambda x, y: (mapped(x), y))
+            return data.shard(shard.count, shard.index).batch(4).map(lambda x, y: (mapped(x), y))
 
-        def of_shard(shard, part=part):
-            return part(tf.distribute.InputContext(shard.count, shard.index, 1))
-
-        data = part if name != "layer" else tfd.data.from_dataset_fn(of_shard)
+        data = tfd.data.from_dataset_fn(of_shard)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit = model.fit(data, validation_data=data, epochs=2, verbose=0).history
@@ -385,15 +375,15 @@ def loss_of_workers_with_data():
     x, y = numbers(32 * 300)
     model = tfd.distribute(counting(), strategy)
 
-    def shard(context):
-        count, index = context.num_input_pipelines, context.input_pipeline_id
+    def of_shard(shard):
         data = tf.data.Dataset.from_tensor_slices((x, y))
-        return data.shard(count, index).shuffle(32 * 300, seed=1).batch(32)
+        return data.shard(shard.count, shard.index).shuffle(32 * 300, seed=1).batch(32)
 
-    def other(context):  # nothing of it may come back when data is taken over
-        return shard(context).map(lambda rows, labels: (rows, labels + 1e6))
+    def of_other(shard):  # nothing of it may come back when data is taken over
+        return of_shard(shard).map(lambda rows, labels: (rows, labels + 1e6))
 
-    model.fit(other, steps_per_epoch=10, verbose=0)
+    model.fit(tfd.data.from_dataset_fn(of_other), steps_per_epoch=10, verbose=0)
+    own_data = tfd.data.from_dataset_fn(of_shard)
     before, weight = steps(model), applied(model)
 
     def begin(epoch, logs):
@@ -401,12 +391,12 @@ def loss_of_workers_with_data():
         print(f"OWN DATA {epoch}", flush=True)
 
     says = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
-    history = model.fit(shard, epochs=2, verbose=0, callbacks=[says])
+    history = model.fit(own_data, epochs=2, verbose=0, callbacks=[says])
     result["own data"] = {
         "steps": steps(model) - before,
         "applied": applied(model) - weight,
         "labels": history.history["labels"],
-        "evaluate": model.evaluate(shard, verbose=0, return_dict=True)["labels"],
+        "evaluate": model.evaluate(own_data, verbose=0, return_dict=True)["labels"],
     }
 
 

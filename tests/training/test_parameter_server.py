@@ -40,22 +40,14 @@ def test_every_example_counts_once_and_every_step(result: dict[str, Any]) -> Non
     assert endless["labels"] == pytest.approx([74.5, 224.5], rel=1e-6)
 
 
-def test_a_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
-    shards = result["function"]
-    assert (shards["steps"], shards["applied"]) == (2 * (16 + 16), 2 * (16 + 16))
-    assert shards["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
-    assert shards["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
-    endless = result["endless function"]
-    assert (endless["steps"], endless["applied"]) == (50, 50)
-    assert result["evaluate function"] == pytest.approx(LABELS, rel=1e-6)
-    assert "predict function" not in result, "rows that workers read have no order"
-
-
 def test_a_dataset_function_gives_each_worker_its_shard(result: dict[str, Any]) -> None:
     by_worker = result["read by workers"]
     assert (by_worker["steps"], by_worker["applied"]) == (2 * (16 + 16), 2 * (16 + 16))
     assert by_worker["labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
     assert by_worker["val_labels"] == pytest.approx([LABELS] * 2, rel=1e-6)
+    endless = result["endless, read by workers"]
+    assert (endless["steps"], endless["applied"]) == (50, 50)
+    assert "predict" not in result, "rows that workers read have no order"
 
 
 def test_what_workers_cannot_read_the_coordinator_hands_out(result: dict[str, Any]) -> None:

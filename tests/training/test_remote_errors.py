@@ -57,13 +57,6 @@ def test_the_first_operation_that_failed_is_named(text: str, short: str) -> None
     assert root_message(text) == short
 
 
-def test_a_table_in_a_branch_is_named() -> None:
-    text = "You must feed a value for placeholder tensor 'c/P' with dtype resource\n [[{{node P}}]]"
-    assert root_message(text).startswith(
-        "a lookup table made in the strategy's scope cannot be used"
-    )
-
-
 def test_the_type_stays_and_the_log_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     logger = tf.get_logger()
     text = f"nan\n\t [[{{{{node check}}}}]]{GRPC}"

@@ -133,15 +133,10 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"y": DATA[1]}, "holds targets and sample weights itself"),
-        ({"batch_size": 8}, "left out, got 8: the ShardedDataset has global batches of 16"),
-        ({"class_weight": {0: 1.0}}, "class_weight must be left out, got"),
-    ],
+    "arguments", [{"y": DATA[1]}, {"batch_size": 8}, {"class_weight": {0: 1.0}}]
 )
-def test_what_the_data_says_itself(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(tfd.TrainingError, match=message):
+def test_what_the_data_says_itself(arguments: dict[str, Any]) -> None:
+    with pytest.raises(tfd.TrainingError, match=f"{next(iter(arguments))} must be left out"):
         distributed(mirrored(2)).fit(sharded(), verbose=0, **arguments)
 
 

@@ -149,7 +149,26 @@ def _place(path: str) -> tuple[type | types.ModuleType, str]:
     return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
-_VARIABLES = "tensorflow.python.ops.resource_variable_ops"
+_OPS = "tensorflow.python.ops"
+_VARIABLES = f"{_OPS}.resource_variable_ops"
+
+
+# Operations that draw random numbers without a state, of a seed; and those that have a state.
+_DRAWS = (
+    ("draw_integers", "gen_stateless_random_ops_v2:stateless_random_uniform_int_v2"),
+    ("draw_bits", "gen_stateless_random_ops_v2:stateless_random_uniform_full_int_v2"),
+    ("draw_normal", "gen_stateless_random_ops_v2:stateless_random_normal_v2"),
+    ("draw_truncated_normal", "gen_stateless_random_ops_v2:stateless_truncated_normal_v2"),
+)
+_STATEFUL = (
+    ("draw_normal", "gen_random_ops:random_standard_normal"),
+    ("draw_truncated_normal", "gen_random_ops:truncated_normal"),
+    ("draw_integers", "gen_random_ops:random_uniform_int"),
+)
+_BY_PARAMETERS = (
+    "gen_stateless_random_ops:stateless_random_binomial",
+    "gen_stateless_random_ops:stateless_random_poisson",
+)
 
 
 # The methods that write a tf.Variable, beside `assign`.
@@ -199,13 +218,13 @@ REPLACED = (
     ),
     Replaced(
         "average_loss",
-        "tensorflow.python.ops.losses.util:check_per_example_loss_rank",
+        f"{_OPS}.losses.util:check_per_example_loss_rank",
         "`tf.nn.compute_average_loss` divides by the rows of the global batch. It calls this"
         " function by whichever of its names a step calls it",
     ),
     Replaced(
         "divide_average_loss",
-        "tensorflow.python.ops.math_ops:div_no_nan",
+        f"{_OPS}.math_ops:div_no_nan",
         "the same: the division itself",
     ),
     Replaced(
@@ -250,68 +269,26 @@ REPLACED = (
     ),
     Replaced(
         "draw_uniform",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_v2",
+        f"{_OPS}.gen_stateless_random_ops_v2:stateless_random_uniform_v2",
         "draws the rows of one replica's part. Here alone all ways of drawing meet, and the"
         " counter is known from which rows are drawn",
     ),
-    Replaced(
-        "draw_integers",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_int_v2",
-        "the same",
-    ),
-    Replaced(
-        "draw_bits",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_uniform_full_int_v2",
-        "the same",
-    ),
-    Replaced(
-        "draw_normal",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_normal_v2",
-        "the same",
-    ),
-    Replaced(
-        "draw_truncated_normal",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_truncated_normal_v2",
-        "the same",
-    ),
+    *(Replaced(key, f"{_OPS}.{name}", "the same") for key, name in _DRAWS),
     Replaced(
         "draw_uniform_with_state",
-        "tensorflow.python.ops.gen_random_ops:random_uniform",
+        f"{_OPS}.gen_random_ops:random_uniform",
         "draws a seed, of which each replica has its rows: what shares a trace would draw the same",
     ),
-    Replaced(
-        "draw_normal_with_state",
-        "tensorflow.python.ops.gen_random_ops:random_standard_normal",
-        "the same",
-    ),
-    Replaced(
-        "draw_truncated_normal_with_state",
-        "tensorflow.python.ops.gen_random_ops:truncated_normal",
-        "the same",
-    ),
-    Replaced(
-        "draw_integers_with_state",
-        "tensorflow.python.ops.gen_random_ops:random_uniform_int",
-        "the same",
-    ),
+    *(Replaced(f"{key}_with_state", f"{_OPS}.{name}", "the same") for key, name in _STATEFUL),
     Replaced(
         "draw_by_parameters",
-        "tensorflow.python.ops.gen_stateless_random_ops_v2:stateless_random_gamma_v3",
+        f"{_OPS}.gen_stateless_random_ops_v2:stateless_random_gamma_v3",
         "the same, for distributions that draw all values of one parameter before the next",
     ),
-    Replaced(
-        "draw_by_parameters",
-        "tensorflow.python.ops.gen_stateless_random_ops:stateless_random_binomial",
-        "the same",
-    ),
-    Replaced(
-        "draw_by_parameters",
-        "tensorflow.python.ops.gen_stateless_random_ops:stateless_random_poisson",
-        "the same",
-    ),
+    *(Replaced("draw_by_parameters", f"{_OPS}.{name}", "the same") for name in _BY_PARAMETERS),
     Replaced(
         "draw_categories",
-        "tensorflow.python.ops.gen_stateless_random_ops:stateless_multinomial",
+        f"{_OPS}.gen_stateless_random_ops:stateless_multinomial",
         "the same, of categories",
     ),
     Replaced(
@@ -319,16 +296,8 @@ REPLACED = (
         "tensorflow:random.stateless_uniform",
         "the shape may have the rows of the global batch as a number",
     ),
-    Replaced(
-        "draw_numbered",
-        "tensorflow:random.stateless_normal",
-        "the same",
-    ),
-    Replaced(
-        "draw_numbered",
-        "tensorflow:random.stateless_truncated_normal",
-        "the same",
-    ),
+    Replaced("draw_numbered", "tensorflow:random.stateless_normal", "the same"),
+    Replaced("draw_numbered", "tensorflow:random.stateless_truncated_normal", "the same"),
     Replaced(
         "seed_generator",
         "keras.src.random.seed_generator:global_seed_generator",

@@ -68,7 +68,7 @@ class Epochs:
         if batches.dataset is not None:
             in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
-        self._dataset: Any = None if self._passes else feed(batches)
+        self._dataset: Any = None  # what `feed` made
         self._fed_from: tf.data.Dataset | None = None
         self._iterator: BatchIterator | None = None
         self._position = batches.begin
@@ -136,6 +136,8 @@ class Epochs:
         )
         self._fresh = self._iterator is None or (begins_a_pass and not self._batches.is_infinite)
         if self._fresh:
+            if self._dataset is None or self._batches.changes:
+                self._dataset = self._feed(self._batches)
             self._iterator = iter(self._dataset)
 
     def _fed(self, dataset: tf.data.Dataset) -> Any:
@@ -181,11 +183,10 @@ class Epochs:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
         assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
-        batches = self._batches.at_position()
-        self._position = batches.begin
-        self._batches = replace(self._batches, begin=batches.begin)
+        self._batches = self._batches.at_position()
+        self._position = self._batches.begin
         self._completed = completed
-        self._dataset = self._feed(batches)
+        self._dataset = None
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""

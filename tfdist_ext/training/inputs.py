@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,7 +42,7 @@ from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.errors import TfDistError, TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
-from tfdist_ext.training.protocols import Reduction, Specs, Structure
+from tfdist_ext.training.protocols import BatchSource, Reduction, Specs, Structure
 
 __all__ = [
     "GlobalBatches",
@@ -109,6 +110,11 @@ def read(
     if isinstance(x, OrderedDataset):
         check_says_nothing_else(x, (y, sample_weight), batch_size, class_weight)
         return _batches_of_ordered(x if seed else x.in_order())
+    if inspect.isroutine(x):
+        raise TrainingError(
+            f"the data is a function, {x!r}. Pass tfd.data.from_dataset_fn(function): each task"
+            " calls the function with its tfd.data.Shard."
+        )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
     adapter = kp.get_data_adapter(
@@ -126,15 +132,15 @@ def read(
         order_seed = seed() if shuffle and seed else None
         parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, shuffle == "batch")
         return GlobalBatches(
-            parts_from(0),
-            adapter.num_batches,
-            adapter.batch_size,
-            True,
-            adapter.on_epoch_begin,
-            adapter.on_epoch_end,
-            parts_from,
+            parts_of=parts_from(0),
+            from_step=parts_from,
             spec=_spec_of_arrays(arrays),
+            steps=adapter.num_batches,
+            batch_size=adapter.batch_size,
+            is_infinite=True,
             arrays=arrays,
+            on_epoch_begin=adapter.on_epoch_begin,
+            on_epoch_end=adapter.on_epoch_end,
         )
     dataset = adapter.get_tf_dataset()
     _check_batches(dataset.element_spec, replicas)
@@ -144,13 +150,12 @@ def read(
         hooks = x  # the adapter would start workers of its own, which read ahead
     is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     return GlobalBatches(
-        parts_of_dataset(dataset),
-        adapter.num_batches,
-        None,
-        isinstance(x, tf.data.Dataset) and bool(is_infinite),
-        hooks.on_epoch_begin,
-        hooks.on_epoch_end,
+        parts_of=parts_of_dataset(dataset),
+        steps=adapter.num_batches,
+        is_infinite=isinstance(x, tf.data.Dataset) and bool(is_infinite),
         dataset=dataset,
+        on_epoch_begin=hooks.on_epoch_begin,
+        on_epoch_end=hooks.on_epoch_end,
     )
 
 
@@ -363,42 +368,28 @@ def explaining_shape_errors(spec_of_batch: Callable[[], Specs], replicas: int) -
 PartsOf = Callable[[int, int, int], tf.data.Dataset]
 
 
-@dataclass
-class GlobalBatches:
-    """One pass after another over a sequence of global batches.
+@dataclass(kw_only=True)
+class GlobalBatches(BatchSource):
+    """Global batches that this process reads, cut for its replicas.
 
-    A `BatchSource`, whose attributes it has.
+    Where `needs_row_count` is set, a part has 1 in the place of the rows of its global batch, or 0
+    where it is no batch of the data; the pass is over when all parts have 0.
 
     Attributes:
         parts_of: makes the parts of some replicas.
         from_step: gives the parts from a later global batch on; None where only reading leads
             there.
         at_position: the same from where the data's own position is; None where it keeps none.
-        needs_row_count: how many rows the global batch has is known only when those of all parts
-            are counted. In the place of that number a part says 1 then, or 0 where it is no batch
-            of the data; the pass is over when all say so.
         spec: of one global batch, where `parts_of` need not be asked.
     """
 
     parts_of: PartsOf
-    steps: int | None
-    batch_size: int | None
-    is_infinite: bool
-    on_epoch_begin: Callable[[], None] = lambda: None
-    on_epoch_end: Callable[[], None] = lambda: None
     from_step: Callable[[int], PartsOf] | None = None
-    begin: int = 0
-    advance: Callable[[int], None] = lambda steps: None
-    ended: Callable[[], None] = lambda: None
     at_position: Callable[[], GlobalBatches] | None = None
-    needs_row_count: bool = False
     spec: Specs = None
-    dataset: tf.data.Dataset | None = None
-    arrays: Structure = None
 
     @property
     def element_spec(self) -> Specs:
-        """The structure of one global batch, batch dimension unknown."""
         spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
         # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
         return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
@@ -502,14 +493,14 @@ def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
         return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
 
     return GlobalBatches(
-        parts_of,
-        data.steps,
-        data.global_batch_size,
+        parts_of=parts_of,
+        at_position=lambda: _batches_of_ordered(data),
+        steps=data.steps,
+        batch_size=data.global_batch_size,
         is_infinite=True,
         begin=begin % data.steps,
-        advance=data.advance,
         needs_row_count=data.loses_examples,
-        at_position=lambda: _batches_of_ordered(data),
+        advance=data.advance,
     )
 
 
@@ -523,42 +514,15 @@ def check_says_nothing_else(
     Raises:
         TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
     """
-    if any(given is not None for given in beside):
+    given = dict(zip(("y", "sample_weight"), beside, strict=False))
+    given["class_weight"] = class_weight
+    given["batch_size"] = None if batch_size == data.global_batch_size else batch_size
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
         raise TrainingError(
-            "y and sample_weight must be left out, got them beside a ShardedDataset, which holds"
-            " targets and sample weights itself, as from_arrays((x, y))."
+            f"{' and '.join(extra)} must be left out beside a ShardedDataset, which has its own:"
+            " from_arrays((x, y, sample_weight), global_batch_size=64)."
         )
-    if class_weight is not None:
-        raise TrainingError(
-            f"class_weight must be left out, got {class_weight!r} beside a ShardedDataset: give it"
-            " sample weights, as from_arrays((x, y, sample_weight)), or return them from parse."
-        )
-    if batch_size not in (None, data.global_batch_size):
-        size = data.global_batch_size
-        has = f"global batches of {size} examples" if size else "batches"
-        raise TrainingError(
-            f"batch_size must be left out, got {batch_size}: the ShardedDataset has {has}."
-        )
-
-
-class _FunctionBatches(GlobalBatches):
-    """Each iteration asks the data anew what its position's epoch is."""
-
-    def distributed(self, strategy: tf.distribute.Strategy) -> _Passes:
-        return _Passes(lambda: GlobalBatches.distributed(self, strategy))
-
-    def on_host(self, first: int, local: int, replicas: int) -> _Passes:
-        return _Passes(lambda: GlobalBatches.on_host(self, first, local, replicas))
-
-
-@dataclass
-class _Passes:
-    """Made anew for each iteration."""
-
-    make: Callable[[], Iterable[Parts]]
-
-    def __iter__(self) -> Iterator[Parts]:
-        return iter(self.make())
 
 
 def batches_of_function(
@@ -596,16 +560,17 @@ def batches_of_function(
         steps = None
 
     def batches() -> GlobalBatches:
-        return _FunctionBatches(
-            parts_of,
-            steps,
-            data.global_batch_size,
-            is_infinite,
+        return GlobalBatches(
+            parts_of=parts_of,
+            at_position=batches,
+            changes=True,
+            steps=steps,
+            batch_size=data.global_batch_size,
+            is_infinite=is_infinite,
             begin=data.steps_done if from_position else 0,
+            needs_row_count=shard.count > 1,
             advance=data.advance if from_position else lambda steps: None,
             ended=data.end_epoch if from_position else lambda: None,
-            needs_row_count=shard.count > 1,
-            at_position=batches,
         )
 
     return batches()

@@ -404,7 +404,8 @@ class DistributedModel(SavingMixin):
         `batch_size` is that of the global batch.
         """
         check_counts(batch_size=batch_size, steps=steps)
-        if isinstance(x, FunctionDataset) and self._reduction.multi_worker:
+        each_reads = self._reduction.multi_worker or not self._engine.keeps_position(x)
+        if isinstance(x, FunctionDataset) and each_reads:
             raise TrainingError(
                 "the data of predict() must have an order, got from_dataset_fn, which has none over"
                 " several workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"

@@ -98,7 +98,8 @@ class StepListener(Protocol):
         """
 
 
-class BatchSource(Protocol):
+@dataclass(kw_only=True)
+class BatchSource:
     """One pass after another over a sequence of global batches.
 
     Attributes:
@@ -109,32 +110,31 @@ class BatchSource(Protocol):
         begin: the global batch of a pass that the first pass begins with.
         needs_row_count: how many rows a global batch has is known only when those of all parts are
             counted.
-        element_spec: the structure of one global batch of `tf.TypeSpec`s.
         dataset: a `tf.data.Dataset` of one pass of whole global batches, where each task reads all
             of them as they are, in the order in which they come; else None.
         arrays: all of the data, where each task holds it; else None.
+        changes: each pass must be fed again.
+        advance: called after that many more global batches were used.
+        ended: called when a pass is over.
     """
 
-    steps: int | None
-    batch_size: int | None
-    is_infinite: bool
-    begin: int
-    needs_row_count: bool
-    dataset: tf.data.Dataset | None
-    arrays: Structure
+    steps: int | None = None
+    batch_size: int | None = None
+    is_infinite: bool = False
+    begin: int = 0
+    needs_row_count: bool = False
+    dataset: tf.data.Dataset | None = None
+    arrays: Structure = None
+    changes: bool = False
+    on_epoch_begin: Callable[[], None] = lambda: None
+    on_epoch_end: Callable[[], None] = lambda: None
+    advance: Callable[[int], None] = lambda steps: None
+    ended: Callable[[], None] = lambda: None
 
     @property
-    def element_spec(self) -> Specs: ...
-
-    def on_epoch_begin(self) -> None: ...
-
-    def on_epoch_end(self) -> None: ...
-
-    def advance(self, steps: int) -> None:
-        """Called after that many more global batches were used; data with a position moves it."""
-
-    def ended(self) -> None:
-        """A pass is over."""
+    def element_spec(self) -> Specs:
+        """The structure of one global batch of `tf.TypeSpec`s, batch dimension unknown."""
+        raise NotImplementedError
 
 
 class Phases(Protocol):

@@ -23,7 +23,6 @@ import tensorflow as tf
 from tfdist_ext.errors import PeerError
 from tfdist_ext.training.protocols import BatchIterator, Specs, Structure, TaskStatus
 from tfdist_ext.training.variables import default_strategy_scope
-from tfdist_ext.user_frames import warn
 
 __all__ = [
     "BATCHES_IN_A_CALL",
@@ -44,9 +43,6 @@ ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 
 BATCHES_IN_A_CALL = 8  # at most
-
-
-_SILENCE = 60.0  # seconds without an answer from any worker, after which there is a warning
 
 
 class Call:
@@ -108,16 +104,10 @@ class Calls:
             ) from error
 
     def _wait(self) -> None:
-        pause, silent_since = 0.0002, time.monotonic()
+        pause = 0.0002
         while not self.coordinator.done():
             time.sleep(pause)
             pause = min(pause * 2, 0.005)
-            if time.monotonic() - silent_since > _SILENCE:
-                warn(
-                    f"no worker has finished its calls for {_SILENCE:.0f} s; waiting. Are the"
-                    " worker processes alive?"
-                )
-                silent_since = time.monotonic()
 
 
 def busy_workers() -> str:
@@ -154,10 +144,6 @@ _FAILED = re.compile(r"^(?!.*\bCANCELLED\b)(.*\S)\s*\n\s*\[\[.*?\{\{node ([^}]*)
 _BEFORE = re.compile(r"^\s*(\(\d+\)\s*)?([A-Z_]+:)?\s*(\{\{function_node [^}]*\}\})?\s*")
 
 
-# What a table gives to a branch, which does not pass on what is known only when it is called.
-_TABLE_IN_BRANCH = re.compile(r"feed a value for placeholder tensor .* dtype resource")
-
-
 # Of the traceback of the operation, where it was made.
 _OF_USER = re.compile(
     r"^ *File \"((?!.*/site-packages/|.*/tfdist_ext/|<)[^\"]*\", line \d+)", re.MULTILINE
@@ -179,12 +165,6 @@ def root_message(text: str) -> str:
     if found is None:
         return text.split("\nAdditional GRPC error information", 1)[0].strip()
     message = f"{_BEFORE.sub('', found[1])} [operation: {found[2]}]"
-    if _TABLE_IN_BRANCH.search(message):
-        message = (
-            "a lookup table made in the strategy's scope cannot be used inside of tf.cond,"
-            " tf.switch_case or an `if` on a tensor: each worker's own table is chosen when the"
-            f" function is called, and TensorFlow does not pass it on. Look up before it. {message}"
-        )
     traceback = text.split("Detected at node", 2)[1:2]
     lines = _OF_USER.findall(traceback[0]) if traceback else []
     return f'{message}, made at "{lines[-1]}' if lines else message

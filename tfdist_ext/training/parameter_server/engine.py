@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -12,7 +11,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
-from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.peers import Alone
 from tfdist_ext.training.agreement.stalls import Phases, watch
@@ -23,14 +21,7 @@ from tfdist_ext.training.parameter_server.program import (
     ParameterServerProgram,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
-from tfdist_ext.training.parameter_server.worker_data import (
-    SpareRecords,
-    WorkerBatches,
-    datasets_of_function,
-    interleave,
-    why_function_not_remote,
-    why_not_remote,
-)
+from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
 from tfdist_ext.training.programs import Engine, step_of
 from tfdist_ext.training.protocols import BatchSource, TaskStatus
 from tfdist_ext.training.steps.step_timer import NullStepTimer
@@ -87,10 +78,6 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         super().__init__(strategy, CoordinatorReduction(strategy))
         self._calls = Calls(strategy, self.reduction.peers)
-        self._spare = SpareRecords()
-        self._why_here: weakref.WeakKeyDictionary[FunctionDataset, str] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def saves_to(self, folder: str) -> None:
         watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
@@ -98,46 +85,24 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
             watcher.checkpoints_in(folder)
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
-        """Data for this process to read, or a function of the input context, for each worker."""
-        if isinstance(data[0], FunctionDataset):
-            return self._read_by_shard(*data, **options)
-        if callable(data[0]) and not isinstance(data[0], keras.utils.PyDataset):
-            workers = self._calls.workers
-            dataset_of = datasets_of_function(data[0], workers, *data[1:], **options)
-            if why := why_function_not_remote(lambda: dataset_of(0)):
-                self._warn_reads_here(why)
-                return read(interleave(dataset_of, workers), *data[1:], **options)
-            return WorkerBatches(self._calls, self._spare, dataset_of)
-        return read(*data, **options)
-
-    @staticmethod
-    def _warn_reads_here(why: str) -> None:
-        warn(
-            f"the workers cannot read this data for themselves: {why}. This process reads all of"
-            " it, and hands out the batches."
-        )
+        """Data for this process to read, or for each worker."""
+        if not isinstance(data[0], FunctionDataset):
+            return read(*data, **options)
+        if why := why_not_remote(data[0], self._calls.workers):
+            if not data[0].takes_epoch:
+                warn(
+                    f"the workers cannot read this data for themselves: {why}. This process reads"
+                    " all of it, and hands out the batches."
+                )
+            return batches_of_function(data[0], self.reduction, *data[1:], **options)
+        given = (options.get("batch_size"), options.get("class_weight"))
+        check_says_nothing_else(data[0], data[1:], *given)
+        return WorkerBatches(self._calls, data[0])
 
     def keeps_position(self, data: Any) -> bool:
-        workers_read = isinstance(data, FunctionDataset) and not self._kept_here(data)
-        return super().keeps_position(data) and not workers_read
-
-    def _kept_here(self, data: FunctionDataset) -> str:
-        """Why this process reads the data and hands it out; "" where the workers read."""
-        if data not in self._why_here:
-            self._why_here[data] = why_not_remote(data, Shard(0, self._calls.workers))
-        return self._why_here[data]
-
-    def _read_by_shard(self, data: FunctionDataset, *beside: Any, **options: Any) -> BatchSource:
-        if why := self._kept_here(data):
-            if not data.takes_epoch:
-                self._warn_reads_here(why)
-            return batches_of_function(data, self.reduction, *beside, **options)
-        given = (options.get("batch_size"), options.get("class_weight"))
-        check_says_nothing_else(data, beside, *given)
-        workers = self._calls.workers
-        return WorkerBatches(
-            self._calls, self._spare, lambda worker: data.made(Shard(worker, workers), alone=True)
-        )
+        if isinstance(data, FunctionDataset) and not why_not_remote(data, self._calls.workers):
+            return False  # the workers read it
+        return super().keeps_position(data)
 
     def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:
         if isinstance(batches, WorkerBatches):

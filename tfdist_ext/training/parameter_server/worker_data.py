@@ -13,9 +13,8 @@ made in another process is read here.
 
 from __future__ import annotations
 
-import inspect
+import functools
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
@@ -26,106 +25,53 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_in, without_autotune
 from tfdist_ext.data.shards import Shard
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
     Calls,
     ConcreteFunction,
     on_worker,
 )
-from tfdist_ext.training.protocols import Structure
+from tfdist_ext.training.protocols import BatchSource, Specs
 from tfdist_ext.user_frames import warn
 
 __all__ = [
     "PATIENCE",
-    "SpareRecords",
     "StepValues",
     "WorkerBatches",
     "WorkerIterators",
     "WorkerLoop",
-    "datasets_of_function",
-    "interleave",
-    "why_function_not_remote",
     "why_not_remote",
 ]
 
 
-class WorkerIterators:
-    """One pass: an iterator on each worker, and which workers' data has not come to its end.
+class WorkerBatches(BatchSource):
+    """The data sets that a function makes, one for each worker; batches are those of a step."""
 
-    Elements are (number of the batch in the worker's data, batch).
-    """
-
-    def __init__(self, batches: WorkerBatches):
-        self.batches = batches
-        self.unfinished = set(range(batches.workers))
-        self.of_workers: tf.distribute.coordinator.PerWorkerValue | None = None
-
-    def begin(self, start: Sequence[np.ndarray]) -> np.ndarray:
-        """Begin an execution in which metrics start like that; returns the workers' positions."""
-        if self.of_workers is None:
-            self.batches.keep_records_of(start)
-            self.batches.records.begin_pass()
-            self.restart()
-        return self.batches.records.begin_execution(start)
-
-    def restart(self) -> None:
-        """Let all workers go on where the records say that they are."""
-        self.of_workers = self.batches.iterators()
-
-    def __next__(self) -> NoReturn:
-        raise TrainingError(
-            "data must be arrays or a tf.data.Dataset for predict(), whose rows have an order, and"
-            " to resume in the middle of an epoch, got a function of the input context: each worker"
-            " reads its own data, and this process reads none."
-        )
-
-
-class WorkerBatches:
-    """The data sets that a function makes, one for each worker; batches are those of a step.
-
-    A `BatchSource`.
-    """
-
-    steps: int | None = None
-    batch_size: int | None = None
-    begin = 0
-    needs_row_count = False
-    dataset: tf.data.Dataset | None = None
-    arrays: Structure = None
-
-    def __init__(
-        self, calls: Calls, spare: SpareRecords, dataset_of: Callable[[int], tf.data.Dataset]
-    ):
-        self._calls = calls
-        self._dataset_of = dataset_of
+    def __init__(self, calls: Calls, data: FunctionDataset):
         self.workers = calls.workers
+        self._calls = calls
+        self._data = data
         with tf.device("CPU:0"):
-            here = [dataset_of(worker) for worker in range(calls.workers)]
-        self.element_spec = here[0].element_spec
-        self.is_infinite = all(bool(d.cardinality() == tf.data.INFINITE_CARDINALITY) for d in here)
-        self._spare = spare
-        self._records: WorkerRecords | None = None
+            here = [self._of_worker(worker) for worker in range(self.workers)]
+        self._spec = here[0].element_spec
+        endless = [bool(each.cardinality() == tf.data.INFINITE_CARDINALITY) for each in here]
+        super().__init__(is_infinite=all(endless))
         self._datasets: Iterable[Any] | None = None  # an iterator of each worker
 
     @property
-    def records(self) -> WorkerRecords:
-        assert self._records is not None  # each pass begins with keep_records_of()
-        return self._records
+    def element_spec(self) -> Specs:
+        return self._spec
 
-    def keep_records_of(self, states: Sequence[np.ndarray]) -> None:
-        """Have records of steps whose metrics have states like these."""
-        if self._records is None:
-            numbers = sum(value.size for value in states)
-            self._records = self._spare.acquire(self, self.workers, numbers)
+    def _of_worker(self, worker: int) -> tf.data.Dataset:
+        return self._data.made(Shard(worker, self.workers), alone=True)
 
-    def rest_of(self, worker: tf.Tensor) -> tf.data.Dataset:
+    def rest_of(self, worker: tf.Tensor, records: WorkerRecords) -> tf.data.Dataset:
         """In a graph: the batches of a worker's data that are not used yet, each with its number.
 
         A branch for each worker, so that the user's function gets a number, not a tensor.
         """
         branches = [
-            lambda worker=worker: tf.data.experimental.to_variant(self._dataset_of(worker))
+            lambda worker=worker: tf.data.experimental.to_variant(self._of_worker(worker))
             for worker in range(self.workers)
         ]
         worker_index = tf.cast(worker, tf.int32)
@@ -139,7 +85,7 @@ class WorkerBatches:
         else:
             variant = tf.switch_case(worker_index, branches)
         dataset = tf.data.experimental.from_variant(variant, self.element_spec)
-        position = self.records.position(worker)
+        position = records.position(worker)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
         return without_autotune(
             dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
@@ -148,102 +94,44 @@ class WorkerBatches:
     def _captures_resources(self) -> bool:
         """Whether the data sets use lookup tables or variables made outside."""
         with tf.init_scope():
-            return tf.resource in _captured_dtypes(_traced(lambda: self._dataset_of(0)))
+            return tf.resource in _captured_dtypes(_traced(lambda: self._of_worker(0)))
 
-    def iterators(self) -> tf.distribute.coordinator.PerWorkerValue:
+    def iterators(self, records: WorkerRecords) -> tf.distribute.coordinator.PerWorkerValue:
         """An iterator on each worker; one for a worker that is started again is made by itself."""
         if self._datasets is None:
             index = tf.distribute.coordinator.experimental_get_current_worker_index
             self._datasets = self._calls.coordinator.create_per_worker_dataset(
-                lambda: self.rest_of(tf.identity(index()))
+                lambda: self.rest_of(tf.identity(index()), records)
             )
         return iter(self._datasets)
 
     def __iter__(self) -> WorkerIterators:
         return WorkerIterators(self)
 
-    def ended(self) -> None:
-        """Nothing is to be done: the records say where each worker is."""
 
-    on_epoch_begin = on_epoch_end = ended
+class WorkerIterators:
+    """One pass: an iterator on each worker, and which workers' data has not come to its end.
 
-    def advance(self, steps: int) -> None:
-        """The same."""
-
-
-def datasets_of_function(
-    function: Callable[[tf.distribute.InputContext], tf.data.Dataset],
-    workers: int,
-    y: Any = None,
-    sample_weight: Any = None,
-    **options: Any,
-) -> Callable[[int], tf.data.Dataset]:
-    """What calls `function(tf.distribute.InputContext)` for a worker of that number.
-
-    Raises:
-        TrainingError: it takes no argument, or (when it is called) does not return a data set of
-            batches; other arguments beside it.
+    Elements are (number of the batch in the worker's data, batch).
     """
-    given = {"y": y, "sample_weight": sample_weight, **options}
-    for name in ("y", "sample_weight", "batch_size", "class_weight"):
-        if given.get(name) is not None:
-            raise TrainingError(
-                f"{name} must be left out where the data is a function of the input context, got"
-                f" {type(given[name]).__name__}: its dataset must yield all of a batch."
-            )
 
-    _check_takes_context(function)
+    def __init__(self, batches: WorkerBatches):
+        self.batches = batches
+        self.unfinished = set(range(batches.workers))
+        self.of_workers: tf.distribute.coordinator.PerWorkerValue | None = None
 
-    def dataset_of(worker: int) -> tf.data.Dataset:
-        dataset = function(tf.distribute.InputContext(workers, worker, 1))
-        if not isinstance(dataset, tf.data.Dataset):
-            raise TrainingError(
-                "the function given as data must return a tf.data.Dataset of batches; it"
-                f" returned {dataset!r}."
-            )
-        return dataset
-
-    return dataset_of
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError  # the workers read, and not this process
 
 
-def interleave(dataset_of: Callable[[int], tf.data.Dataset], workers: int) -> tf.data.Dataset:
-    """The batches of all workers' data sets, one of each in turn, for this process to read."""
-    return tf.data.Dataset.choose_from_datasets(
-        [dataset_of(worker) for worker in range(workers)],
-        tf.data.Dataset.range(workers).repeat(),
-        stop_on_empty_dataset=False,
-    )
-
-
-def _check_takes_context(function: Callable[..., object]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables do not tell
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        raise TrainingError(
-            "a function given as data is called with one tf.distribute.InputContext for each"
-            f" worker; this one takes {signature}. Write"
-            " `def data(context): ... dataset.shard(context.num_input_pipelines,"
-            " context.input_pipeline_id)`, or pass the tf.data.Dataset itself."
-        ) from error
-
-
-def why_not_remote(data: FunctionDataset, shard: Shard) -> str:
+def why_not_remote(data: FunctionDataset, workers: int) -> str:
     """Why only this process can read the data, in words; "" where any can.
 
     Workers are sent graphs and tensors: no data set that is there already, and no Python function.
     """
     if data.takes_epoch:
         return "its function has an argument epoch, so it is called for each epoch"
-    return why_function_not_remote(lambda: data.made(shard, alone=True))
-
-
-def why_function_not_remote(make: Callable[[], tf.data.Dataset]) -> str:
-    """The same of the data set that `make` returns."""
-    traced = _traced(make)
+    traced = _traced(lambda: data.made(Shard(0, workers), alone=True))
     if tf.variant in _captured_dtypes(traced):
         return "its data set is made outside of the function; make it inside"
     if operations_in(traced.graph.as_graph_def()) & PY_FUNCTIONS:
@@ -327,20 +215,6 @@ def _in_one(states: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(flat, axis=0) if flat else tf.zeros([0], tf.float64)
 
 
-class SpareRecords:
-    """Records that no data uses any more: functions that were traced with them are used again."""
-
-    def __init__(self) -> None:
-        self._spare: dict[int, list[WorkerRecords]] = {}
-
-    def acquire(self, user: object, workers: int, numbers: int) -> WorkerRecords:
-        """Records for as long as the user is alive."""
-        spare = self._spare.setdefault(numbers, [])
-        records = spare.pop() if spare else WorkerRecords(workers, numbers)
-        weakref.finalize(user, spare.append, records)
-        return records
-
-
 # Seconds without an answer from a worker, while all others are done with their data, after which
 # they take over the rest of its data. A process takes as long to start again.
 PATIENCE = 10.0
@@ -374,7 +248,7 @@ class WorkerLoop:
     adds: Sequence[bool]
     number_and_rate: Sequence[tf.TensorSpec]
     counted: Callable[[], int]
-    _own: dict[tuple[str, int], ConcreteFunction] = field(default_factory=dict, init=False)
+    _own: dict[str, ConcreteFunction] = field(default_factory=dict, init=False)
     _rest: tuple[WorkerBatches, ConcreteFunction] | None = field(default=None, init=False)
 
     def run(
@@ -386,7 +260,10 @@ class WorkerLoop:
             n: steps to do; fewer are done where all workers' data ends.
             first: number of the first step.
         """
-        begun = data.begin(self.start)
+        if data.of_workers is None:
+            self._records.begin_pass()
+            data.of_workers = data.batches.iterators(self._records)
+        begun = self._records.begin_execution(self.start)
         own = self._calls_on_own(data.batches)
         outputs: dict[str, np.ndarray] = {}
         done = 0
@@ -404,17 +281,17 @@ class WorkerLoop:
                 data.unfinished -= {int(worker)} if ended else set()
                 left_behind = left_behind or bool(elsewhere)
             if left_behind:
-                data.restart()
-            before, done = done, self._done(data, begun)
+                data.of_workers = data.batches.iterators(self._records)
+            before, done = done, self._done(begun)
             if done == before and data.unfinished:  # only workers that are done have answered
                 limit = time.monotonic() - PATIENCE
                 late = [worker for worker in sorted(data.unfinished) if heard[worker] < limit]
                 for worker in late:
                     span = np.int64(n - done), np.int64(first + done), rate
                     outputs = self._take_over(data, worker, *span)
-                    done = self._done(data, begun)
+                    done = self._done(begun)
                 time.sleep(0.1)
-        _, states = data.batches.records.read(self.start)
+        _, states = self._records.read(self.start)
         return done, states, outputs
 
     def _take_over(
@@ -430,13 +307,17 @@ class WorkerLoop:
         data.unfinished -= {worker} if ended else set()
         return dict(outputs)
 
-    def _done(self, data: WorkerIterators, begun: np.ndarray) -> int:
-        positions, _ = data.batches.records.read(self.start)
+    @functools.cached_property
+    def _records(self) -> WorkerRecords:
+        return WorkerRecords(self.calls.workers, sum(value.size for value in self.start))
+
+    def _done(self, begun: np.ndarray) -> int:
+        positions, _ = self._records.read(self.start)
         return int((positions - begun).sum())
 
     def _calls_on_own(self, batches: WorkerBatches) -> ConcreteFunction:
-        """Calls on the worker's own iterator, for all data of one kind with the same records."""
-        key = (str(batches.element_spec), id(batches.records))
+        """Calls on the worker's own iterator, for all data of one kind."""
+        key = str(batches.element_spec)
         if key not in self._own:
             index = tf.TensorSpec([], tf.int64)
             iterator_spec = tf.data.IteratorSpec((index, batches.element_spec))
@@ -456,7 +337,9 @@ class WorkerLoop:
         if self._rest is None or self._rest[0] is not batches:
 
             def rest(worker: tf.Tensor, *span: tf.Tensor) -> Answer:
-                return self._loop(batches, iter(batches.rest_of(worker)), worker, *span)
+                return self._loop(
+                    batches, iter(batches.rest_of(worker, self._records)), worker, *span
+                )
 
             index = tf.TensorSpec([], tf.int64)
             self._rest = batches, on_worker(rest, index, index, *self.number_and_rate)
@@ -479,7 +362,7 @@ class WorkerLoop:
             for name, output in spec.structured_outputs[1].items()
         }
         counted = self.counted()
-        position = data.records.position(worker)
+        position = self._records.position(worker)
 
         def body(
             i: tf.Tensor, _: tf.Tensor, __: tf.Tensor, last: StepValues
@@ -505,5 +388,5 @@ class WorkerLoop:
             (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), (start, empty)),
         )
         with tf.control_dependencies([done]):  # all that the steps have written is written
-            data.records.write(worker, done, states, self.start, self.adds)
+            self._records.write(worker, done, states, self.start, self.adds)
         return worker, done, tf.logical_not(more), tf.logical_not(expected), outputs
