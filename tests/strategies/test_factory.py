@@ -66,26 +66,6 @@ def test_mirrored_on_cpus_trains_in_a_loop_with_an_optimizer_built_inside_it() -
     assert variable.numpy() == pytest.approx([1.0 - steps, 2.0 - 2 * steps])
 
 
-def test_cross_device_ops_that_were_given_are_used() -> None:
-    class Counted(tf.distribute.ReductionToOneDevice):
-        calls = 0
-
-        def batch_reduce_implementation(self, *args: Any, **options: Any) -> Any:
-            Counted.calls += 1
-            return super().batch_reduce_implementation(*args, **options)
-
-    strategy = tfd.create_strategy("mirrored", cross_device_ops=Counted())
-    results = strategy.run(
-        lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(2.0))
-    )
-    assert [float(value) for value in strategy.experimental_local_results(results)] == [8.0] * 4
-    assert Counted.calls > 0
-    assert (
-        "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got 'nccl'"
-        in _refused("mirrored", cross_device_ops="nccl")
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "replicas"),
     [

@@ -54,11 +54,10 @@ def create_strategy(
         alone: let each task of the cluster that the environment describes train by itself, on
             the devices of its own machine.
         options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage,
-            placed, and auto on one machine), `owned_from` (placed), `cross_device_ops`
-            (mirrored), `parameter_device` (central_storage), `communication`
-            (multi_worker_mirrored: auto, ring, nccl), `partitioner` (parameter_server), `tpu`,
-            `zone` and `project` (tpu), and those of registered strategies, to which
-            `logical_cpus` belongs.
+            placed, and auto on one machine), `owned_from` (placed), `parameter_device`
+            (central_storage), `communication` (multi_worker_mirrored: auto, ring, nccl),
+            `partitioner` (parameter_server), `tpu`, `zone` and `project` (tpu), and those of
+            registered strategies, to which `logical_cpus` belongs.
 
     Arguments go over flags (`tfd.flags.define_strategy_flags`), flags over the file, the file
     over the environment. `explain(strategy)` says which won.
