@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from template_cases import Mixed, Owned, Pairwise, ReadAsMean, Shared
+from template_cases import Owned, Pairwise, ReadAsMean, Shared
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import Reduced, StrategyTemplate
@@ -106,30 +106,6 @@ def test_what_is_read_and_saved(tmp_path: Path) -> None:
     module.v = variable
     tf.saved_model.save(module, str(tmp_path / "model"))
     assert tf.saved_model.load(str(tmp_path / "model")).v.numpy().tolist() == [2, 4]
-
-
-@pytest.mark.parametrize("cls", [StrategyTemplate, Shared])
-def test_checkpoints_go_from_one_to_another(cls: Any, tmp_path: Path) -> None:
-    """Restored after the variables are there, and before."""
-
-    def made(strategy: Any, value: float) -> Any:
-        module = tf.Module()
-        with strategy.scope():
-            module.a = tf.Variable(tf.fill([2], value), name="a")
-            module.b = tf.Variable(value, name="b")
-        return module
-
-    source, target = cls(3), Mixed(2)
-    path = tf.train.Checkpoint(made(source, 7.0)).save(str(tmp_path / "one"))
-    there = made(target, 0.0)
-    tf.train.Checkpoint(there).restore(path).assert_existing_objects_matched()
-    assert values_of(target, there.a) in ([[7, 7]], [[7, 7], [7, 7]])
-    with source.scope():
-        later = tf.Module()
-        tf.train.Checkpoint(later).restore(path)
-        later.a = tf.Variable([0.0, 0.0])
-    copies = values_of(source, later.a)
-    assert copies == [[7, 7]] * len(copies)
 
 
 def test_how_an_update_is_applied() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 
 import grpc
@@ -36,18 +35,10 @@ def tpu(
                 "tpu must get a TPUClusterResolver, or tpu=, zone= and project=, got both."
             )
         return _connected(cluster, "the TPUClusterResolver")
-    if tpu is None:
+    if not tpu:
         raise StrategyError(
             f"no TPU found: TPU_NAME is not set and tpu= was not given. {_seen()} Pass tpu= with"
             " the name or address of a TPU, which is 'local' for a TPU of this machine."
-        )
-    for option, value in (("tpu", tpu), ("zone", zone), ("project", project)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise StrategyError(f"{option} must be a text, got {value!r}.")
-    if re.fullmatch(r"[\w.-]+:\d+", tpu):
-        raise StrategyError(
-            f"tpu must have a scheme where it is an address, got {tpu!r}: write it as"
-            f" 'grpc://{tpu}'."
         )
     try:
         resolver = call_with_timeout(
