@@ -34,7 +34,7 @@ LONG = (
     "test_stalls.py",
     "test_exactness.py",
     "test_workers.py",
-    "test_exact_steps.py",
+    "test_exact.py",
     "test_checkpoints.py",
     "test_plugin.py",
     "test_peers.py",

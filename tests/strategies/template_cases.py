@@ -1,10 +1,12 @@
-"""Strategies on the template, each with another hook of its own, for its tests."""
+"""Strategies on the template, each with another hook of its own, and a model to train on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.strategies import StrategyTemplate
@@ -72,3 +74,72 @@ class Pairwise(StrategyTemplate):
 
 class OwnedAndPairwise(Owned, Pairwise):
     """The hooks of both."""
+
+
+ROWS = np.random.default_rng(0).normal(size=(41, 5)).astype("float32")
+IDS = np.random.default_rng(1).integers(0, 12, (41, 3))
+LABELS = (ROWS.sum(axis=1, keepdims=True) > 0).astype("float32")
+DATA = [ROWS, IDS]
+
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "AdamW, clipped, EMA": lambda: keras.optimizers.AdamW(
+        0.01,
+        weight_decay=0.1,
+        global_clipnorm=0.3,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=3,
+    ),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01, clipnorm=0.2), initial_scale=8.0, dynamic_growth_steps=3
+    ),
+    "Lamb, accumulating, EMA": lambda: keras.optimizers.Lamb(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
+    ),
+}
+# To evaluate and predict is the same after any of them.
+TESTED = ("SGD", "AdamW, clipped, EMA")
+
+
+def build(optimizer: str = "AdamW, clipped, EMA") -> keras.Model:
+    """A table, regularized weights and a synchronized BatchNormalization."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    rows, ids = keras.Input([5], name="rows"), keras.Input([3], dtype="int32", name="ids")
+    embedded = layers.Flatten()(layers.Embedding(12, 4, name="table")(ids))
+    regularizer = keras.regularizers.L2(0.05)
+    hidden = layers.Dense(8, "tanh", kernel_regularizer=regularizer, name="hidden")(
+        layers.Concatenate()([rows, embedded])
+    )
+    hidden = layers.BatchNormalization(synchronized=True, name="norm")(hidden)
+    model = keras.Model([rows, ids], layers.Dense(1, "sigmoid", name="head")(hidden))
+    model.compile(OPTIMIZERS[optimizer](), "binary_crossentropy", metrics=["accuracy"])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def eager(model: keras.Model) -> keras.Model:
+    """On one device: few small steps take less time than making a graph of one."""
+    model.run_eagerly = True
+    return model
+
+
+def train(
+    model: Any, epochs: int = 2, *, tested: bool = True
+) -> tuple[list[float], list[np.ndarray]]:
+    """(all losses and metrics, all variables and predictions) of uneven batches of 12 rows."""
+    fitted = model.fit(DATA, LABELS, batch_size=12, epochs=epochs, shuffle=False, verbose=0)
+    logs = [value for name in sorted(fitted.history) for value in fitted.history[name]]
+    inner = getattr(model, "keras_model", model)
+    values = [v.numpy() for v in [*inner.weights, *inner.optimizer.variables]]
+    if tested:
+        logs += model.evaluate(DATA, LABELS, batch_size=12, verbose=0)
+        values.append(model.predict(DATA, batch_size=12, verbose=0))
+    return logs, values
+
+
+def assert_equal(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=tolerance)
+    for a, b in zip(one[1], other[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)

@@ -1,60 +1,108 @@
-"""What `auto` means, as a table."""
+"""What is chosen, as a table: a name and an environment -> a strategy and the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tfdist_ext.strategies.choice import choose
+import tfdist_ext as tfd
+from tfdist_ext.strategies.choice import Environment, choose
+from tfdist_ext.strategies.resolvers import Described
 
 CPU, TWO_CPUS = ["CPU:0"], ["CPU:0", "CPU:1"]
+GPU, TWO_GPUS = [*TWO_CPUS, "GPU:0"], [*CPU, "GPU:0", "GPU:1"]
+TPU = "the environment names the TPU 't'"
+
+
+def _cluster(task: str, *jobs: str) -> Described:
+    return Described({job: (f"{job}:1",) for job in jobs}, tfd.Task(task, 0), "TF_CONFIG")
+
+
+WORKERS = _cluster("worker", "worker")
+SERVERS = _cluster("chief", "chief", "worker", "ps")
+EVALUATOR = _cluster("evaluator", "chief", "worker", "ps", "evaluator")
+EMPTY = Described({}, None, "TFConfigClusterResolver")
 
 
 @pytest.mark.parametrize(
-    ("jobs", "tpu", "devices", "asked_for", "name", "because"),
+    ("name", "known", "chosen", "because"),
     [
-        (["worker"], None, CPU, None, "multi_worker_mirrored", "TF_CONFIG describes a cluster"),
-        (["chief", "worker"], "t", TWO_CPUS, None, "multi_worker_mirrored", "(chief, worker)"),
-        (["chief", "worker", "ps"], None, CPU, None, "parameter_server", "TF_CONFIG has ps tasks"),
-        (["worker"], None, CPU, 2, "multi_worker_mirrored", "TF_CONFIG"),
-        (None, "t", TWO_CPUS, None, "tpu", "names the TPU 't'"),
-        (None, "t", TWO_CPUS, 2, "mirrored", "devices= asks for 2"),
-        (None, None, CPU, 3, "mirrored", "devices= asks for 3"),  # which then says why it cannot
-        (None, None, TWO_CPUS, 1, "one_device", "devices= asks for 1"),
-        (None, None, [*CPU, "GPU:0", "GPU:1"], None, "mirrored", "2 GPUs on this machine"),
-        (None, None, [*TWO_CPUS, "GPU:0"], None, "one_device", "one GPU on this machine"),
-        (None, None, TWO_CPUS, None, "mirrored", "2 logical CPUs on this machine"),
-        (None, None, CPU, None, "default", "one CPU on this machine"),
-        (None, None, [*CPU, "XLA_GPU:0", "XLA_GPU:1"], None, "default", "one CPU"),
+        ("auto", {"cluster": WORKERS}, "multi_worker_mirrored", "TF_CONFIG describes a cluster"),
+        ("auto", {"cluster": SERVERS}, "parameter_server", "TF_CONFIG has ps tasks (chief, worker"),
+        ("auto", {"cluster": WORKERS, "tpu": TPU}, "multi_worker_mirrored", "TF_CONFIG"),
+        ("auto", {"cluster": WORKERS, "asked_for": 2}, "multi_worker_mirrored", "TF_CONFIG"),
+        (
+            "auto",
+            {"cluster": EMPTY},
+            "mirrored",
+            "Resolver was given, but describes",
+        ),
+        ("auto", {"tpu": TPU}, "tpu", "names the TPU 't'"),
+        ("auto", {"tpu": TPU, "asked_for": 2}, "mirrored", "devices= asks for 2"),
+        ("auto", {"asked_for": 3}, "mirrored", "devices= asks for 3"),
+        ("auto", {"asked_for": 1}, "one_device", "devices= asks for 1"),
+        ("auto", {"devices": TWO_GPUS}, "mirrored", "2 GPUs on this machine"),
+        ("auto", {"devices": GPU}, "one_device", "one GPU on this machine"),
+        ("auto", {}, "mirrored", "2 logical CPUs on this machine, no cluster"),
+        ("auto", {"devices": CPU}, "default", "one CPU on this machine"),
+        ("auto", {"devices": [*CPU, "XLA_GPU:0", "XLA_GPU:1"]}, "default", "one CPU"),
+        ("auto", {"cluster": EVALUATOR}, "mirrored", "evaluator:0 works by itself"),
+        ("parameter_server", {"cluster": EVALUATOR}, "mirrored", "evaluator:0 works by itself"),
+        ("multi_worker_mirrored", {"cluster": EVALUATOR, "tpu": TPU}, "tpu", "names the TPU"),
+        ("placed", {"cluster": EVALUATOR}, "placed", "by name in the call"),
+        ("one_device", {"tpu": TPU}, "one_device", "by name in the call"),
+        ("one_device", {"is_alone": True}, "one_device", "by name in the call"),
     ],
 )
 def test_the_most_specific_signal_wins(
-    jobs: list[str] | None,
-    tpu: str | None,
-    devices: list[str],
-    asked_for: int | None,
-    name: str,
-    because: str,
+    name: str, known: dict[str, Any], chosen: str, because: str
 ) -> None:
-    choice = choose(
-        cluster_jobs=jobs,
-        cluster_source="TF_CONFIG",
-        tpu=tpu,
-        devices=lambda: devices,
-        asked_for=asked_for,
-    )
-    assert choice.name == name
+    devices = known.pop("devices", TWO_CPUS)
+    choice = choose(name, "the call", Environment(lambda: devices, **known))
+    assert choice.name == chosen
     assert because in choice.because
-    assert not any(line.startswith(f"{name}:") for line in choice.passed_over)
+    assert not any(line.startswith(f"{chosen}:") for line in choice.passed_over)
 
 
-@pytest.mark.parametrize(("jobs", "tpu"), [(["worker"], None), (None, "local")])
+def test_what_was_passed_over() -> None:
+    environment = Environment(lambda: GPU, others=("Slurm: SLURM_PROCID is not set",))
+    assert choose("auto", "the call", environment).passed_over == [
+        "multi_worker_mirrored, parameter_server: no cluster",
+        "tpu: no TPU is named",
+        "mirrored: one GPU only",
+        "Slurm: SLURM_PROCID is not set",
+    ]
+    environment = Environment(lambda: GPU, unused="the cluster of TF_CONFIG (worker:1 of 2 tasks)")
+    choice = choose("one_device", "flags", environment)
+    assert choice.because == "it was asked for by name in flags"
+    assert choice.passed_over == [
+        "the cluster of TF_CONFIG (worker:1 of 2 tasks): one_device does not use it"
+    ]
+
+
+@pytest.mark.parametrize(
+    "known", [{"cluster": WORKERS}, {"tpu": TPU}, {"asked_for": 2}, {"cluster": SERVERS}]
+)
 def test_devices_are_not_listed_where_that_would_start_tensorflow_too_early(
-    jobs: list[str] | None, tpu: str | None
+    known: dict[str, Any],
 ) -> None:
     def devices() -> Sequence[str]:
         raise AssertionError("devices were listed")
 
-    choose(cluster_jobs=jobs, cluster_source="x", tpu=tpu, devices=devices)
-    choose(cluster_jobs=None, cluster_source="x", tpu=None, devices=devices, asked_for=2)
+    choose("auto", "the call", Environment(devices, **known))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_given", "message"),
+    [
+        ("multi_worker_mirrored", False, "got the strategy 'multi_worker_mirrored' as well"),
+        ("auto", True, "got a cluster as well"),
+        ("mirrored", True, "got a cluster as well"),
+    ],
+)
+def test_alone_goes_with_no_cluster(name: str, is_given: bool, message: str) -> None:
+    environment = Environment(lambda: CPU, is_given=is_given, is_alone=True)
+    with pytest.raises(tfd.StrategyError, match=message):
+        choose(name, "the call", environment)

@@ -24,8 +24,7 @@ def test_a_choice_by_itself() -> None:
         "             Open MPI: OMPI_COMM_WORLD_RANK is not set\n"
         "             Slurm: SLURM_PROCID is not set\n"
         "             SageMaker: SM_HOSTS is not set\n"
-        "             Kubernetes: JOB_COMPLETION_INDEX is not set\n"
-        "             TPU: TPU_NAME is not set"
+        "             Kubernetes: JOB_COMPLETION_INDEX is not set"
     )
 
 
@@ -51,7 +50,7 @@ def test_a_name_that_goes_over_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
     strategy = tfd.create_strategy("one_device", devices="CPU:2", alone=True)
     assert str(tfd.explain(strategy)) == (
         "strategy     one_device (OneDeviceStrategy)\n"
-        "because      it was asked for by name in the call, over the environment\n"
+        "because      it was asked for by name in the call\n"
         "settings     devices = 'CPU:2' from the call\n"
         "             alone = True from the call\n"
         "             name = 'one_device' from the call\n"
@@ -92,7 +91,7 @@ def test_inside_a_scope_the_default_strategy_is_still_explained() -> None:
         assert "devices      wherever TensorFlow places an operation" in str(tfd.explain(default))
 
 
-@pytest.mark.parametrize("thing", [None, "mirrored", 3, tf.distribute.MirroredStrategy])
+@pytest.mark.parametrize("thing", [None, tf.distribute.MirroredStrategy])
 def test_what_is_no_strategy(thing: Any) -> None:
     with pytest.raises(tfd.StrategyError, match=r"must be a tf\.distribute"):
         tfd.explain(thing)

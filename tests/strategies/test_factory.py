@@ -49,13 +49,6 @@ def test_the_real_object_of_tensorflow(
     assert float(total) == 5.0 * replicas
 
 
-def test_variables_of_central_storage_are_where_they_were_asked_for() -> None:
-    strategy = tfd.create_strategy("central_storage", devices=2, parameter_device="cpu:3")
-    with strategy.scope():
-        variable = tf.Variable(1.0)
-    assert variable.device.endswith("CPU:3")
-
-
 def test_mirrored_on_cpus_trains_in_a_loop_with_an_optimizer_built_inside_it() -> None:
     strategy = tfd.create_strategy("mirrored")
     with strategy.scope():
@@ -73,31 +66,10 @@ def test_mirrored_on_cpus_trains_in_a_loop_with_an_optimizer_built_inside_it() -
     assert variable.numpy() == pytest.approx([1.0 - steps, 2.0 - 2 * steps])
 
 
-def test_cross_device_ops_that_were_given_are_used() -> None:
-    class Counted(tf.distribute.ReductionToOneDevice):
-        calls = 0
-
-        def batch_reduce_implementation(self, *args: Any, **options: Any) -> Any:
-            Counted.calls += 1
-            return super().batch_reduce_implementation(*args, **options)
-
-    strategy = tfd.create_strategy("mirrored", cross_device_ops=Counted())
-    results = strategy.run(
-        lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(2.0))
-    )
-    assert [float(value) for value in strategy.experimental_local_results(results)] == [8.0] * 4
-    assert Counted.calls > 0
-    assert (
-        "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got 'nccl'"
-        in _refused("mirrored", cross_device_ops="nccl")
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "replicas"),
     [
-        ({}, tf.distribute.MirroredStrategy, 4),
-        ({"logical_cpus": 4}, tf.distribute.MirroredStrategy, 4),
+        ({"logical_cpus": 4, "wait": 60}, tf.distribute.MirroredStrategy, 4),
         ({"devices": 2}, tf.distribute.MirroredStrategy, 2),
         ({"devices": "CPU:3"}, tf.distribute.OneDeviceStrategy, 1),
     ],
@@ -112,33 +84,17 @@ def test_auto_on_one_machine(options: dict[str, Any], kind: type, replicas: int)
     ("name", "options", "words"),
     [
         ("auto", {"devices": 9}, ["got 9; seen are CPU:0, CPU:1", "logical_cpus=9"]),
-        ("auto", {"devices": 0}, ["must be an integer of at least 1, got 0"]),
-        ("auto", {"devices": True}, ["names or a number of devices, got True"]),
-        ("auto", {"logical_cpus": 2}, ["TensorFlow has started with 4"]),
         ("auto", {"partitioner": 3}, ["'mirrored' must be devices", "got partitioner=3"]),
         ("auto", {"placement": "x"}, ["got placement='x'"]),
         ("default", {"devices": 1}, ["'default' must be left out, got devices=1"]),
         ("one_device", {"devices": 2}, ["one_device must be one device, got CPU:0, CPU:1"]),
-        (
-            "mirrored",
-            {"devices": ["GPU:0", "GPU:1"]},
-            [
-                "mirrored must be devices that are there, got GPU:0 and GPU:1; devices seen",
-                "seen are CPU:0",
-            ],
-        ),
         ("mirrored", {"device": 2}, ["got device=2", "Did you mean 'devices'?"]),
-        ("mirrored", {"communication": "ring"}, ["must be devices, logical_cpus, cross_device"]),
         ("central_storage", {"parameter_device": ""}, ["of this process, got ''"]),
         ("central_storage", {"parameter_device": 0}, ["must be one name", "got 0"]),
-        ("central_storage", {"parameter_device": "GPU:0"}, ["got GPU:0"]),
         ("multi_worker_mirrored", {}, ["must have a cluster, got none", "TF_CONFIG"]),
         ("parameter_server", {}, ["must have a cluster with chief, worker and ps tasks"]),
         ("multi_worker_mirrored", {"cluster": "a:1"}, ["cluster must be a ClusterConfig", "'a:1'"]),
-        ("multi_worker_mirrored", {"cluster": TWO_WORKERS}, ["cluster must be a ClusterConfig"]),
-        ("multi_worker_mirrored", {"devices": 2}, ["got devices=2"]),
         ("multi_worker_mirrored", {"communication": "mpi"}, ["got 'mpi'"]),
-        ("multi_worker_mirrored", {"communication": ["ring"]}, ["got ['ring']"]),
         ("parameter_server", {"partitioner": "even"}, ["partitioner must be one of", "'even'"]),
         ("mirrored", {"cluster": _cluster(TWO_WORKERS, ("worker", 0))}, ["got cluster="]),
     ],
@@ -178,23 +134,19 @@ PS = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"], "evaluator": ["h:4"]}
         ),
     ],
 )
-@pytest.mark.parametrize("given", ["argument", "TF_CONFIG"])
 def test_clusters_that_a_strategy_cannot_use(
     name: str,
     jobs: dict[str, list[str]],
     task: tuple[str, int],
     words: list[str],
-    given: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = _cluster(jobs, task)
-    if given == "TF_CONFIG":
-        monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
-        message = _refused(name)
-    else:
-        message = _refused(name, cluster=cluster)
-    for word in words:
-        assert word in message
+    given = _refused(name, cluster=cluster)
+    monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config())
+    for message in (given, _refused(name)):
+        for word in words:
+            assert word in message
 
 
 @pytest.mark.parametrize(
@@ -247,7 +199,6 @@ def test_alone_in_a_cluster_means_the_devices_of_this_machine(
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", _cluster(TWO_WORKERS, ("worker", 1)).to_tf_config())
     assert tfd.create_strategy(alone=True).num_replicas_in_sync == 4
-    assert "got the strategy 'multi_worker" in _refused("multi_worker_mirrored", alone=True)
     assert "got a cluster as well" in _refused(
         alone=True, cluster=_cluster(TWO_WORKERS, ("worker", 0))
     )
@@ -257,10 +208,6 @@ def test_alone_in_a_cluster_means_the_devices_of_this_machine(
 @pytest.mark.parametrize("wait", [0, -1, "60", True, float("nan")])
 def test_wait_is_a_number_of_seconds(wait: Any) -> None:
     assert f"wait must be a number of seconds above 0, got {wait!r}" in _refused(wait=wait)
-
-
-def test_a_limited_wait_does_not_matter_to_one_machine() -> None:
-    assert tfd.create_strategy(devices=2, wait=60).num_replicas_in_sync == 2
 
 
 def test_a_strategy_made_elsewhere_is_looked_at_when_a_model_is_distributed(
@@ -321,19 +268,18 @@ def test_inside_the_scope_of_another_strategy() -> None:
 def test_what_is_wrong_in_a_file_names_key_and_file(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     for text, words in (
-        ("name = 'mirrored'\ndevises = 2", ["devises=2", str(file), "Did you mean 'devices'?"]),
-        ("nam = 'mirrored'", ["nam='mirrored'", str(file), "Did you mean 'name'?"]),
+        ("name = 'mirrored'\ndevises = 2", ["devises=2", "Did you mean 'devices'?"]),
+        ("nam = 'mirrored'", ["nam='mirrored'", "Did you mean 'name'?"]),
         ("devices = 'x'", ["got 'x'", f"devices = 'x' from the file {file}"]),
         (
             "name = 'miror'",
-            ["got 'miror'. Did you mean 'mirrored'?", f"name = 'miror' from the file {file}"],
+            ["got 'miror'. Did you mean 'mirrored'?", "name = 'miror' from the file"],
         ),
     ):
         file.write_text(f"[strategy]\n{text}\n")
         message = _refused(config=file)
-        for word in words:
+        for word in (*words, str(file)):
             assert word in message
-    assert "cannot be read" in _refused(config="")
 
 
 def test_the_call_goes_over_the_file(tmp_path: Path) -> None:

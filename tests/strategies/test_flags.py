@@ -56,7 +56,7 @@ def test_absl_refuses_what_cannot_be(given: flags.FlagValues, argument: str) -> 
         ("--devices=", r"got \[\].*devices = \[\] from flags"),
         ("--devices=-1", "got -1"),
         ("--devices=9", "got 9; seen are"),
-        ("--communication=ring", "got communication='ring', which comes from flags"),
+        ("--communication=ring", "got communication='ring'.*communication = 'ring' from flags"),
         ("--strategy_config=", "cannot be read"),
     ],
 )
@@ -80,17 +80,10 @@ def test_flags_over_file_over_environment(
     strategy = tfd.create_strategy()
     assert strategy.num_replicas_in_sync == 3
     text = str(tfd.explain(strategy))
-    assert "it was asked for by name in flags, over the environment" in text
+    assert "it was asked for by name in flags" in text
     assert f"name = 'mirrored' from flags, over the file {file} ('one_device')" in text
     assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
     assert "the cluster of TF_CONFIG (worker:1 of 2 tasks): mirrored does not use it" in text
-    # The file alone goes over the environment too.
-    file.write_text("[strategy]\nalone = true\nname = 'one_device'\n")
-    given.unparse_flags()
-    given["strategy"].value = None
-    given(["program", f"--strategy_config={file}"])
-    text = str(tfd.explain(tfd.create_strategy()))
-    assert f"asked for by name in the file {file}, over the environment" in text
 
 
 def test_a_flag_that_says_auto_goes_over_a_name_in_the_file(
@@ -112,10 +105,7 @@ def test_a_file_of_the_call_goes_over_one_of_the_flags(
     file = tmp_path / "s.toml"
     file.write_text("[strategy]\ndevices = 3\n")
     given(["program", "--strategy_config=no/such.toml"])
-    strategy = tfd.create_strategy(config=file)
-    assert strategy.num_replicas_in_sync == 3
-    line = f"config = '{file}' from the call, over flags ('no/such.toml')"
-    assert line in str(tfd.explain(strategy))
+    assert tfd.create_strategy(config=file).num_replicas_in_sync == 3
 
 
 def test_flags_that_were_not_parsed_are_mentioned(given: flags.FlagValues) -> None:

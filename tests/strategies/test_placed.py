@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.placement import OnDevice, Owned, Rule
 from tfdist_ext.strategies import PlacedStrategy
-from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
-from tfdist_ext.training.steps.scope import rows_of_shared
 
 FULL = "/job:localhost/replica:0/task:0/device:"
 
@@ -79,42 +75,6 @@ def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
     assert values_of(strategy, variable) == [2.0, 2.0, 2.0]
     strategy.run(lambda: variable.assign_add(number()))
     assert values_of(strategy, variable) == [5.0, 5.0, 5.0]
-
-
-def test_lookups_move_rows() -> None:
-    """No tensor of the table's size is in the graph, and the gradient is of the rows alone."""
-    rows, width = 50, 3
-    strategy = PlacedStrategy(["CPU:1", "CPU:2"], {".*": "device CPU:0"})
-    with strategy.scope():
-        layer = keras.layers.Embedding(rows, width)
-        layer.build()
-    layer.embeddings.assign(np.arange(rows * width).reshape(rows, width))
-
-    def step() -> Any:
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with tf.GradientTape() as tape, substitutes({"take": rows_of_shared(strategy, 2)}):
-            taken = layer(tf.constant([[4, 4, 49]]) - number)
-        (gradient,) = tape.gradient(taken, [layer.embeddings])
-        return taken, gradient.values, gradient.indices
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        with functions_in_place(step_targets()):
-            return strategy.run(step)
-
-    sizes = [
-        tensor.shape.num_elements()
-        for operation in run.get_concrete_function().graph.get_operations()
-        for tensor in operation.outputs
-        if tensor.dtype == tf.float32
-    ]
-    assert sizes
-    assert max(sizes) < rows * width
-    taken, values, indices = map(strategy.experimental_local_results, run())
-    assert taken[0].numpy()[0, :, 0].tolist() == [12, 12, 147]
-    assert taken[1].numpy()[0, :, 0].tolist() == [9, 9, 144]
-    assert [part.numpy().tolist() for part in indices] == [[4, 4, 49], [3, 3, 48]]
-    assert [part.shape for part in values] == [(3, width)] * 2
 
 
 @pytest.mark.parametrize(

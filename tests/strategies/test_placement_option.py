@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.placement import Mirrored, OnDevice, OnTask, Rule, Sharded, VariableSpec, plan
+from tfdist_ext.placement import OnDevice, OnTask, Rule, Sharded, VariableSpec, plan
 
 SPECS = [VariableSpec("users/embeddings", (100, 8)), VariableSpec("head/kernel", (8, 1))]
 PARTITIONER = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
@@ -36,14 +36,9 @@ def create(ps: int = 3, **options: Any) -> Any:
             [Rule("users/.*", OnTask(3))],
             ["'users/.*'", "'users/.*' must be from 0 to 2, got 3: there are 3 ps", "3 ps tasks"],
         ),
-        ([Rule("users/.*", Mirrored())], ["on parameter servers must", "got mirrored"]),
         ([Rule("users/.*", OnDevice("GPU:0"))], ["on parameter servers must", "got device GPU:0"]),
-        ({"users/.*": "task"}, ["'users/.*'", "got 'task'"]),
-        (["users"], ["rules must be Rule", "'users'"]),
-        ("fastest", ["got 'fastest'. Use one of: balanced"]),
         ("no_such_plan.json", ["'no_such_plan.json' cannot be read"]),
         (plan(SPECS, 2), ["got one for 2. Plan again"]),
-        (plan(SPECS, devices=["CPU:0", "CPU:1"]), ["for the devices CPU:0, CPU:1"]),
         (7, ["placement must be a PlacementPlan", "got 7"]),
     ],
 )
@@ -52,14 +47,6 @@ def test_what_cannot_be_right(placement: Any, parts: list[str]) -> None:
         create(placement=placement)
     for part in parts:
         assert part in str(error.value)
-
-
-def test_a_damaged_plan_file(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    text = plan(SPECS, 3).to_json()
-    path.write_text(text.replace("100", "101"))
-    with pytest.raises(tfd.PlacementError, match="changed"):
-        create(placement=str(path))
 
 
 @pytest.mark.parametrize("placement", [plan(SPECS, 3), "balanced"])

@@ -121,7 +121,7 @@ def test_a_resolver_that_describes_no_cluster() -> None:
     for empty in (resolvers.TFConfigClusterResolver(), _simple({})):
         strategy = tfd.create_strategy(cluster=empty)
         assert strategy.num_replicas_in_sync == 4  # this machine's devices
-        line = f"{type(empty).__name__}: it was given, but describes no cluster"
+        line = f"{type(empty).__name__} was given, but describes no cluster"
         assert line in str(tfd.explain(strategy))
         for name in ("multi_worker_mirrored", "parameter_server"):
             with pytest.raises(tfd.StrategyError, match=f"{name} must have a cluster, got none"):

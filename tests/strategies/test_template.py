@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -40,11 +39,6 @@ def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
     assert "devices      CPU:0, CPU:1, CPU:2" in text
 
 
-def test_run_on_each_device(strategy: StrategyTemplate) -> None:
-    parts = strategy.experimental_local_results(strategy.run(replica_number))
-    assert [part.device[-5:] for part in parts] == ["CPU:0", "CPU:1", "CPU:2"]
-
-
 def test_a_variable_has_an_equal_copy_on_each_device(strategy: StrategyTemplate) -> None:
     made = variable(strategy, lambda: tf.random.normal([4]), name="mine")
     one, *others = of_copies(strategy, made)
@@ -58,22 +52,6 @@ def test_a_variable_has_an_equal_copy_on_each_device(strategy: StrategyTemplate)
         other = copy.deepcopy(made)
     made.assign([0, 0, 0, 0])
     assert of_copies(strategy, other) == [one, one, one]
-
-
-def test_a_variable_is_an_array(strategy: StrategyTemplate) -> None:
-    made = variable(strategy, [1.0, 2.0])
-    assert made[1].numpy() == made.value().numpy()[1] == np.array(made)[1] == 2
-
-
-def test_metrics_have_a_value_for_each_replica(strategy: StrategyTemplate) -> None:
-    counter = variable(
-        strategy, 0.0, "SUM", synchronization=tf.VariableSynchronization.ON_READ, trainable=False
-    )
-    run(strategy, lambda: counter.assign_add(replica_number()), "tf.function around")
-    assert of_copies(strategy, counter) == [1, 2, 3]
-    assert counter.numpy() == 6
-    counter.assign(3.0)
-    assert of_copies(strategy, counter) == [1, 1, 1]
 
 
 def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
@@ -118,31 +96,6 @@ def test_a_neighbor_from_elsewhere(strategy: StrategyTemplate) -> None:
         strategy.extended.colocate_vars_with(stranger)
 
 
-def test_a_dataset_is_not_cut_for_pipelines_of_replicas(strategy: StrategyTemplate) -> None:
-    mode = tf.distribute.InputReplicationMode.PER_REPLICA
-    options = tf.distribute.InputOptions(experimental_replication_mode=mode)
-    with pytest.raises(NotImplementedError, match="only supported in `distribute_datasets_from"):
-        strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2), options)
-
-
-def test_a_pipeline_for_each_replica(strategy: StrategyTemplate) -> None:
-    def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        shard = tf.data.Dataset.range(12).shard(
-            context.num_input_pipelines, context.input_pipeline_id
-        )
-        return shard.batch(context.get_per_replica_batch_size(6))
-
-    for on_device in (False, True):
-        options = tf.distribute.InputOptions(
-            experimental_fetch_to_device=False,
-            experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-            experimental_place_dataset_on_device=on_device,
-        )
-        each = strategy.distribute_datasets_from_function(pipeline, options)
-        batches = [local_values(strategy, batch) for batch in each]
-        assert batches == [[[0, 3], [1, 4], [2, 5]], [[6, 9], [7, 10], [8, 11]]]
-
-
 def test_one_replica() -> None:
     alone = StrategyTemplate("CPU:2")
     made = variable(alone, 1.0, "SUM")
@@ -167,21 +120,3 @@ def test_replicas_that_reduce_different_things(strategy: StrategyTemplate) -> No
 
     with pytest.raises(RuntimeError, match="a different number of"):
         strategy.run(unequal)
-
-
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (
-            ["CPU:0", "CPU:7"],
-            "devices of StrategyTemplate must be .*, got CPU:7; devices seen are CPU:0, CPU:1",
-        ),
-        (["CPU:1", "/cpu:1"], "StrategyTemplate must name each device once, got CPU:1"),
-        (9, "StrategyTemplate must be at most the devices .*got 9; seen are CPU:0, CPU:1"),
-        ([], r"devices of StrategyTemplate must be names or a number of devices, got \[\]"),
-        ("everywhere", "got 'everywhere'"),
-    ],
-)
-def test_devices_that_cannot_be(devices: Any, message: str) -> None:
-    with pytest.raises(tfd.StrategyError, match=message):
-        StrategyTemplate(devices)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
-from template_cases import Mixed, OwnedAndPairwise, Shared
+from template_cases import Mixed
 
 from tfdist_ext.strategies import PlacedStrategy
 from tfdist_ext.testing import StrategyConformance
@@ -26,18 +26,6 @@ class Less:
 class TestMixed(StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return Mixed(3)
-
-
-@pytest.mark.long
-class TestShared(Less, StrategyConformance):
-    def strategy(self) -> tf.distribute.Strategy:
-        return Shared(2)
-
-
-@pytest.mark.long
-class TestOwnedAndPairwise(Less, StrategyConformance):
-    def strategy(self) -> tf.distribute.Strategy:
-        return OwnedAndPairwise(2)
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import tpu
-from tfdist_ext.strategies.tpu import speaks_grpc
-
-SETTINGS_FRAME = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+from tfdist_ext.strategies.tpu import why_unreachable
 
 
 @pytest.fixture(autouse=True)
@@ -25,52 +22,21 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
 
 
-def _server(answer: bytes | None) -> Iterator[str]:
-    """Accepts one connection; says `answer` and closes, or None: keeps it open in silence."""
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(5)
-        kept = []
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            connection.recv(100)
-            if answer is None:
-                kept.append(connection)
-            else:
-                connection.sendall(answer)
-                connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
-        thread.join()
-        for connection in kept:
-            connection.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        (SETTINGS_FRAME, None),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answers, but does not speak gRPC"),
-        (b"", "answers, but does not speak gRPC"),
-        (None, "accepts connections, but said nothing for 0.3 s"),
-    ],
-)
-def test_who_speaks_grpc(answer: bytes | None, verdict: str | None) -> None:
-    server = _server(answer)
-    assert speaks_grpc(next(server), 0.3) == verdict
-    next(server, None)
-
-
-def test_tensorflow_s_own_server_speaks_grpc() -> None:
+def test_tensorflow_s_own_server_is_reached() -> None:
     server = tf.distribute.Server.create_local_server()
-    assert speaks_grpc(server.target.removeprefix("grpc://"), 5.0) is None
+    assert why_unreachable(server.target.removeprefix("grpc://"), 5.0) == ""
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_an_address_without_a_server(address: str) -> None:
-    assert "cannot be connected to" in str(speaks_grpc(address, 0.3))
+    assert "cannot be connected to" in why_unreachable(address, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +45,9 @@ def test_an_address_without_a_server(address: str) -> None:
         ({}, ["TPU_NAME is not set and tpu= was not given", "Devices seen are CPU:0, CPU:1"]),
         ({"tpu": "local"}, ["no TPU found at 'local'", "TPUs not found", "Devices seen are CPU:0"]),
         ({"tpu": "grpc://127.0.0.1:1"}, ["127.0.0.1:1 cannot be connected to", "refused"]),
-        ({"tpu": "127.0.0.1:8470"}, ["write it as 'grpc://127.0.0.1:8470'"]),
+        ({"tpu": "127.0.0.1:8470"}, ["under the name '127.0.0.1:8470'", "as 'grpc://host:port'"]),
         ({"tpu": "my-tpu"}, ["no TPU found under the name 'my-tpu'", "refused", "zone="]),
         ({"tpu": "my-tpu", "zone": "z", "project": "p"}, ["no TPU found at 'my-tpu'", "client"]),
-        ({"tpu": 3}, ["tpu must be a text, got 3"]),
-        ({"tpu": ""}, ["tpu must be a text, got ''"]),
-        ({"tpu": "t", "zone": 1}, ["zone must be a text, got 1"]),
         ({"devices": 8}, ["must be cluster, tpu, zone, project", "got devices=8"]),
     ],
 )
@@ -97,23 +60,18 @@ def test_it_says_why_and_soon(options: dict[str, Any], words: list[str]) -> None
         assert word in str(error.value)
 
 
-def test_a_server_that_is_silent_does_not_hang_us() -> None:
-    server = _server(None)
-    address = next(server)
-    with pytest.raises(tfd.StrategyError, match="accepts connections, but said nothing"):
-        tfd.create_strategy("tpu", tpu=f"grpc://{address}")
-    next(server, None)
+def test_a_server_that_is_silent_does_not_hang_us(silent: str) -> None:
+    with pytest.raises(tfd.StrategyError, match=r"does not speak gRPC within 0\.3 s"):
+        tfd.create_strategy("tpu", tpu=f"grpc://{silent}")
 
 
 def test_a_metadata_server_that_is_silent_does_not_hang_us(
-    monkeypatch: pytest.MonkeyPatch,
+    silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = _server(None)
-    monkeypatch.setenv("GCE_METADATA_IP", next(server))
+    monkeypatch.setenv("GCE_METADATA_IP", silent)
     monkeypatch.setattr(tpu, "LOOKUP_SECONDS", 0.3)
     with pytest.raises(tfd.StrategyError, match=r"no answer within 0\.3 s"):
         tfd.create_strategy("tpu", tpu="my-tpu")
-    next(server, None)
 
 
 def test_tpu_name_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,40 +25,6 @@ from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.private_names import PrivateNames
 from tfdist_ext.strategies.stages import READ_ONLY_INPUTS
 
-__all__ = [
-    "NAMES",
-    "across",
-    "all_reduce_in_replica",
-    "call_in_graph",
-    "container_of",
-    "copied_to",
-    "copied_variable_class",
-    "counter_class",
-    "devices_of",
-    "full_name",
-    "is_copied",
-    "is_mirrored",
-    "is_synchronized_on_read",
-    "lightly_optimized",
-    "mirrored_class",
-    "of_replica",
-    "optimized",
-    "outside_of_tapes",
-    "packed",
-    "per_replica",
-    "reduced_on",
-    "results_of_update",
-    "servers_extended",
-    "shapes_in_symbols",
-    "shared_variable",
-    "unchanged_by_calls",
-    "updating",
-    "validate_colocated",
-    "with_metrics_per_replica",
-    "with_own_reading",
-    "with_scalar_conversions",
-]
-
 # What a replica has, or a reduction gives.
 Value: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 

@@ -43,25 +43,15 @@ def one_device(
     return tf.distribute.OneDeviceStrategy(picked[0])
 
 
-def mirrored(
-    *,
-    devices: Devices = None,
-    logical_cpus: int | None = None,
-    cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
-) -> tf.distribute.Strategy:
+def mirrored(*, devices: Devices = None, logical_cpus: int | None = None) -> tf.distribute.Strategy:
     """A copy on each device: the given ones, else all GPUs, else all logical CPUs."""
-    if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps | None):
-        raise StrategyError(
-            "cross_device_ops must be an object like tf.distribute.ReductionToOneDevice(), got"
-            f" {cross_device_ops!r}."
-        )
     make_logical_cpus(logical_cpus)
     picked = pick_devices("mirrored", devices)
-    if cross_device_ops is None and all(name.startswith("CPU:") for name in picked):
-        # The default collectives fail on CPUs inside a loop in the graph.
-        cross_device_ops = tf.distribute.ReductionToOneDevice()
+    on_cpus = all(name.startswith("CPU:") for name in picked)
+    # The default collectives fail on CPUs inside a loop in the graph.
+    reduction = tf.distribute.ReductionToOneDevice() if on_cpus else None
     try:
-        return tf.distribute.MirroredStrategy(picked, cross_device_ops=cross_device_ops)
+        return tf.distribute.MirroredStrategy(picked, cross_device_ops=reduction)
     except json.JSONDecodeError as error:
         raise StrategyError(
             f"TF_CONFIG must be JSON where it is set, as MirroredStrategy reads it, got: {error}."

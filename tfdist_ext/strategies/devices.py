@@ -112,14 +112,11 @@ def pick_devices(
             f"{option} of {strategy} must be names or a number of devices, got {devices!r}."
         )
     picked = [normal_name(name) for name in names]
-    for name in picked:
-        if picked.count(name) > 1:
-            raise StrategyError(
-                f"{option} of {strategy} must name each device once, got {name} twice in"
-                f" {devices!r}."
-            )
-    missing = [name for name in picked if name not in seen]
-    if missing:
+    if twice := next((name for name in picked if picked.count(name) > 1), None):
+        raise StrategyError(
+            f"{option} of {strategy} must name each device once, got {twice} twice in {devices!r}."
+        )
+    if missing := [name for name in picked if name not in seen]:
         wanted = [int(name.split(":")[1]) + 1 for name in missing if name.startswith("CPU:")]
         raise StrategyError(
             f"{option} of {strategy} must be devices that are there, got {' and '.join(missing)};"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +15,6 @@ from tfdist_ext.strategies.resolvers import Described, describe_if_known
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
-    "Explains",
     "Explanation",
     "computing_tasks",
     "devices_listed",
@@ -64,15 +63,6 @@ class Explanation:
         return self.text
 
 
-class Explains(Protocol):
-    """What runs steps under a strategy: a DistributedModel."""
-
-    @property
-    def strategy(self) -> tf.distribute.Strategy: ...
-    def traces(self) -> list[str]:
-        """How each kind of step that has run is traced, a line each."""
-
-
 _MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choice] = weakref.WeakKeyDictionary()
 
 
@@ -106,11 +96,12 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
 
 
 @filter_traceback
-def explain(strategy: tf.distribute.Strategy | Explains) -> Explanation:
+def explain(strategy: Any) -> Explanation:
     """The choice, the signal behind it, task, replicas, devices and alternatives; prints as text.
 
     Args:
-        strategy: a strategy, or a distributed model: then how its steps are traced, too.
+        strategy: a `tf.distribute.Strategy`, or a distributed model: then how its steps are
+            traced, too.
 
     Raises:
         StrategyError: `strategy` is neither.

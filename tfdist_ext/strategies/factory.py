@@ -1,4 +1,4 @@
-"""create_strategy: from a name, or from what is there, to TensorFlow's own object."""
+"""create_strategy: describe the environment, choose, construct."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ import tensorflow as tf
 from tfdist_ext import flags
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster import tpu as tpu_environment
-from tfdist_ext.cluster.tpu import TpuSignal
 from tfdist_ext.errors import ClusterConfigError, StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.choice import Choice, choose
+from tfdist_ext.strategies.choice import OF_CLUSTERS, Choice, Environment, choose
 from tfdist_ext.strategies.devices import how_many, make_logical_cpus, seen_devices
-from tfdist_ext.strategies.explanation import remember
-from tfdist_ext.strategies.registry import Entry, lookup
-from tfdist_ext.strategies.resolvers import Cluster, Described, describe, describe_if_known
-from tfdist_ext.strategies.settings import Settings, merge, read_file
-from tfdist_ext.strategies.spanning import check_spans_cluster
+from tfdist_ext.strategies.explanation import devices_listed, remember
+from tfdist_ext.strategies.registry import lookup
+from tfdist_ext.strategies.resolvers import Cluster, describe, describe_if_known
+from tfdist_ext.strategies.settings import Settings, read_file
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["create_strategy"]
+__all__ = ["automatic_choice", "check_spans_cluster", "create_strategy"]
 
-_CALL, _FLAGS, _ENVIRONMENT = "the call", "flags", "the environment"
-_OF_CLUSTERS = ("multi_worker_mirrored", "parameter_server")
+_CALL, _ENVIRONMENT = "the call", "the environment"
 
 
 @filter_traceback
@@ -57,11 +54,10 @@ def create_strategy(
         alone: let each task of the cluster that the environment describes train by itself, on
             the devices of its own machine.
         options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage,
-            placed, and auto on one machine), `owned_from` (placed), `cross_device_ops`
-            (mirrored), `parameter_device` (central_storage), `communication`
-            (multi_worker_mirrored: auto, ring, nccl), `partitioner` (parameter_server), `tpu`,
-            `zone` and `project` (tpu), and those of registered strategies, to which
-            `logical_cpus` belongs.
+            placed, and auto on one machine), `owned_from` (placed), `parameter_device`
+            (central_storage), `communication` (multi_worker_mirrored: auto, ring, nccl),
+            `partitioner` (parameter_server), `tpu`, `zone` and `project` (tpu), and those of
+            registered strategies, to which `logical_cpus` belongs.
 
     Arguments go over flags (`tfd.flags.define_strategy_flags`), flags over the file, the file
     over the environment. `explain(strategy)` says which won.
@@ -82,188 +78,194 @@ def create_strategy(
     arguments = dict(devices=devices, placement=placement, wait=wait, alone=alone, **options)
     if name != "auto":  # the default, which leaves the choice to flags and file
         arguments["name"] = name
-    layers = _layers(arguments, config)
-    settings = merge(layers)
-    wanted = settings.values.get("name", "auto")
-    tpu = tpu_environment.detect(os.environ)
-    passed_over: list[str] = []
+    settings = Settings()
+    settings.add(_CALL, arguments)
+    settings.add("flags", flags.strategy_flags())
+    if (file := flags.strategy_config() if config is None else config) is not None:
+        settings.add(f"the file {file}", read_file(file))
     try:
-        alone = _check_alone(settings.values.get("alone"), wanted, cluster)
-        chosen = alone or cluster is not None  # and so the environment's cluster does not count
-        _check_wait(settings.values.get("wait"))
-        of_cluster = wanted in ("auto", *_OF_CLUSTERS) and not alone
-        found = ClusterConfig.from_env(os.environ) if of_cluster and cluster is None else None
-        evaluator = _evaluator(cluster if found is None else found) if of_cluster else None
-        if evaluator is not None:
-            wanted = "auto"  # among its own devices: the training runs without it
-        if wanted == "auto":
-            choice = _automatic(found if cluster is None else cluster, tpu, settings.values)
-            entry = lookup(choice.name)
-            if not entry.takes("cluster"):
-                cluster = None  # it describes none, or one that this task only looks at
-        else:
-            entry = lookup(wanted)
-            because = f"it was asked for by name in {settings.where['name']}"
-            takes_cluster = "cluster" in entry.signals and entry.takes("cluster") and not alone
-            if cluster is None and takes_cluster:
-                found = found or ClusterConfig.from_env(os.environ)
-                chosen = True  # what its factory makes of the cluster
-            elif cluster is None and (beaten := _not_used(os.environ)):
-                because += ", over the environment"
-                passed_over.append(f"{beaten}: {entry.name} does not use it")
-            choice = Choice(entry.name, because)
-        signals = _signals(entry, found, tpu) if cluster is None else {"cluster": cluster}
-        settings = merge([*layers, (_ENVIRONMENT, signals)])
-        given = {key: v for key, v in settings.values.items() if key not in ("name", "alone")}
-        if not entry.takes("wait"):
-            given.pop("wait", None)  # it waits for no task
-        if wanted == "auto" and entry.name == "default":
-            given.pop("logical_cpus", None)  # they are made: the choice counted them
-        if evaluator is not None:
-            given = {key: value for key, value in given.items() if not _of_training(key, entry)}
-        entry.check(given, settings.where)
-        strategy = entry.make(given)
-        if not chosen and evaluator is None:
-            check_spans_cluster(strategy, entry.name)
+        _check_values(settings.values)
+        wanted = settings.values.get("name", "auto")
+        environment, used = _describe(wanted, cluster, settings.values)
+        choice = choose(wanted, settings.where.get("name", _CALL), environment)
+        return _construct(choice, environment, used, settings)
     except StrategyError as error:
-        if elsewhere := _from_elsewhere(settings):
+        if elsewhere := _from_flags_and_file(settings):
             raise StrategyError(f"{error} (Settings: {elsewhere}.)") from error
         raise
-    if wanted == "auto" or found is not None:
-        passed_over += _others(found, tpu if "tpu" in signals else None)
-    choice = replace(
-        choice,
-        passed_over=choice.passed_over + passed_over,
-        settings=tuple(_settings_lines(settings, found, config)),
-        cluster=evaluator or describe_if_known(given.get("cluster")),
-        apart=chosen,
-    )
-    remember(strategy, choice)
-    return strategy
 
 
 def automatic_choice(env: Mapping[str, str]) -> list[str]:
-    """What "auto" would choose here, and why, a line each; nothing is made or connected."""
+    """What "auto" would choose here, and why, one line each; nothing is made or connected."""
     try:
         found = ClusterConfig.from_env(env)
-        choice = _automatic(found, tpu_environment.detect(env), {})
+        choice = choose("auto", _CALL, _environment("auto", found, {}, env))
     except (ClusterConfigError, StrategyError) as error:
         return [f"an error: {error}"]
     passed_over = [f"passed over: {line}" for line in choice.passed_over]
     return [f"{choice.name}: {choice.because}", *passed_over]
 
 
-def _check_alone(alone: object, wanted: str, cluster: Cluster) -> bool:
-    if alone is not None and not isinstance(alone, bool):
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise StrategyError for a wrong value of a setting that every strategy takes."""
+    alone, wait = values.get("alone"), values.get("wait")
+    if not isinstance(alone, bool | None):
         raise StrategyError(f"alone must be True or False, got {alone!r}.")
-    if alone and (cluster is not None or wanted in _OF_CLUSTERS):
-        other = "a cluster" if cluster is not None else f"the strategy {wanted!r}"
-        raise StrategyError(
-            f"alone=True must come without a cluster and its strategies, got {other} as well: each"
-            " task trains by itself then. Leave one of them out."
-        )
-    return bool(alone)
-
-
-def _check_wait(wait: Any) -> None:
-    number = isinstance(wait, int | float) and not isinstance(wait, bool)
-    if wait is not None and not (number and 0 < wait < 1e9):
+    is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
+    if wait is not None and not (is_number and 0 < wait < 1e9):
         raise StrategyError(f"wait must be a number of seconds above 0, got {wait!r}.")
 
 
-def _layers(
-    arguments: Mapping[str, Any], config: str | Path | None
-) -> list[tuple[str, Mapping[str, Any]]]:
-    file = config if config is not None else flags.strategy_config()
-    layers = [(_CALL, arguments), (_FLAGS, flags.strategy_flags())]
-    return layers if file is None else [*layers, (f"the file {file}", read_file(file))]
+def _describe(
+    wanted: str, given: Cluster, values: Mapping[str, Any]
+) -> tuple[Environment, Cluster]:
+    """Step 1: what surrounds this process, and the cluster that was given or found.
+
+    Raises:
+        StrategyError: no strategy has that name, or `given` is no cluster.
+        ClusterConfigError: the strategy uses the environment's cluster, which cannot be right.
+    """
+    env = os.environ
+    takes_cluster = wanted == "auto" or lookup(wanted).takes_found_cluster
+    finds_cluster = takes_cluster and given is None and not values.get("alone")
+    cluster = ClusterConfig.from_env(env) if finds_cluster else given
+    environment = _environment(wanted, cluster, values, env)
+    unused = "" if takes_cluster or given is not None else _cluster_in_words(env)
+    return replace(environment, is_given=given is not None, unused=unused), cluster
 
 
-def _automatic(cluster: Cluster, tpu: TpuSignal | None, values: Mapping[str, Any]) -> Choice:
+def _environment(
+    wanted: str, cluster: Cluster, values: Mapping[str, Any], env: Mapping[str, str]
+) -> Environment:
+    def devices() -> list[str]:
+        make_logical_cpus(values.get("logical_cpus"))
+        return seen_devices()
+
+    signal = tpu_environment.detect(env)
+    tpu = "" if signal is None else f"the environment names the TPU {signal.name!r}"
+    asked_for = how_many(values.get("devices"))
     if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
-        return Choice("tpu", "a TPUClusterResolver was given")
-    described = None if cluster is None else describe(cluster)
-    evaluates = described is not None and described.is_evaluator
-    alone = described is None or not described.jobs or evaluates
-    if alone and tpu is None:
-        make_logical_cpus(values.get("logical_cpus"))  # they count among the devices to choose from
-    choice = choose(
-        cluster_jobs=None if alone or described is None else list(described.jobs),
-        cluster_source="" if described is None else described.source,
-        tpu=None if tpu is None else tpu.name,
-        devices=seen_devices,
-        asked_for=how_many(values.get("devices")),
-        alone=f"{described.task} works by itself" if described and evaluates else "no cluster",
+        described, tpu, asked_for = None, "a TPUClusterResolver was given", None
+    elif wanted == "auto" and cluster is not None:
+        described = describe(cluster)
+    else:
+        described = describe_if_known(cluster)  # a registered strategy has its own kind of cluster
+    used = "" if described is None else f"from {described.source}"
+    others = [
+        f"{place}: {text}"
+        for place, text in describe_environments(env)
+        if place != tpu_environment.NAME and not (used and text.endswith(used))
+    ]
+    return Environment(
+        devices=devices,
+        cluster=described,
+        is_alone=bool(values.get("alone")),
+        tpu=tpu,
+        asked_for=asked_for,
+        others=tuple(others),
     )
-    if described is not None and not described.jobs:
-        choice.passed_over.append(f"{described.source}: it was given, but describes no cluster")
-    return choice
 
 
-def _evaluator(cluster: Cluster) -> Described | None:
-    """The cluster, where this task is its evaluator, which takes no part in the training."""
-    described = describe_if_known(cluster)
-    return described if described is not None and described.is_evaluator else None
+def _construct(
+    choice: Choice, environment: Environment, cluster: Cluster, settings: Settings
+) -> tf.distribute.Strategy:
+    """Step 3: the strategy, made with the options that it takes, and remembered for `explain`."""
+    entry = lookup(choice.name)
+    named = settings.values.get("name", "auto")
+    gets_cluster = cluster is not None and (
+        entry.name == named
+        or entry.takes_found_cluster
+        or isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver)
+    )
+    signal = tpu_environment.detect(os.environ)
+    if entry.name == "tpu" and signal is not None and not gets_cluster:
+        found = {"tpu": signal.name, "zone": signal.zone, "project": signal.project}
+        settings.add(_ENVIRONMENT, found)
+    dropped = {"name", "alone", "wait"} - entry.options
+    if environment.is_evaluator:
+        dropped |= {option for name in OF_CLUSTERS for option in lookup(name).options}
+        dropped -= entry.options
+    if entry.name == "default" != named:
+        dropped.add("logical_cpus")  # they are made already: the choice counted them
+    options = {key: value for key, value in settings.values.items() if key not in dropped}
+    if gets_cluster:
+        options["cluster"] = cluster
+    entry.check(options)
+    apart = (
+        environment.is_alone
+        or environment.is_given
+        or (entry.name == named and entry.takes_found_cluster)
+    )
+    strategy = entry.make(options)
+    if not apart:
+        check_spans_cluster(strategy, entry.name)
+    known = environment.cluster if gets_cluster or environment.is_evaluator else None
+    lines = tuple(_settings_lines(settings, cluster if not environment.is_given else None))
+    remember(strategy, replace(choice, settings=lines, cluster=known, apart=apart))
+    return strategy
 
 
-def _of_training(option: str, chosen: Entry) -> bool:
-    """Whether an option is for the strategy of the training, and not for the chosen one."""
-    return not chosen.takes(option) and any(lookup(name).takes(option) for name in _OF_CLUSTERS)
+def _settings_lines(settings: Settings, found: Cluster) -> Iterator[str]:
+    yield from settings.lines.values()
+    if isinstance(found, ClusterConfig):
+        yield f"cluster = {_in_words(found)} from {found.source}"
+    if flags.not_parsed():
+        yield "flags are defined, but not parsed: start main with absl.app.run(main)"
 
 
-def _signals(entry: Entry, found: ClusterConfig | None, tpu: TpuSignal | None) -> dict[str, Any]:
-    """The options that the environment sets, of those that the strategy lets it set."""
-    signals: dict[str, Any] = {"cluster": found}
-    if tpu is not None:
-        signals |= {"tpu": tpu.name, "zone": tpu.zone, "project": tpu.project}
-    return {
-        option: value
-        for option, value in signals.items()
-        if value is not None and option in entry.signals and entry.takes(option)
-    }
-
-
-def _not_used(env: Mapping[str, str]) -> str | None:
-    """A cluster in the environment of a strategy that does not use it, in words."""
+def _cluster_in_words(env: Mapping[str, str]) -> str:
+    """The environment's cluster, or what is wrong with it; "" without one."""
     try:
         found = ClusterConfig.from_env(env)
     except ClusterConfigError as error:
         return str(error)
-    return None if found is None else f"the cluster of {found.source} ({_in_words(found)})"
-
-
-def _others(found: ClusterConfig | None, tpu: TpuSignal | None) -> list[str]:
-    """The other environments' descriptions, without the one that was used."""
-    return [
-        f"{name}: {text}"
-        for name, text in describe_environments(os.environ)
-        if not (found is not None and text == f"{_in_words(found)}, from {found.source}")
-        and not (tpu is not None and name == tpu_environment.NAME)
-    ]
-
-
-def _settings_lines(
-    settings: Settings, found: ClusterConfig | None, config: str | Path | None
-) -> Iterator[str]:
-    for option, line in settings.origins.items():
-        if option != "cluster":
-            yield line
-    if found is not None:
-        yield f"cluster = {_in_words(found)} from {found.source}"
-    if config is not None and (beaten := flags.strategy_config()) is not None:
-        yield f"config = {str(config)!r} from the call, over flags ({beaten!r})"
-    if flags.not_parsed():
-        yield "flags are defined, but not parsed: start main with absl.app.run(main)"
+    return "" if found is None else f"the cluster of {found.source} ({_in_words(found)})"
 
 
 def _in_words(cluster: ClusterConfig) -> str:
     return f"{cluster.task} of {counted(cluster.num_tasks, 'task')}"
 
 
-def _from_elsewhere(settings: Settings) -> str:
+def _from_flags_and_file(settings: Settings) -> str:
     """The settings that come neither from the call nor from the environment."""
+    places = (_CALL, _ENVIRONMENT)
     return "; ".join(
-        line
-        for option, line in settings.origins.items()
-        if settings.where[option] not in (_CALL, _ENVIRONMENT)
+        line for option, line in settings.lines.items() if settings.where[option] not in places
     )
+
+
+def check_spans_cluster(strategy: tf.distribute.Strategy, name: str) -> None:
+    """Check that no task of a cluster would train a model of its own without being told to.
+
+    Args:
+        name: of the strategy, for the message.
+
+    Raises:
+        StrategyError: the environment describes a cluster in which several tasks train, and the
+            strategy has no replica on the others.
+    """
+    try:
+        cluster = ClusterConfig.from_env(os.environ)
+    except ClusterConfigError:
+        return  # nobody knows what it is
+    if cluster is None or cluster.task.type == "evaluator" or _spans_tasks(strategy):
+        return
+    training = [str(task) for task in cluster.tasks() if task.type != "evaluator"]
+    if len(training) < 2:
+        return
+    for_cluster = "parameter_server" if "ps" in cluster.jobs else "multi_worker_mirrored"
+    raise StrategyError(
+        f"in a cluster the strategy must span its tasks, got {name!r}, which has replicas on this"
+        f" machine alone: {cluster.source} lists {len(training)} tasks"
+        f" ({', '.join(training[:5])}{', ...' if len(training) > 5 else ''}), and each would train"
+        f" a model of its own. Use create_strategy() or create_strategy({for_cluster!r}). If each"
+        " task is to train by itself, say so with create_strategy(..., alone=True), or"
+        " distribute(..., alone=True) for a strategy made elsewhere."
+    )
+
+
+def _spans_tasks(strategy: tf.distribute.Strategy) -> bool:
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy | tf.distribute.TPUStrategy):
+        return True
+    here = len(devices_listed(strategy, "worker_devices")) or 1  # the default strategy lists none
+    return strategy.num_replicas_in_sync > here

@@ -1,4 +1,4 @@
-"""The table of strategies: name -> what makes it, and what it is for."""
+"""The table of strategies: a name, what makes the strategy, and what it is for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tfdist_ext.user_frames import filter_traceback
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
 
 _OF_THE_CALL = ("name", "config")  # create_strategy keeps these for itself
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -25,52 +26,55 @@ class Entry:
     """One strategy of the table; its options are the parameters of its factory.
 
     Attributes:
-        signals: the options that the environment may set, where the factory takes them.
         is_registered: by a user; not one of this package's own.
     """
 
     name: str
     factory: Callable[..., tf.distribute.Strategy]
     description: str
-    signals: tuple[str, ...] = ("cluster",)
     is_registered: bool = False
 
-    def check(self, given: Mapping[str, Any], where: Mapping[str, str]) -> None:
-        """Raise StrategyError for an option the factory does not take, or one that it lacks.
+    @property
+    def options(self) -> set[str]:
+        """The names of the options that the factory takes."""
+        return {each.name for each in self._parameters() if each.kind not in _VARIADIC}
 
-        Args:
-            given: the options.
-            where: option -> where it came from, for the message.
+    @property
+    def takes_found_cluster(self) -> bool:
+        """Whether the factory gets the cluster that the environment describes.
+
+        A TPU is named by variables of its own; a TF_CONFIG does not describe one.
         """
-        parameters = self._parameters()
-        unknown = next((key for key in given if not self._can_get(key)), None)
-        if unknown is not None:
-            known = [*parameters, "name", *["logical_cpus"] * self.is_registered]
-            near = difflib.get_close_matches(unknown, known, n=1)
+        return "cluster" in self.options and self.name != "tpu"
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise StrategyError for an option the factory does not take, or one that it lacks."""
+        names = [each.name for each in self._parameters()]
+        known = [*names, *["logical_cpus"] * self.is_registered]
+        unknown = next((key for key in given if key not in known), None)
+        if unknown is not None and not self._takes_any():
+            near = difflib.get_close_matches(unknown, [*known, "name"], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             if self.is_registered and not hint:
                 hint = f" Give its factory a parameter {unknown!r}."
             raise StrategyError(
                 f"the options of the strategy {self.name!r} must be"
-                f" {', '.join(parameters) or 'left out'}, got {unknown}={given[unknown]!r}, which"
-                f" comes from {where.get(unknown, 'the call')}.{hint}"
+                f" {', '.join(names) or 'left out'}, got {unknown}={given[unknown]!r}.{hint}"
             )
-        for option, parameter in parameters.items():
-            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if parameter.default is parameter.empty and not variadic and option not in given:
+        for each in self._parameters():
+            required = each.default is each.empty and each.kind not in _VARIADIC
+            if required and each.name not in given:
                 raise StrategyError(
-                    f"the strategy {self.name!r} must get the option {option!r}, got none: write"
-                    f" create_strategy({self.name!r}, {option}=...)."
+                    f"the strategy {self.name!r} must get the option {each.name!r}, got none:"
+                    f" write create_strategy({self.name!r}, {each.name}=...)."
                 )
-
-    def takes(self, option: str) -> bool:
-        return option in self._parameters()
 
     def make(self, given: Mapping[str, Any]) -> tf.distribute.Strategy:
         """Call the factory, and check that it returns a strategy."""
         if self.is_registered:
             make_logical_cpus(given.get("logical_cpus"))
-            given = {key: value for key, value in given.items() if self._passes(key)}
+        if "logical_cpus" not in self.options and not self._takes_any():
+            given = {key: value for key, value in given.items() if key != "logical_cpus"}
         strategy = self.factory(**given)
         if not isinstance(strategy, tf.distribute.Strategy):
             raise StrategyError(
@@ -79,17 +83,11 @@ class Entry:
             )
         return strategy
 
-    def _can_get(self, option: str) -> bool:
-        """Whether the option may be given; the factory need not know of logical CPUs."""
-        return self._passes(option) or (self.is_registered and option == "logical_cpus")
+    def _takes_any(self) -> bool:
+        return any(each.kind is each.VAR_KEYWORD for each in self._parameters())
 
-    def _passes(self, option: str) -> bool:
-        parameters = self._parameters()
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        return takes_any or option in parameters
-
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.factory).parameters
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self.factory).parameters.values())
 
 
 _TABLE: dict[str, Entry] = {}
@@ -113,20 +111,16 @@ def register_strategy(
         StrategyError: the name is taken, or is no name; the factory cannot be called with
             keywords, or has a parameter `name` or `config`; the description is empty.
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise StrategyError(f"a strategy's name must be a word like 'my_strategy', got {name!r}.")
-    if name in _TABLE or name == "auto":
+    if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
-            f"a strategy's name must be new, got {name!r}, which is there already (auto,"
-            f" {', '.join(_TABLE)}); choose another name."
+            f"a strategy's name must be a new word like 'my_strategy', got {name!r}. These are"
+            f" there already: auto, {', '.join(_TABLE)}."
         )
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
+    if not callable(factory):
         raise StrategyError(
             f"the factory of the strategy {name!r} must be a function, got {factory!r}."
-        ) from None
-    for parameter in parameters.values():
+        )
+    for parameter in inspect.signature(factory).parameters.values():
         if parameter.name in _OF_THE_CALL or parameter.kind is parameter.POSITIONAL_ONLY:
             raise StrategyError(
                 f"the factory of the strategy {name!r} must have parameters that create_strategy"
@@ -156,25 +150,26 @@ def lookup(name: str) -> Entry:
     return _TABLE[name]
 
 
-for _name, _factory, _description in (
-    ("default", constructors.default, "no distribution: TensorFlow's default, one device"),
-    ("one_device", constructors.one_device, "everything on one named device"),
-    ("mirrored", constructors.mirrored, "a copy of the model on each device of this machine"),
-    (
+for _entry in (
+    Entry("default", constructors.default, "no distribution: TensorFlow's default, one device"),
+    Entry("one_device", constructors.one_device, "everything on one named device"),
+    Entry("mirrored", constructors.mirrored, "a copy of the model on each device of this machine"),
+    Entry(
         "multi_worker_mirrored",
         cluster_constructors.multi_worker_mirrored,
         "a copy on each worker of a cluster",
     ),
-    ("central_storage", constructors.central_storage, "variables on one device, computing on all"),
-    ("placed", constructors.placed, "each variable on the devices that its rule says"),
-    (
+    Entry(
+        "central_storage",
+        constructors.central_storage,
+        "variables on one device, computing on all",
+    ),
+    Entry("placed", constructors.placed, "each variable on the devices that its rule says"),
+    Entry(
         "parameter_server",
         cluster_constructors.parameter_server,
         "variables on parameter servers, asynchronous",
     ),
+    Entry("tpu", tpu.tpu, "a copy on each core of a TPU"),
 ):
-    _TABLE[_name] = Entry(_name, _factory, _description)
-# A TPU is named by variables of its own; a TF_CONFIG does not describe one.
-_TABLE["tpu"] = Entry(
-    "tpu", tpu.tpu, "a copy on each core of a TPU", signals=("tpu", "zone", "project")
-)
+    _TABLE[_entry.name] = _entry

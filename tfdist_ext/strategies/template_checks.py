@@ -1,4 +1,4 @@
-"""Checks of what the hooks of a StrategyTemplate return, at their first use."""
+"""Checks of what the hooks of a StrategyTemplate return, each time they are asked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_created",
     "check_dataset",
-    "check_number",
     "check_owner",
     "check_read",
     "check_reduced",
@@ -32,25 +32,22 @@ def check_created(
     by_create: Sequence[tf.Variable],
     beside: tf.Variable | None = None,
 ) -> None:
-    """Raise StrategyError unless it is a variable of that shape, and one that `create` has made.
+    """Raise StrategyError unless `create` has made the variable.
 
-    Beside pieces it must be in such pieces, if it has rows for all of them: both are updated
-    piece by piece.
+    Beside a variable in pieces it must be in such pieces, if it has rows for all of them: both are
+    updated piece by piece.
 
     Args:
         by_create: what `create` has returned to the hook.
     """
-    wanted = ""
     if not any(made is each for each in by_create):
         wanted = f"the variable that create() makes of {spec.path!r}"
-    elif not made.shape.is_compatible_with(spec.shape):
-        wanted = f"a variable of the shape {list(spec.shape)}"
-    elif beside is not None and is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
+        raise _wrong(strategy, "create_variable", wanted, made)
+    if beside is not None and is_partitioned(beside) and made.shape[:1] == beside.shape[:1]:
         rows = [end for _, _, end in pieces_of(beside)]
         if [end for _, _, end in pieces_of(made)] != rows:
             wanted = f"a variable of {len(rows)} pieces, as {beside.name!r} beside it has"
-    if wanted:
-        raise _wrong(strategy, "create_variable", wanted, made)
+            raise _wrong(strategy, "create_variable", wanted, made)
 
 
 def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) -> int:
@@ -64,26 +61,11 @@ def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) 
 
 def check_read(strategy: StrategyTemplate, value: Any, variable: tf.Variable) -> Any:
     """The tensor that `read_variable` returned, or StrategyError."""
-    fits = (
-        (tf.is_tensor(value) or isinstance(value, tf.Variable))
-        and value.dtype == variable.dtype
-        and variable.shape.is_compatible_with(value.shape)
-    )
-    if not fits:
+    is_value = tf.is_tensor(value) or isinstance(value, tf.Variable)
+    if not is_value or not _alike(value, variable):
         what = f"a tensor of shape {variable.shape} and {variable.dtype.name} for {variable.name!r}"
         raise _wrong(strategy, "read_variable", what, value)
     return value
-
-
-def check_number(
-    strategy: StrategyTemplate, number: object, variable: tf.Variable, copies: int
-) -> None:
-    """Raise StrategyError unless `update_variable` calls `update` for a copy that there is."""
-    if number not in range(copies):
-        raise StrategyError(
-            f"{type(strategy).__name__}.update_variable must call update() with a number from 0 to"
-            f" {copies - 1}, got {number!r} for {variable.name!r}, which has {copies} copies."
-        )
 
 
 def check_updated(
@@ -102,18 +84,13 @@ def check_reduced(
     devices: Sequence[str],
 ) -> None:
     """Raise StrategyError unless there is a value like the replicas' for each device."""
-    first = parts[0]
     if not isinstance(results, list | tuple) or len(results) != len(devices):
         what = f"a list of {len(devices)}, a value for each of the devices it is wanted on"
         raise _wrong(strategy, "reduce_values", what, results)
     for result in results:
-        if not tf.is_tensor(result):
-            raise _wrong(strategy, "reduce_values", "tensors, or slices where it gets them", result)
-        # The mean of whole numbers has another dtype.
-        same = result.dtype == first.dtype or not first.dtype.is_floating
-        slices = isinstance(first, tf.IndexedSlices) or isinstance(result, tf.IndexedSlices)
-        if not same or not (slices or first.shape.is_compatible_with(result.shape)):
-            what = f"values like those that it gets, {_shown(first)}"
+        slices = isinstance(parts[0], tf.IndexedSlices) or isinstance(result, tf.IndexedSlices)
+        if not tf.is_tensor(result) or not (slices or _alike(result, parts[0])):
+            what = f"values like those that it gets, as {shown(parts[0])}"
             raise _wrong(strategy, "reduce_values", what, result)
 
 
@@ -124,21 +101,13 @@ def check_dataset(strategy: StrategyTemplate, made: object) -> None:
         raise _wrong(strategy, "distribute_dataset", what, made)
 
 
+def _alike(value: Any, other: Any) -> bool:
+    """Whether shape and dtype fit. The mean of integers has another dtype."""
+    same_dtype = value.dtype == other.dtype or not other.dtype.is_floating
+    return same_dtype and other.shape.is_compatible_with(value.shape)
+
+
 def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, returned: object) -> StrategyError:
     return StrategyError(
-        f"{type(strategy).__name__}.{hook} must return {wanted}, got {_shown(returned)}."
+        f"{type(strategy).__name__}.{hook} must return {wanted}, got {shown(returned)}."
     )
-
-
-def _shown(value: Any) -> str:
-    """A tensor by its shape and dtype: its numbers may be many."""
-    if isinstance(value, tf.IndexedSlices):
-        return f"slices of {value.dtype.name}"
-    if is_partitioned(value):
-        return f"a variable of {len(value.variables)} pieces"
-    if tf.is_tensor(value) or isinstance(value, tf.Variable):
-        kind = "variable" if isinstance(value, tf.Variable) else "tensor"
-        return f"a {kind} of shape {value.shape} and {value.dtype.name}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"

@@ -20,7 +20,6 @@ from tfdist_ext.strategies.reductions import OTHER, Reduced
 from tfdist_ext.strategies.template_checks import (
     check_created,
     check_dataset,
-    check_number,
     check_read,
     check_reduced,
     check_updated,
@@ -117,7 +116,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         copies = (var.get(),) if is_partitioned(var) else strategy.copies(var)
 
         def update(number: int) -> Any:
-            check_number(strategy, number, var, len(copies))
             copy = copies[number]
             name = tf.name_scope(f"update_{number}")
             with tf.device(getattr(copy, "device", None)), tp.updating(number), name:
@@ -132,12 +130,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         return tp.results_of_update(self, results, group)
 
     # Values
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """A tensor on all devices of `destinations`; a number of Python stays one."""
-        if isinstance(tensor, int | float):
-            return tensor  # it takes the dtype of the variable that it is added to
-        return tf.distribute.ReductionToOneDevice().broadcast(tensor, destinations)
 
     @contextlib.contextmanager
     def reducing(self, what: Sequence[Reduced]) -> Iterator[None]:
@@ -208,15 +200,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         ]
         return there[0] if len(there) == 1 else tp.per_replica(there, mirrored=True)
 
-    def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
-        if not isinstance(value, tf.distribute.DistributedValues):
-            if len(self._devices) == 1:
-                return value
-            value = tp.per_replica([value] * len(self._devices), always=True)
-        return super()._gather_to_implementation(value, destinations, axis, options)
-
     # Data
 
     def _experimental_distribute_dataset(
@@ -230,17 +213,6 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
         """TensorFlow's own way: each batch is cut into one part for each replica."""
         return super()._experimental_distribute_dataset(dataset, options)
-
-    def _distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
-        options: tf.distribute.InputOptions | None,
-    ) -> Any:
-        before = self._input_workers_devices
-        try:
-            return super()._distribute_datasets_from_function(dataset_fn, options)
-        finally:
-            self._input_workers_devices = before  # one pipeline for each replica, for this once
 
 
 def _what(value: Any, destinations: Any) -> Reduced:

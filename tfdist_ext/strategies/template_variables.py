@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -46,33 +46,26 @@ class Creation:
         self.spec = _spec(self._kwargs, strategy.extended.worker_devices[0])
         self.made: list[tf.Variable] = []
 
-    def create(
-        self, devices: Sequence[str], *, in_pieces: bool = False, **instead: Any
-    ) -> tf.Variable:
+    def create(self, devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
         """The variable on these devices: those of all replicas, or one for all replicas.
 
         Args:
             in_pieces: cut along axis 0 into even pieces, one on each of these devices, which all
                 replicas share.
-            instead: other arguments for the variable, such as `initial_value` and `shape`.
         """
-        self.made.append(self._created(devices, in_pieces, {**self._kwargs, **instead}))
+        self.made.append(self._created(devices, in_pieces))
         return self.made[-1]
 
-    def _created(self, devices: Any, in_pieces: bool, kwargs: dict[str, Any]) -> tf.Variable:
+    def _created(self, devices: Sequence[str], in_pieces: bool) -> tf.Variable:
         of = f"{type(self._strategy).__name__}.create_variable"
         of += "" if self.spec is None else f", for {self.spec.path!r}"
-        if not isinstance(devices, Iterable):
-            raise StrategyError(
-                f"{of}: create() must get a device or a list of devices, got {devices!r}."
-            )
-        picked = pick_devices(of, devices if isinstance(devices, str) else list(devices))
+        picked = pick_devices(of, devices)
         if in_pieces and len(picked) > 1:
-            return self._made_in_pieces([tp.full_name(name) for name in picked], kwargs, of)
+            return self._made_in_pieces([tp.full_name(name) for name in picked], of)
         if picked == list(self._strategy.devices):
-            return self._strategy.extended.made_on_each(self._next_creator, **kwargs)
+            return self._strategy.extended.made_on_each(self._next_creator, **self._kwargs)
         if len(picked) == 1:
-            return self._shared(tp.full_name(picked[0]), **kwargs)
+            return self._shared(tp.full_name(picked[0]), **self._kwargs)
         raise StrategyError(
             f"{of}: create() must get one device for all replicas, or the devices of all replicas"
             f" in their order, {list(self._strategy.devices)}, got {picked}. With in_pieces=True it"
@@ -93,26 +86,23 @@ class Creation:
             aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         return tp.shared_variable(self._strategy, plain, aggregation)
 
-    def _made_in_pieces(self, devices: list[str], kwargs: dict[str, Any], of: str) -> tf.Variable:
-        if self.spec is None or kwargs["initial_value"] is None:
+    def _made_in_pieces(self, devices: list[str], of: str) -> tf.Variable:
+        rows = self.spec.shape[0] if self.spec and self.spec.shape else 0
+        if self.spec is None or self._kwargs["initial_value"] is None or rows < len(devices):
+            shape = "unknown" if self.spec is None else list(self.spec.shape)
             raise StrategyError(
-                f"{of}: the devices of create() must be one, or those of all replicas, for a"
-                " variable whose value is loaded from a SavedModel, or whose shape is not known,"
-                f" got {', '.join(devices)}."
+                f"{of}: create() can cut a variable into no more pieces than it has rows, and none"
+                f" that is loaded from a SavedModel. Got {len(devices)} devices for a variable of"
+                f" shape {shape}. Give it fewer devices."
             )
-        initial = InitialValue(kwargs, where=devices[0])
-        if not initial.spec.shape or initial.spec.rows < len(devices):
-            raise StrategyError(
-                f"{of}: the devices of create() must not be more than the rows of a variable of"
-                f" shape {list(initial.spec.shape)}, got {len(devices)}. Give it fewer devices."
-            )
+        initial = InitialValue(self._kwargs, where=devices[0])
         where: Where = []
         start = 0
-        for device, rows in zip(devices, piece_rows(initial.spec.rows, len(devices)), strict=True):
-            where.append((device, start, start + rows, {"device": device}))
-            start += rows
-        pieces = made_in_pieces(self._shared, kwargs, initial, where)
-        name = kwargs.get("name") or "Variable"
+        for device, count in zip(devices, piece_rows(rows, len(devices)), strict=True):
+            where.append((device, start, start + count, {"device": device}))
+            start += count
+        pieces = made_in_pieces(self._shared, self._kwargs, initial, where)
+        name = self._kwargs.get("name") or "Variable"
         return partitioned_variable_class()(pieces, name, self.spec.path)
 
 

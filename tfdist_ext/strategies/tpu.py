@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import socket
 
+import grpc
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
-from tfdist_ext.strategies.heartbeat import PREFACE
 from tfdist_ext.strategies.resolvers import Cluster
 from tfdist_ext.strategies.timeouts import call_with_timeout
-from tfdist_ext.strategies.waiting import reporting_absent_peers
 
-__all__ = ["speaks_grpc", "tpu"]
+__all__ = ["tpu", "why_unreachable"]
 
 LOOKUP_SECONDS = 30.0  # Google Cloud's metadata server and TPU API, which TensorFlow asks unbounded
 REACH_SECONDS = 10.0
-
-# A server answers with its own settings: a frame of type 4, after 3 bytes with its length.
-_LENGTH, _SETTINGS = 3, b"\x04"
 
 
 def tpu(
@@ -35,23 +30,15 @@ def tpu(
                 f"cluster of tpu must be a TPUClusterResolver, got {cluster!r}. Or pass tpu= with"
                 " the name of the TPU."
             )
-        if tpu is not None or zone is not None or project is not None:
+        if any(option is not None for option in (tpu, zone, project)):
             raise StrategyError(
                 "tpu must get a TPUClusterResolver, or tpu=, zone= and project=, got both."
             )
         return _connected(cluster, "the TPUClusterResolver")
-    if tpu is None:
+    if not tpu:
         raise StrategyError(
             f"no TPU found: TPU_NAME is not set and tpu= was not given. {_seen()} Pass tpu= with"
             " the name or address of a TPU, which is 'local' for a TPU of this machine."
-        )
-    for option, value in (("tpu", tpu), ("zone", zone), ("project", project)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise StrategyError(f"{option} must be a text, got {value!r}.")
-    if re.fullmatch(r"[\w.-]+:\d+", tpu):
-        raise StrategyError(
-            f"tpu must have a scheme where it is an address, got {tpu!r}: write it as"
-            f" 'grpc://{tpu}'."
         )
     try:
         resolver = call_with_timeout(
@@ -74,51 +61,40 @@ def _connected(
         spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:
         raise _not_found(name, error) from error
-    tasks = {
-        f"{job}:{index}": address
-        for job, addresses in (spec.as_dict() if spec else {}).items()
-        for index, address in enumerate(addresses)
-    }
-    for address in tasks.values():
+    jobs = spec.as_dict() if spec else {}
+    for address in (address for addresses in jobs.values() for address in addresses):
         # TensorFlow tries to connect forever, and reports nothing.
-        if why := speaks_grpc(address, REACH_SECONDS):
+        if why := why_unreachable(address, REACH_SECONDS):
             raise StrategyError(
                 f"no TPU found at {name}: {address} {why}. {_seen()} Is the TPU running, is its"
                 " address right, may this host reach it?"
             )
     try:
-        with reporting_absent_peers("this process", tasks, name):
-            tf.config.experimental_connect_to_cluster(resolver)
-            tf.tpu.experimental.initialize_tpu_system(resolver)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         raise _not_found(name, error) from error
     return tf.distribute.TPUStrategy(resolver)
 
 
-def speaks_grpc(address: str, seconds: float) -> str | None:
-    """None where a gRPC server answers; otherwise what was wrong, to follow the address."""
+def why_unreachable(address: str, seconds: float) -> str:
+    """ "" if a gRPC server answers; otherwise what was wrong, to follow the address."""
 
-    def ask() -> str | None:
+    def connect() -> None:
         host, _, port = address.rpartition(":")
-        try:
-            server = socket.create_connection((host.strip("[]"), int(port)), seconds)
-        except (OSError, ValueError, OverflowError) as error:
-            return f"cannot be connected to ({error})"
-        with server, server.makefile("rb") as answer:
-            try:
-                server.sendall(PREFACE)
-                start = answer.read(_LENGTH + 1)
-            except TimeoutError:
-                return f"accepts connections, but said nothing for {seconds:g} s"
-            except OSError as error:
-                return f"broke the connection ({error})"
-        return None if start[_LENGTH:] == _SETTINGS else "answers, but does not speak gRPC"
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
 
     try:
         # Looking up a host's name has no limit of its own.
-        return call_with_timeout(2 * seconds + 1, ask)
-    except TimeoutError as error:
-        return f"cannot be looked at ({error})"
+        call_with_timeout(2 * seconds + 1, connect)
+    except (OSError, ValueError, OverflowError) as error:
+        return f"cannot be connected to ({error})"
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(seconds)
+        except grpc.FutureTimeoutError:
+            return f"accepts connections, but does not speak gRPC within {seconds:g} s"
+    return ""
 
 
 def _not_found(name: str, error: BaseException) -> StrategyError:

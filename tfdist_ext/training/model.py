@@ -25,7 +25,7 @@ from tfdist_ext.messages import counted, shown
 from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
-from tfdist_ext.strategies.spanning import check_spans_cluster
+from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import (
     check_equal_arrays,

@@ -1,6 +1,6 @@
 """Two real workers: losses of rows, state written in a loop, an optimizer with an `apply` of its
 own, a shuffled PyDataset, and tables: of rows, whose gradient has fewer slices in the last step of
-an execution than in those before, and of positions.
+an execution than in those before, and of positions; and `tfd.all_rows` in a loop in the graph.
 """
 
 from __future__ import annotations
@@ -53,6 +53,29 @@ class LossOfRows(keras.Sequential):
         return tf.reduce_sum((y - y_pred) ** 2, axis=1)
 
 
+class Contrasts(keras.Model):
+    """A loss for each row of the global batch, and a queue of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        self.queue = self.add_weight(shape=(12, 3), initializer="ones", trainable=False, name="q")
+
+    def call(self, x: Any) -> Any:
+        return self.network(x)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            every = tfd.all_rows(self(data[0]))
+            logits = tf.matmul(every, every, transpose_b=True)
+            labels = tf.range(tf.shape(logits)[0])
+            loss = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.queue.assign(tf.concat([every, self.queue], axis=0)[:12])
+        return {"loss": tf.reduce_mean(loss)}
+
+
 class Batches(keras.utils.PyDataset):
     num_batches = -(-ROWS // BATCH)
 
@@ -67,6 +90,12 @@ def of_rows() -> keras.Model:
     return model
 
 
+def of_all_rows() -> keras.Model:
+    model = Contrasts()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
+    return model
+
+
 def trained(strategy: tf.distribute.Strategy, seed: int) -> dict[str, list[Any]]:
     """Losses and weights after training in each way."""
     keras.utils.set_random_seed(seed)
@@ -75,7 +104,10 @@ def trained(strategy: tf.distribute.Strategy, seed: int) -> dict[str, list[Any]]
     keras.utils.set_random_seed(7)
     table = tfd.distribute(of_words, strategy)
     table.fit(IDS, Y[:40], batch_size=BATCH, epochs=2, verbose=0)
+    contrasts = tfd.distribute(of_all_rows, strategy)
+    contrasts.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return {
+        "all rows": contrasts.keras_model.get_weights(),
         "loss": losses,
         "weights": rows.keras_model.get_weights(),
         "table": table.keras_model.get_weights(),

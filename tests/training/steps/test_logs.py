@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from event_files import scalars
 from training_cases import distributed_fit, mirrored, plain_fit, strategy_of
 
 import tfdist_ext as tfd
@@ -103,20 +101,17 @@ class OwnLogs(keras.Model):
         }
 
 
-def own_logs(eager: bool = False) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        model = OwnLogs()
-        model.build((None, 3))
-        model.compile(keras.optimizers.SGD(0.5), run_eagerly=eager)
-        return model
-
-    return build
+def own_logs() -> keras.Model:
+    model = OwnLogs()
+    model.build((None, 3))
+    model.compile(keras.optimizers.SGD(0.5))
+    return model
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[dict[str, Any], dict[str, Any]]:
     """History and evaluation of plain Keras on one device."""
-    model, history = plain_fit(own_logs(), X, Y, **FIT)
+    model, history = plain_fit(own_logs, X, Y, **FIT)
     evaluated = model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
     return history, evaluated
 
@@ -127,15 +122,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_allclose(one[name], other[name], rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.long("default", "central_storage", "template")
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [("default", 1), ("mirrored", 2), ("central_storage", 2), ("template", 3)],
-)
-def test_they_are_those_of_one_device(expected: Any, name: str, replicas: int) -> None:
-    template = tfd.strategies.StrategyTemplate
-    strategy = template(replicas) if name == "template" else strategy_of(name, replicas)
-    ours, history = distributed_fit(own_logs(), X, Y, strategy=strategy, **FIT)
+def test_they_are_those_of_one_device(expected: Any) -> None:
+    ours, history = distributed_fit(own_logs, X, Y, **FIT)
     assert_same(history, expected[0])
     evaluated = ours.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
     assert_same(evaluated, expected[1])
@@ -143,22 +131,13 @@ def test_they_are_those_of_one_device(expected: Any, name: str, replicas: int) -
 
 def test_data_of_unknown_length_and_fixed_executions(expected: Any) -> None:
     def build() -> keras.Model:
-        model = own_logs()()
+        model = own_logs()
         model.steps_per_execution = 4
         return model
 
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).filter(lambda *_: True)
     _, history = distributed_fit(build, dataset, epochs=2)
     assert_same(history, expected[0])
-
-
-@pytest.mark.long
-def test_eager_steps(expected: Any) -> None:
-    ours, history = distributed_fit(own_logs(eager=True), X, Y, **FIT)
-    # A variable of a metric that the step reads by itself has this replica's rows alone.
-    assert_same({**history, "rows before": expected[0]["rows before"]}, expected[0])
-    evaluated = ours.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
-    assert_same({**evaluated, "rows before": expected[1]["rows before"]}, expected[1])
 
 
 class OneLog(keras.Sequential):
@@ -267,15 +246,6 @@ def test_a_metric_that_the_model_does_not_know_is_named() -> None:
 
     with pytest.raises(tfd.TrainingError, match=r"'seen/total'.*attribute of the model"):
         distributed_fit(lambda: OneLog(log), X, Y, **FIT)
-
-
-@pytest.mark.long
-def test_worker_tensorboard_has_them_over_its_own_rows(tmp_path: Path) -> None:
-    board = tfd.WorkerTensorBoard(tmp_path)
-    _, history = distributed_fit(own_logs(), X, Y, callbacks=[board], **FIT)
-    found = scalars(tmp_path / "worker-0")
-    for name in ("loss", "acc", "f1", "precision"):
-        np.testing.assert_allclose(list(found[name].values()), history[name], rtol=1e-5)
 
 
 def test_other_logs_keep_the_value_of_a_metric_of_their_name() -> None:

@@ -69,25 +69,9 @@ def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tu
     return assert_trains_as_keras(build, *data, strategy=mirrored(replicas), **{**FIT, **arguments})
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "reduction", ["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]
-)
-def test_reductions(reduction: str) -> None:
-    loss = keras.losses.MeanSquaredError(reduction=reduction)
-    slow = lambda: keras.optimizers.SGD(0.005)  # noqa: E731
-    same(dense(slow, loss=loss), X[:ROWS], Y[:ROWS], sample_weight=WEIGHTS)
-    plain, ours = same(masked(reduction), WORDS, NEXT)
-    np.testing.assert_allclose(
-        ours.evaluate(WORDS, NEXT, batch_size=16, verbose=0),
-        plain.evaluate(WORDS, NEXT, batch_size=16, verbose=0),
-        rtol=1e-5,
-    )
-
-
 def test_masks_with_sample_weights() -> None:
     weights = np.outer(WEIGHTS, [1, 2, 0.5, 0]).astype("float32")
-    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+    for reduction in ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"):
         same(masked(reduction), WORDS, NEXT, sample_weight=weights)
 
 
@@ -113,57 +97,23 @@ def test_a_class_that_is_ignored() -> None:
     same(build, X[:ROWS], RNG.integers(0, 3, ROWS))
 
 
-@pytest.mark.long
-def test_weights_of_classes() -> None:
-    same(dense(loss="binary_crossentropy"), X[:ROWS], Y[:ROWS], class_weight={0: 0.2, 1: 3.0})
-
-
-@pytest.mark.long
-def test_several_outputs_with_loss_weights() -> None:
-    def build() -> keras.Model:
-        inputs = keras.Input((5,))
-        hidden = keras.layers.Dense(4, "tanh")(inputs)
-        outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")]
-        model = keras.Model(inputs, outputs)
-        total = keras.losses.MeanSquaredError(reduction="sum")
-        model.compile(keras.optimizers.SGD(0.02), ["mae", total], loss_weights=[0.5, 0.1])
-        return model
-
-    weights = [WEIGHTS, WEIGHTS[::-1].copy()]
-    # Keras's log of an output's loss is another one in eager steps, where it knows the batch.
-    same(build, X[:ROWS], [Y[:ROWS], X[:ROWS, :1]], sample_weight=weights, eager=False)
-
-
-@pytest.mark.long(
-    "central_storage",
-    "[clipvalue",
-    "[global_clipnorm",
-    "[gradient_accumulation_steps-",
-    "[use_ema+ema_momentum-",
-    "[clipnorm",
-)
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+@pytest.mark.long("[clip")
 @pytest.mark.parametrize(
     "settings",
     [
         {"clipnorm": 0.05},
-        {"global_clipnorm": 0.05},
         {"clipvalue": 0.01},
-        {"gradient_accumulation_steps": 3},
         {"gradient_accumulation_steps": 2, "global_clipnorm": 0.05, "weight_decay": 0.1},
-        {"use_ema": True, "ema_momentum": 0.7},
         {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": 3},
     ],
     ids=lambda settings: "+".join(settings),
 )
-def test_what_optimizers_do_beside_their_update(name: str, settings: dict[str, Any]) -> None:
+def test_what_optimizers_do_beside_their_update(settings: dict[str, Any]) -> None:
     def optimizer() -> keras.optimizers.Optimizer:
         schedule = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.9)
         return keras.optimizers.SGD(schedule, momentum=0.5, **settings)
 
-    plain, ours = assert_trains_as_keras(
-        dense(optimizer), X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT
-    )
+    plain, ours = same(dense(optimizer), X[:ROWS], Y[:ROWS])
     for a, b in zip(plain.optimizer.variables, ours.keras_model.optimizer.variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
 
@@ -200,9 +150,7 @@ class Overflows(keras.layers.Layer):
         return x * tf.cast(x[:, :1], x.dtype)
 
 
-@pytest.mark.long("central_storage")
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
+def test_an_overflow_on_one_replica_skips_the_step_on_all() -> None:
     def build() -> keras.Model:
         keras.config.set_dtype_policy("mixed_float16")
         try:
@@ -218,7 +166,7 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(name: str) -> None:
     x = X[:48].copy()
     x[17, 0] = 60000.0  # in the second batch, on the first replica
     plain, _ = plain_fit(build, x, Y[:48], batch_size=16)
-    ours, _ = distributed_fit(build, x, Y[:48], batch_size=16, strategy=strategy_of(name, 3))
+    ours, _ = distributed_fit(build, x, Y[:48], batch_size=16, strategy=mirrored(3))
     assert_same_weights(plain, ours, 1e-5)
     optimizer = ours.keras_model.optimizer
     assert int(optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy()) == 2
@@ -250,42 +198,6 @@ def test_half_precision_overflows_where_it_does_on_one_device(scale: float) -> N
     assert_same_weights(plain, ours, 1e-6)
 
 
-class Signs(keras.optimizers.SGD):
-    """Does something with gradients that does not go with a weight."""
-
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        return super().apply_gradients([(tf.sign(g), v) for g, v in grads_and_vars])
-
-
-class Clips(keras.Model):
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x))
-        variables = self.trainable_variables
-        gradients = [tf.clip_by_norm(g, 0.01) for g in tape.gradient(loss, variables)]
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return {"squares": loss}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "kind"), [(Signs, keras.Model), (keras.optimizers.SGD, Clips)]
-)
-def test_what_comes_between_a_gradient_and_its_sum_sees_the_mean_of_the_part(
-    optimizer: Any, kind: Any
-) -> None:
-    """On the same rows for each replica it does what it does on one device."""
-
-    def build() -> keras.Model:
-        inputs = keras.Input((5,))
-        model = kind(inputs, keras.layers.Dense(1)(inputs))
-        model.compile(optimizer(0.1), "mse")
-        return model
-
-    x, y = np.tile(X[:4], (6, 1)), np.tile(Y[:4], (6, 1))
-    same(build, x, y, replicas=3, batch_size=12)
-
-
 class PenaltyOfGradients(keras.Model):
     """Its loss has gradients by all weights in it, of something else than the loss."""
 
@@ -309,39 +221,16 @@ class PenaltyOfGradients(keras.Model):
         return loss + 0.1 * tf.add_n([tf.reduce_sum(g * g) for g in tape.gradient(cubes, weights)])
 
 
-class SecondOptimizer(keras.Model):
-    """Applies another optimizer after Keras's step has applied the model's."""
-
-    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if not hasattr(self, "other"):
-            return super().compute_metrics(x, y, y_pred, sample_weight)
-        if not tf.distribute.in_cross_replica_context():
-            self.other.apply([tf.reduce_mean(y_pred, axis=0)], [self.level])
-        return super().compute_metrics(x, y, y_pred, sample_weight)
-
-
 def penalized() -> keras.Model:
     model = PenaltyOfGradients()
     model.compile(keras.optimizers.SGD(0.05), "mse")
     return model
 
 
-def with_second_optimizer() -> keras.Model:
-    inputs = keras.Input((5,))
-    model = SecondOptimizer(inputs, keras.layers.Dense(3)(inputs))
-    model.level = model.add_weight(shape=(3,), trainable=False, name="level")
-    model.other = keras.optimizers.SGD(0.1)
-    model.other.build([model.level])
-    model.compile(keras.optimizers.SGD(0.05), "mse")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "name"), [(penalized, "central_storage"), (with_second_optimizer, "mirrored")]
-)
-def test_the_loss_alone_is_weighted(build: Callable, name: str) -> None:
-    """Neither what other tapes give, nor what other optimizers get."""
-    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)
+def test_the_loss_alone_is_weighted() -> None:
+    """What other tapes give is not."""
+    strategy = strategy_of("central_storage", 3)
+    assert_trains_as_keras(penalized, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
 
 
 class LastSum(keras.metrics.Metric):
@@ -360,9 +249,7 @@ class LastSum(keras.metrics.Metric):
         return {"rows": self.rows, "level": self.level}  # variables, as Keras's guide returns them
 
 
-@pytest.mark.long("central_storage")
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_metrics_over_all_rows(name: str) -> None:
+def test_metrics_over_all_rows() -> None:
     metrics = [
         "accuracy",
         keras.metrics.AUC(num_thresholds=20),
@@ -375,7 +262,7 @@ def test_metrics_over_all_rows(name: str) -> None:
         made = [m if isinstance(m, str) else type(m).from_config(m.get_config()) for m in metrics]
         return dense(loss="binary_crossentropy", metrics=made)()
 
-    strategy = strategy_of(name, 3)
+    strategy = strategy_of("mirrored", 3)
     plain, expected = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
     ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=strategy, **FIT)
     assert_same_weights(plain, ours)
@@ -411,9 +298,7 @@ def test_moving_statistics_are_means_over_the_rows() -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), expected, atol=1e-6)
 
 
-@pytest.mark.long("central_storage")
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_synchronized_batch_normalization(name: str) -> None:
+def test_synchronized_batch_normalization() -> None:
     """With a mask; without one: tests/exactness."""
 
     def build() -> keras.Model:
@@ -424,19 +309,19 @@ def test_synchronized_batch_normalization(name: str) -> None:
         model.compile(keras.optimizers.SGD(0.05), "mse")
         return model
 
-    assert_trains_as_keras(build, WORDS, NEXT, strategy=strategy_of(name, 3), **FIT)
+    assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
 
 
-@pytest.mark.long("mirrored")
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_a_layer_that_writes_a_weight_in_its_call(name: str) -> None:
+def test_a_layer_that_writes_a_weight_in_its_call() -> None:
     def build() -> keras.Model:
         layer = keras.layers.SpectralNormalization(keras.layers.Dense(4))
         model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.05), "mse")
         return model
 
-    assert_trains_as_keras(build, X[:ROWS], Y[:ROWS], strategy=strategy_of(name, 3), **FIT)
+    assert_trains_as_keras(
+        build, X[:ROWS], Y[:ROWS], strategy=strategy_of("central_storage", 3), **FIT
+    )
 
 
 class Net(keras.Model):
@@ -459,31 +344,24 @@ def replicas() -> int:
 
 
 class LossOfItsOwn(Net):
-    """Written for one device, or for many: with and without a division by the replicas."""
-
-    def __init__(self, divided: bool) -> None:
-        super().__init__()
-        self.divided = divided
+    """Written for many devices, with a division by the replicas."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         loss = tf.reduce_mean(tf.abs(y - y_pred)) + super().compute_loss(x, y, y_pred)
-        return loss / replicas() if self.divided else loss
+        return loss / replicas()
 
 
-@pytest.mark.long("False")
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_loss_of_ones_own_divided_or_not(divided: bool) -> None:
-    same(lambda: compiled(LossOfItsOwn(divided)), X[:ROWS], Y[:ROWS])
+def test_a_custom_loss_divided_by_the_replicas() -> None:
+    same(lambda: compiled(LossOfItsOwn()), X[:ROWS], Y[:ROWS])
 
 
-@pytest.mark.long("plain")
-@pytest.mark.parametrize("compile_it", [False, True], ids=["plain", "tf.function"])
-def test_a_step_with_a_metric_of_single_numbers(compile_it: bool) -> None:
+def test_a_step_with_a_metric_of_single_numbers() -> None:
     class Step(Net):
         def __init__(self) -> None:
             super().__init__()
             self.seen = keras.metrics.Mean(name="seen")
 
+        @tf.function
         def train_step(self, data: Any) -> Any:
             x, y = data
             with tf.GradientTape() as tape:
@@ -493,9 +371,6 @@ def test_a_step_with_a_metric_of_single_numbers(compile_it: bool) -> None:
             self.seen.update_state(loss)
             return {"seen": self.seen.result(), "last": loss}
 
-        if compile_it:
-            train_step = tf.function(train_step)
-
     same(lambda: compiled(Step()), X[:ROWS], Y[:ROWS])
 
 
@@ -504,60 +379,6 @@ def test_the_number_of_replicas_is_told_outside_of_steps() -> None:
     assert strategy.num_replicas_in_sync == 3
     inside = strategy.run(lambda: tf.constant(replicas()))
     assert [int(n) for n in strategy.experimental_local_results(inside)] == [3, 3, 3]
-
-
-@pytest.mark.long
-def test_keras_under_a_strategy_of_its_own_is_left_alone() -> None:
-    """The same plain fit before and after this package is used in the process: row 4's error."""
-    with mirrored(2).scope():
-        keras.utils.set_random_seed(1)
-        theirs = dense()()
-    theirs.fit(X[:17], Y[:17], batch_size=16, epochs=3, shuffle=False, verbose=0)
-    plain, _ = plain_fit(dense(), X[:17], Y[:17], batch_size=16, epochs=3)
-    off = max(
-        np.abs(a - b).max() for a, b in zip(weights_of(plain), weights_of(theirs), strict=True)
-    )
-    assert off > 1e-3
-
-
-@pytest.mark.long
-def test_a_gradient_penalty() -> None:
-    class Smooth(Net):
-        def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    predicted = self(x, training=True)
-                slope = inner.gradient(predicted, x)
-                loss = self.compute_loss(y=y, y_pred=predicted) + tf.reduce_mean(slope**2)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            self._loss_tracker.update_state(loss)
-            return {"loss": self._loss_tracker.result()}
-
-    same(lambda: compiled(Smooth()), X[:ROWS], Y[:ROWS])
-
-
-@pytest.mark.long
-def test_eager_steps() -> None:
-    def build() -> keras.Model:
-        model = dense(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))()
-        model.run_eagerly = True
-        return model
-
-    same(build, X[:ROWS], Y[:ROWS])
-
-
-@pytest.mark.long("mirrored")
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_embeddings_under_adam(name: str) -> None:
-    def build() -> keras.Model:
-        model = masked("sum_over_batch_size")()
-        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.05), model.loss)
-        return model
-
-    assert_trains_as_keras(build, WORDS, NEXT, strategy=strategy_of(name, 3), **FIT)
 
 
 def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:

@@ -73,7 +73,6 @@ class CompiledAndOwn(Net):
 UNREDUCED = {"loss": keras.losses.MeanSquaredError(reduction=None)}
 
 
-@pytest.mark.long("MeanOfCompiled")
 @pytest.mark.parametrize(
     ("model", "settings"),
     [(OwnLoss, {}), (MeanOfCompiled, UNREDUCED), (CompiledAndOwn, UNREDUCED)],
@@ -84,10 +83,6 @@ def test_what_compute_loss_returns(model: type[Net], settings: dict[str, Any]) -
     assert ours.evaluate(X[:50], Y[:50], batch_size=16, verbose=0) == pytest.approx(
         plain.evaluate(X[:50], Y[:50], batch_size=16, verbose=0), rel=1e-5
     )
-
-
-def test_a_loss_of_rows_in_central_storage() -> None:
-    same(lambda: compiled(OwnLoss()), strategy=strategy_of("central_storage", 3))
 
 
 class Step(Net):
@@ -108,18 +103,9 @@ class Step(Net):
         return {"loss": self._loss_tracker.result()}
 
 
-class Rows(Step):
-    targets = Net.errors
-
-
 class Weighted(Step):
     targets = Net.errors
     weights_of_rows = staticmethod(lambda data: tf.abs(data[0][:, 0]))
-
-
-class RowsAndMean(Step):
-    def targets(self, data: Any) -> Any:
-        return {"rows": self.errors(data), "mean": tf.reduce_mean(self.errors(data))}
 
 
 class TwoMeans(Step):
@@ -151,11 +137,7 @@ class Penalized(Step):
         return tf.reduce_mean(errors) + tf.reduce_mean(inner.gradient(errors, data[0]) ** 2)
 
 
-STEPS = [Rows, Weighted, RowsAndMean, TwoMeans, Flat, Ragged, Penalized]
-
-
-@pytest.mark.long("[Weighted", "TwoMeans", "[Rows]", "[Flat", "RowsAndMean")
-@pytest.mark.parametrize("model", STEPS)
+@pytest.mark.parametrize("model", [Weighted, TwoMeans, Ragged, Penalized])
 def test_what_a_step_of_ones_own_differentiates(model: type[Step]) -> None:
     same(lambda: compiled(model()))
 
@@ -167,17 +149,11 @@ class Columns(Step):
         return (data[0] - self(data[0])) ** 2
 
 
-@pytest.mark.long("TwoMeans")
-@pytest.mark.parametrize("model", [Rows, Columns, TwoMeans])
+@pytest.mark.parametrize("model", [Columns, TwoMeans])
 def test_batches_of_a_known_size(model: type[Step]) -> None:
     """The size of a part, 8, is known in the graph then, and no dimension is unknown."""
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
     assert_trains_as_keras(lambda: compiled(model()), dataset, epochs=2)
-
-
-@pytest.mark.parametrize("model", [Rows, Columns])
-def test_rows_in_eager_steps(model: type[Step]) -> None:
-    same(lambda: compiled(model(), run_eagerly=True), epochs=1)
 
 
 def test_what_may_or_may_not_be_rows_is_refused_with_a_sentence() -> None:
@@ -231,8 +207,11 @@ def averaged_by(average: Callable[..., tf.Tensor], **settings: Any) -> Callable[
     return lambda: compiled(Averages())
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
-@pytest.mark.parametrize("settings", [{}, {"global_batch_size": 16}], ids=["rows", "number"])
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("central_storage", {}), ("mirrored", {"global_batch_size": 16})],
+    ids=["rows", "number"],
+)
 def test_a_sum_over_the_global_batch_size(strategy: str, settings: Any) -> None:
     """The last batch has 2 rows, and its sum is divided by 16 on one device, too."""
     same(averaged_by(tf.nn.compute_average_loss, **settings), strategy=strategy_of(strategy, 3))
@@ -243,13 +222,12 @@ def test_a_sum_over_the_global_batch_size(strategy: str, settings: Any) -> None:
     [
         functools.partial(tf.nn.compute_average_loss, global_batch_size=16),
         lambda *a, **k: tf.compat.v1.nn.compute_average_loss(*a, global_batch_size=16, **k),
-        lambda *a, **k: tf.compat.v2.nn.compute_average_loss(*a, global_batch_size=16, **k),
         # The sum of all rows on each replica is whole already.
         lambda losses, sample_weight: tf.nn.compute_average_loss(
             tfd.all_rows(losses), tfd.all_rows(sample_weight), tf.constant(16)
         ),
     ],
-    ids=["taken before", "v1", "v2", "all rows"],
+    ids=["taken before", "v1", "all rows"],
 )
 def test_other_ways_to_the_average(average: Any) -> None:
     same(averaged_by(average))

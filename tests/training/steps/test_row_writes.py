@@ -51,11 +51,6 @@ def concat(layer: Any, x: Any) -> None:
     layer.queue.assign(ops.concatenate([ops.stop_gradient(ops.normalize(x, axis=1)), kept]))
 
 
-def concat_of_columns(layer: Any, x: Any) -> None:
-    rows = tf.concat([tf.transpose(x), tf.transpose(layer.queue)], axis=1)[:, :ROWS]
-    layer.queue.assign(tf.transpose(rows))
-
-
 def places(layer: Any, x: Any) -> Any:
     return (layer.pointer + ops.arange(ops.shape(x)[0]))[:, None] % ROWS
 
@@ -63,10 +58,6 @@ def places(layer: Any, x: Any) -> Any:
 def scatter(layer: Any, x: Any) -> None:
     queue = tf.convert_to_tensor(layer.queue)
     layer.queue.assign(tf.tensor_scatter_nd_update(queue, places(layer, x), x))
-
-
-def scatter_update(layer: Any, x: Any) -> None:
-    layer.queue.assign(ops.scatter_update(layer.queue, places(layer, x), x))
 
 
 def slice_update(layer: Any, x: Any) -> None:
@@ -79,14 +70,6 @@ def padded(layer: Any, x: Any) -> None:
     is_new = tf.cast(tf.range(ROWS) < rows, tf.float32)[:, None]
     new = tf.pad(x, [[0, ROWS - rows], [0, 0]])
     layer.queue.assign(is_new * new + (1 - is_new) * layer.queue)
-
-
-def first_rows(layer: Any, x: Any) -> None:
-    layer.square.assign(0.9 * layer.square + 0.1 * x[:WIDTH])
-
-
-def in_cond(layer: Any, x: Any) -> None:
-    tf.cond(layer.pointer < 99, lambda: [concat(layer, x), 1][1], lambda: 1)
 
 
 def in_loop(layer: Any, x: Any) -> None:
@@ -112,11 +95,6 @@ def scatter_nd(layer: Any, x: Any) -> None:
     layer.queue.assign_sub(tf.scatter_nd(labels(layer, x), 0.1 * x, [ROWS, WIDTH]))
 
 
-def segment_sum(layer: Any, x: Any) -> None:
-    of_class = tf.math.unsorted_segment_sum(0.1 * x, labels(layer, x)[:, 0], ROWS)
-    layer.queue.assign_add(of_class)
-
-
 def slices(layer: Any, x: Any) -> None:
     shape = tf.constant([ROWS, WIDTH])
     layer.queue.assign_add(tf.IndexedSlices(0.1 * x, labels(layer, x)[:, 0], shape))
@@ -139,31 +117,24 @@ def model_that_writes(write: Any) -> keras.Model:
 
 WAYS = [
     concat,
-    concat_of_columns,
     scatter,
-    scatter_update,
     slice_update,
     padded,
-    first_rows,
-    in_cond,
     in_loop,
 ]
 
 
 BY_CLASS = [
-    *map(scattered, ["add", "max", "min", "sub"]),
-    *(scatter_nd, segment_sum, slices, scatter_of_the_variable),
+    *map(scattered, ["add", "max"]),
+    *(scatter_nd, slices, scatter_of_the_variable),
 ]
 
 
 @pytest.mark.parametrize("write", [*WAYS, *BY_CLASS, one_class])
 def test_rows_of_a_part_are_refused(write: Any) -> None:
-    name = "square" if write is first_rows else "queue"
     strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
     model = tfd.distribute(lambda: model_that_writes(write), strategy)
-    message = (
-        f"assigned to '.*/{name}(:0)?' must be the same on all 2 replicas, got rows .*all_rows"
-    )
+    message = "assigned to '.*/queue(:0)?' must be the same on all 2 replicas, got rows .*all_rows"
     with pytest.raises(tfd.TrainingError, match=message):
         model.fit(X, Y, batch_size=16, verbose=0)
 
@@ -252,8 +223,7 @@ def test_rows_of_all_replicas_are_not() -> None:
     def build() -> keras.Model:
         return model_that_writes(gathered)
 
-    for name in ("mirrored", "central_storage"):
-        strategy = strategy_of(name)
-        assert_trains_as_keras(
-            build, X[:50], Y[:50], strategy=strategy, eager=False, batch_size=16, epochs=2
-        )
+    central = strategy_of("central_storage")
+    assert_trains_as_keras(
+        build, X[:50], Y[:50], strategy=central, eager=False, batch_size=16, epochs=2
+    )
