@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import criteo_model
+import placement_models
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from placement_models import many_tables
+from placement_models import MODELS, many_tables
 
 from tfdist_ext.placement import (
     OnTask,
@@ -251,3 +254,36 @@ def test_a_hundred_thousand_variables(loads: bool) -> None:
     made = plan(many_tables(100_000, loads), 1000)
     assert made.imbalance <= 1.01
     assert made.load_imbalance <= 1.05
+
+
+PARAMETERS = {
+    "ResNet-50": 25_636_712,
+    "MobileNetV2": 3_538_984,
+    "EfficientNetB0": 5_330_564,
+    "BERT-large": 335_141_888,
+    "26 Criteo tables": 33_762_577 * 16,
+}
+# Where a kernel of one row, as (1, 1, 1024, 2048), is more than a task's share. Its bytes with
+# slots over the mean of 64 tasks are what no placement can beat.
+CANNOT_BE_EVEN = {("ResNet-50", 64), ("MobileNetV2", 64), ("EfficientNetB0", 64)}
+
+
+def test_the_example_has_the_same_tables() -> None:
+    assert criteo_model.CRITEO_ROWS == placement_models.CRITEO_ROWS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_shapes_are_those_of_the_model(name: str) -> None:
+    assert sum(math.prod(spec.shape) for spec in MODELS[name]()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 8, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_balance(name: str, tasks: int) -> None:
+    specs = MODELS[name]()
+    made = plan(specs, tasks)
+    if (name, tasks) in CANNOT_BE_EVEN:
+        row = max(spec.row_bytes for spec in specs)
+        assert max(made.bytes_by_task) == row
+    else:
+        assert made.imbalance <= 1.01

@@ -40,7 +40,7 @@ def create(ps: int = 3, **options: Any) -> Any:
         ([Rule("users/.*", OnDevice("GPU:0"))], ["on parameter servers must", "got device GPU:0"]),
         ({"users/.*": "task"}, ["'users/.*'", "got 'task'"]),
         (["users"], ["rules must be Rule", "'users'"]),
-        ("fastest", ["got 'fastest'. Use one of: balanced"]),
+        ("fastest", ["or \"balanced\", got 'fastest'"]),
         ("no_such_plan.json", ["'no_such_plan.json' cannot be read"]),
         (plan(SPECS, 2), ["got one for 2. Plan again"]),
         (plan(SPECS, devices=["CPU:0", "CPU:1"]), ["for the devices CPU:0, CPU:1"]),

@@ -29,7 +29,7 @@ def table(plan: PlacementPlan) -> str:
     held = sum(plan.bytes_by_task)
     parts = [
         f"{len(plan.specs)} variables, {size_text(held)}{' with optimizer slots' * slots}, on"
-        f" {plan.tasks} {where}, placed by policy {plan.policy}",
+        f" {plan.tasks} {where}",
         indent(columns(_by_task(plan), left=1), "  "),
         _balance(plan),
     ]
