@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist_ext.data import DataError, RecordRange, Shard, shard_files
+from tfdist_ext.data import DataError, Shard, shard_files
 from tfdist_ext.data.files import assign, files_of
 
 Write = Callable[..., str]
@@ -96,40 +95,11 @@ def test_other_files_than_records(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0.csv", "1.csv", "2.csv"]  # no index is built
 
 
-SAYS_RANGES = r"files for \d+ shards: each shard reads ranges of records"
-
-
-@pytest.mark.parametrize("count", [11, 55])
-def test_fewer_files_than_shards(folder: str, ten_files: list[str], count: int) -> None:
-    with pytest.warns(UserWarning, match=f"10 {SAYS_RANGES}") as said:
-        shards = [shard_files(f"{folder}/*.tfrecord", Shard(i, count)) for i in range(count)]
-    assert len(said) == count
-    assert said[0].filename == __file__
-    ranges = [part for shard in shards for part in shard]
-    assert all(isinstance(part, RecordRange) and part.start < part.stop for part in ranges)
-    for i, path in enumerate(ten_files):  # end to end, in order
-        parts = [part for part in ranges if part.path == path]
-        assert (parts[0].start, parts[-1].stop) == (0, i + 1)
-        assert all(a.stop == b.start for a, b in pairwise(parts))
-    assert ranges == sorted(ranges)
-    sizes = [sum(part.stop - part.start for part in shard) for shard in shards]
-    assert max(sizes) - min(sizes) <= 1  # all records have the same size here
-
-
-def test_fewer_records_than_shards(tmp_path: Path, write_records: Write) -> None:
-    path = write_records(tmp_path / "a", [b"x"] * 2)
-    with (
-        pytest.warns(UserWarning, match=SAYS_RANGES),
-        pytest.raises(DataError, match="each of 3 shards must have a record, got 2 records in"),
+def test_fewer_files_than_shards(ten_files: list[str]) -> None:
+    with pytest.raises(
+        DataError, match=r"10 files are not enough for 11 shards\. .*from_tfrecords"
     ):
-        shard_files(path, Shard(0, 3))
-
-
-def test_no_ranges_in_other_files(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("a,b\n" * 10)
-    warns = pytest.warns(UserWarning, match=SAYS_RANGES)
-    with warns, pytest.raises(DataError, match=r"/a\.csv: record 0 .*an uncompressed TFRecord"):
-        shard_files(tmp_path / "a.csv", Shard(0, 2))
+        shard_files(ten_files, Shard(0, 11))
 
 
 def test_a_truncated_file_is_an_error_of_its_shard(folder: str, write_records: Write) -> None:

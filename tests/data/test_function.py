@@ -112,7 +112,7 @@ def test_other_states_are_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("a dataset", "function must take a Shard"),
+        ("a dataset", r"function must take \(shard\)"),
         (lambda: None, r"function must take"),
         (lambda shard, count: None, r"function must take"),
     ],

@@ -209,9 +209,10 @@ def test_damaged_records_in_datasets(files: list[str]) -> None:
     for batched in (False, True):
         options: Any = {"global_batch_size": 30, "batched": batched}
         broken = from_tfrecords(files, numbers, **options)
-        for batches in (broken.dataset(), broken.dataset().as_numpy_iterator(), broken.batches()):
-            with pytest.raises(DataError, match=r"0\.tfrecord: record 0 at byte 0 is damaged: "):
-                list(batches)
+        with pytest.raises(DataError, match=r"^/.*0\.tfrecord: record 0 at byte 0 is damaged: "):
+            list(broken)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"0\.tfrecord: record 0 at byte"):
+            list(broken.dataset())
         data = from_tfrecords(files, numbers, **options, on_error="skip")
         with pytest.warns(UserWarning, match="skipped so far: 1"):
             found = [batch["number"].numpy().tolist() for batch in data.dataset()]

@@ -143,11 +143,6 @@ def test_what_cannot_be_padded_or_distributed() -> None:
         from_arrays(X, global_batch_size=10).dataset(remainder=Remainder.PAD)
     with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
         ordered().dataset(remainder="pad")
-    with pytest.raises(
-        DataError,
-        match=r"strategy must be a tf\.distribute\.Strategy, got 'mirrored'",
-    ):
-        ordered().distributed("mirrored")
 
 
 def test_shards_of_whatever_has_one() -> None:

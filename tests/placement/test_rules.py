@@ -58,7 +58,9 @@ def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
     "text", ["", "sharded()", "sharded(-1)", "task", "task one", "gpu 0", 4, None]
 )
 def test_what_is_no_placement(text: Any) -> None:
-    with pytest.raises(PlacementError, match=r"a placement must be written as .* device GPU:0, got"):
+    with pytest.raises(
+        PlacementError, match=r"a placement must be written as .* device GPU:0, got"
+    ):
         placement_from(text)
 
 

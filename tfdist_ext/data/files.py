@@ -6,48 +6,29 @@ import heapq
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist_ext.data.file_bytes import is_local, stamp_of
 from tfdist_ext.data.record_index import begins_with_record, indexes_of, is_index
-from tfdist_ext.data.shards import Shard, shard_range
+from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["RecordRange", "assign", "files_of", "shard_files"]
+__all__ = ["assign", "files_of", "shard_files"]
 
 _AT_ONCE = 16  # files; opening a remote file is mostly waiting
 
 Patterns = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
-class RecordRange(NamedTuple):
-    """Records of a TFRecord file.
-
-    Attributes:
-        path: of the file.
-        start: number of the first record, counted from 0 in the file.
-        stop: number after the last record.
-    """
-
-    path: str
-    start: int
-    stop: int
-
-
 @filter_traceback
-def shard_files(
-    patterns: Patterns, shard: Shard, *, check: bool = True
-) -> list[str] | list[RecordRange]:
+def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
     """The files of a shard. Each file belongs to one shard.
 
     Shards get about the same number of bytes: the largest file goes first, each to the shard with
-    the fewest bytes. If there are fewer files than shards, each shard gets about the same number
-    of records of the files instead, and a warning says so. The files must be uncompressed TFRecord
-    files then.
+    the fewest bytes.
 
     Args:
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, for whatever
@@ -58,11 +39,11 @@ def shard_files(
             record or has "tfrecord" in its name.
 
     Returns:
-        Sorted paths, or ranges of records in the order of paths.
+        Sorted paths.
 
     Raises:
-        DataError: a pattern matches no file, or a file cannot be read or is truncated. The error
-            names it.
+        DataError: a pattern matches no file; there are fewer files than shards; or a file cannot be
+            read or is truncated.
     """
     if not isinstance(shard, Shard):
         raise DataError(
@@ -70,7 +51,10 @@ def shard_files(
         )
     files = files_of(patterns)
     if len(files) < shard.count:
-        return _ranges(files, shard)
+        raise DataError(
+            f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
+            " from_tfrecords, which shares out records."
+        )
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         sizes = [size for size, _ in pool.map(stamp_of, files)]
         mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
@@ -131,25 +115,3 @@ def assign(sizes: Sequence[int], count: int) -> list[list[int]]:
         shares[share].append(position)
         heapq.heappush(filled, (total + sizes[position], number + 1, share))
     return [sorted(share) for share in shares]
-
-
-def _ranges(files: list[str], shard: Shard) -> list[RecordRange]:
-    warn(
-        f"{len(files)} files for {shard.count} shards: each shard reads ranges of records inside"
-        f" of files. With {shard.count} files or more, each would read files of its own."
-    )
-    indexes = indexes_of(files)
-    records = sum(index.records for index in indexes)
-    if records < shard.count:
-        raise DataError(
-            f"each of {shard.count} shards must have a record, got {records} records in"
-            f" {len(files)} files. Use fewer workers, or give the same data to each."
-        )
-    mine = shard_range(records, shard)
-    found, first = [], 0  # the number of a file's first record
-    for index in indexes:
-        start, stop = max(mine.start - first, 0), min(mine.stop - first, index.records)
-        if start < stop:
-            found.append(RecordRange(index.path, start, stop))
-        first += index.records
-    return found

@@ -34,17 +34,8 @@ class FunctionDataset(ShardedDataset):
         takes_epoch: whether the function is called anew for each epoch.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., tf.data.Dataset],
-        global_batch_size: int | None,
-    ):
+    def __init__(self, function: Callable[..., tf.data.Dataset], global_batch_size: int | None):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
-        if not callable(function):
-            raise DataError(
-                f"function must take a Shard and return a tf.data.Dataset, got {shown(function)};"
-                " write `def data(shard): ...`."
-            )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
         self._batch = global_batch_size
@@ -132,7 +123,10 @@ class FunctionDataset(ShardedDataset):
                 )
             found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
-        elif not _in_batches(found.element_spec):
+        elif any(
+            isinstance(part, tf.TensorSpec) and part.shape.rank == 0
+            for part in tf.nest.flatten(found.element_spec)
+        ):
             raise DataError(
                 "the function's dataset must have batches, got single examples: its element_spec"
                 f" is {found.element_spec}. Call .batch(n) in the function, or give"
@@ -190,19 +184,11 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables do not tell
-        return False
-    takes_epoch = "epoch" in signature.parameters
-    try:
+        takes_epoch = "epoch" in signature.parameters
         signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
-    except TypeError:
+    except (TypeError, ValueError):
         raise DataError(
-            f"function must take (shard) or (shard, epoch=number), got the signature {signature};"
-            " write `def data(shard): ... dataset.shard(shard.count, shard.index)`."
+            f"function must take (shard) or (shard, epoch=number), got {shown(function)}; write"
+            " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
-
-
-def _in_batches(spec: Any) -> bool:
-    shapes = [getattr(part, "shape", None) for part in tf.nest.flatten(spec)]
-    return not any(shape is not None and shape.rank == 0 for shape in shapes)

@@ -3,11 +3,9 @@
 The order is a pseudorandom permutation by a block cipher with cycle walking, TensorFlow's
 `RandomIndexShuffle`. Each position is computed by itself, so memory does not grow with n.
 
-`tf.random.experimental.index_shuffle` is the same operation with 4 rounds of the cipher and a part
-of the seed, which mixes too little: neighbors in the order are near each other in the data, the
-orders of two epochs are almost equal, and some seeds give the same order. Here the cipher has 16
-rounds, and every bit of the key depends on the whole seed and the epoch (docs/tensorflow_facts.md,
-`tests/data/test_order.py`).
+`tf.random.experimental.index_shuffle` is the same operation with 4 rounds, which mixes too little
+(docs/tensorflow_facts.md). Here the cipher has 16 rounds, and every bit of the key depends on the
+whole seed and the epoch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.fingerprint import difference
 from tfdist_ext.data.order import Order, key_in_graph
-from tfdist_ext.data.pipelines import in_parallel, with_data_errors
+from tfdist_ext.data.pipelines import in_parallel
 from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
 from tfdist_ext.data.sharded import (
     ShardedDataset,
@@ -90,7 +90,7 @@ class OrderedDataset(ShardedDataset):
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
         parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
-        return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
+        return sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP

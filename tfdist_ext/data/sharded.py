@@ -161,7 +161,7 @@ class ShardedDataset(abc.ABC):
         """The rest of the position's epoch as per-replica batches, to iterate over.
 
         Raises:
-            DataError: no strategy, or a strategy whose steps run in other processes.
+            DataError: a strategy whose steps run in other processes.
         """
 
     def end_epoch(self) -> None:
@@ -182,11 +182,7 @@ class ShardedDataset(abc.ABC):
 
 
 def check_state_fields(state: object, current: Mapping[str, Any]) -> None:
-    """Check that a state has the fields of the current one.
-
-    Raises:
-        DataError: it has others.
-    """
+    """Raise DataError unless a state has the fields of the current one."""
     if not isinstance(state, Mapping) or state.keys() != current.keys():
         raise DataError(
             f"state must have the fields {', '.join(current)}, got {shown(state)}; give what"
@@ -195,10 +191,7 @@ def check_state_fields(state: object, current: Mapping[str, Any]) -> None:
 
 
 def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
-    """With options, so that tf.distribute does not shard a shard again, and does not choose AUTO.
-
-    If the dataset is all of the data, workers still share it, by the policy DATA.
-    """
+    """The dataset with options, so that tf.distribute does not shard a shard again."""
     policies = tf.data.experimental.AutoShardPolicy
     policy = policies.OFF if shard.count > 1 else policies.DATA
     options = tf.data.Options()
@@ -206,16 +199,8 @@ def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def check_reads_here(strategy: object) -> None:
-    """
-    Raises:
-        DataError: no strategy, or one whose workers run steps in other processes.
-    """
-    if not isinstance(strategy, tf.distribute.Strategy):
-        raise DataError(
-            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy() makes"
-            " one."
-        )
+def check_reads_here(strategy: tf.distribute.Strategy) -> None:
+    """Raise DataError if the steps of a strategy run in other processes."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
             "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"

@@ -145,11 +145,6 @@ class ShardRange(NamedTuple):
     padding: int = 0
 
     @property
-    def rows(self) -> range:
-        """The numbers of the real rows."""
-        return range(self.start, self.stop)
-
-    @property
     def size(self) -> int:
         """Rows of the shard, padding included."""
         return self.stop - self.start + self.padding

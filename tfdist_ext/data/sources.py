@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -46,7 +47,10 @@ class Arrays:
 
     def __init__(self, arrays: Any):
         self._arrays = tf.nest.map_structure(_as_array, _without_lists(arrays))
-        self._named = dict(_with_paths(self._arrays))
+        self._named = {
+            "/".join(map(str, path)) or "x": array
+            for path, array in keras.tree.flatten_with_path(self._arrays)
+        }
         if not self._named:
             raise DataError("arrays must hold at least one array, got an empty structure.")
         for name, array in self._named.items():
@@ -114,21 +118,6 @@ def _as_array(value: Any) -> np.ndarray:
         f"an array must have a dtype that tensors have, got {array.dtype}: {shown(value)}. Convert"
         " it, for example to float32, int64 or S20 (texts)."
     )
-
-
-def _with_paths(structure: Any, path: str = "") -> list[tuple[str, np.ndarray]]:
-    """(path, array) of each array, as ("0/image", ...)."""
-    if isinstance(structure, dict):
-        items = [(key, structure[key]) for key in sorted(structure)]
-    elif isinstance(structure, tuple):
-        items = list(enumerate(structure))
-    else:
-        return [(path or "x", structure)]
-    return [
-        found
-        for key, inner in items
-        for found in _with_paths(inner, f"{path}/{key}" if path else str(key))
-    ]
 
 
 def _on_disk(array: np.ndarray) -> bool:
