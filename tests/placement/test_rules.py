@@ -98,11 +98,6 @@ def test_a_rule_for_the_path_settles_two_expressions() -> None:
     assert list(made.fixed) == ["head"]
 
 
-def test_a_path_that_is_no_expression_is_still_a_path() -> None:
-    made = plan([VariableSpec("a(b", (2,)), VariableSpec("c", (2,))], 2, rules={"a(b": "task 1"})
-    assert made.tasks_of("a(b") == (1,)
-
-
 @pytest.mark.parametrize("where", [{"tasks": 3}, {"devices": ["CPU:0", "CPU:1", "CPU:2"]}])
 def test_a_piece_on_each_task_or_device(where: Any) -> None:
     rules = {"table": "sharded", "rows": Sharded(), "scale": Sharded()}
@@ -120,7 +115,6 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
     [
         ({"embedding/[": "task 0"}, "got 'embedding/['"),
         ({"embeding/users": "task 0"}, "'embeding/users' (task 0) matches no .* 'embedding/users'"),
-        ({"embedding": "task 0"}, "'embedding' .* matches no variable"),  # a full match only
         (
             {"embedding/.*": "task 0", ".*/users": "sharded(2)"},
             "match 'embedding/users', got 'embedding/.*' (task 0) and '.*/users' (sharded(2)).",
@@ -133,10 +127,7 @@ def test_a_piece_on_each_task_or_device(where: Any) -> None:
         ({"head/bias": "sharded(3)"}, "'head/bias' must .* got shape (2,): it has only 2 rows"),
         ({"scale": "sharded(2)"}, "'scale' must .* to be sharded(2), got .* it is a scalar"),
         ({"scale": "mirrored"}, "'scale' on parameter servers must .* got mirrored, which"),
-        ({"scale": "owned"}, "'scale' on parameter servers must .* got owned, which"),
-        ({"scale": "device CPU:0"}, "'scale' on parameter servers must .* got device CPU:0, which"),
         ({"scale": "everywhere"}, "the rule 'scale': .* got 'everywhere'"),
-        ({"scale": 3}, "the rule 'scale': a placement must be"),
         ({"": "task 0"}, "pattern must be a text"),
         (["scale"], 'rules must be Rule("pattern", placement)'),
     ],

@@ -23,17 +23,12 @@ def test_bytes_of_a_variable() -> None:
     ("arguments", "named"),
     [
         ({"path": ""}, "path must be a text that is not empty"),
-        ({"path": 3}, "path must be a text"),
         ({"shape": (None, 3)}, "'v' must be an integer of at least 0"),
         ({"shape": (-1,)}, "every dimension of 'v'"),
-        ({"shape": (2.5,)}, "every dimension of 'v'"),
-        ({"shape": 7}, "every dimension of 'v'"),
         ({"dtype": "float31"}, 'Did you mean "float32"'),
         ({"slots": -1}, "slots of 'v'"),
-        ({"slots": True}, "slots of 'v'"),
         ({"slot_bytes": 1.5}, "slot_bytes of 'v'"),
         ({"load": float("nan")}, "load of 'v'"),
-        ({"load": -1}, "load of 'v'"),
         (
             {"shape": (2**40, 2**40)},
             r"'v' must have at most 2\*\*60 bytes, got the shape \(",
