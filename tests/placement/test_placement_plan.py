@@ -27,7 +27,7 @@ def test_the_table() -> None:
         "ps 0  9.41 GiB    1.000",
         "18.63 GiB",  # the budget
         "imbalance 1.000 (fullest over mean bytes)",
-        "b                           (20000000, 250)     18.63 GiB  2 pieces: ps 1, 2",
+        "b                           (20000000, 250)     18.63 GiB  2 pieces: ps 1, ps 2",
         "a                           (10000000, 250)      9.31 GiB  ps 0",
         "conv1_.*  sharded(1)  6 variables",
         "a         task 0      1 variable",

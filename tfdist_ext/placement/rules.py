@@ -216,13 +216,13 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
             that is no expression, or a rule that matches no path.
     """
     known = set(paths)
-    given = _different(rules)
+    given = checked_rules(rules)
     exact = {rule.pattern: rule for rule in given if rule.pattern in known}
     matched: dict[str, Rule] = {}
     for rule in given:
         if rule.pattern in exact:
             continue
-        matches = _compiled(rule).fullmatch
+        matches = re.compile(rule.pattern).fullmatch
         mine = [path for path in paths if matches(path)]
         if not mine:
             raise PlacementError(
@@ -247,32 +247,16 @@ def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
     Raises:
         PlacementError: two expressions match the path.
     """
-    mine = [rule for rule in rules if rule.pattern == path or _compiled(rule).fullmatch(path)]
+    mine = [rule for rule in rules if rule.pattern == path or re.fullmatch(rule.pattern, path)]
     return rules_of([path], mine).get(path)
 
 
 def checked_rules(rules: Rules) -> tuple[Rule, ...]:
-    """The rules, if no paths are known yet.
+    """The rules, checked without paths.
 
     Raises:
         PlacementError: no rule, two rules with one pattern, or a pattern that is no expression.
     """
-    given = _different(rules)
-    for rule in given:
-        _compiled(rule)
-    return given
-
-
-def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
-    """Advice on a path or pattern that nothing answers to."""
-    words = re.sub(r"[^\w/.-]|\.[*+?]", "", pattern)
-    close = difflib.get_close_matches(words[:200], paths[:_COMPARED], n=3, cutoff=0.3)
-    if not close:
-        close = list(paths[:3])
-    return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
-
-
-def _different(rules: Rules) -> tuple[Rule, ...]:
     seen: dict[str, Rule] = {}
     for rule in rules_from(rules) if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, Rule):
@@ -284,15 +268,21 @@ def _different(rules: Rules) -> tuple[Rule, ...]:
                 f"each rule must have a pattern of its own, got {rule.pattern!r} twice:"
                 f" {seen[rule.pattern].placement} and {rule.placement}. Keep one."
             )
+        try:
+            re.compile(rule.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise PlacementError(
+                "the pattern of a rule must be a regular expression, got"
+                f" {rule.pattern!r}: {error}. Escape special characters of a path."
+            ) from None
         seen[rule.pattern] = rule
     return tuple(seen.values())
 
 
-def _compiled(rule: Rule) -> re.Pattern[str]:
-    try:
-        return re.compile(rule.pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PlacementError(
-            "the pattern of a rule must be a variable's path or a regular expression, got"
-            f" {rule.pattern!r}: {error}."
-        ) from None
+def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
+    """Advice on a path or pattern that nothing answers to."""
+    words = re.sub(r"[^\w/.-]|\.[*+?]", "", pattern)
+    close = difflib.get_close_matches(words[:200], paths[:_COMPARED], n=3, cutoff=0.3)
+    if not close:
+        close = list(paths[:3])
+    return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
