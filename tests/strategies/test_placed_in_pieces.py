@@ -343,7 +343,7 @@ def test_loops_and_statistics_in_pieces() -> None:
 
 
 def test_a_rule_that_cuts_what_has_too_few_rows(strategy: Any) -> None:
-    said = r"'table' must have a row for each piece to be sharded, .* it is a scalar"
+    said = r"the rule 'table' \(sharded\) must match variables with rows, got the scalar 'table'"
     with strategy.scope(), pytest.raises(tfd.PlacementError, match=said):
         tf.Variable(1.0, name="table")
     with pytest.raises(tfd.PlacementError, match=r"'head/bias' must have a row .* only 2 rows"):

@@ -108,6 +108,11 @@ class DevicePlacer:
         if isinstance(placement, Balanced):
             owned = spec.trainable and spec.weight_bytes >= self._owned_from
             return Owned() if owned else Mirrored()
+        if isinstance(placement, Sharded) and not spec.shape:
+            raise PlacementError(
+                f"{rule} must match variables with rows, got the scalar {spec.path!r}. Narrow the"
+                " pattern."
+            )
         self._targets.index_of(spec, placement)  # it must have the rows
         return placement
 

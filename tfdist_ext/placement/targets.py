@@ -88,8 +88,8 @@ class Targets:
             return placement.task
         if isinstance(placement, OnTask):
             raise PlacementError(
-                f"{spec.path!r} in a plan for devices must be on a device, got {placement!s}: write"
-                f" OnDevice({self.devices[0]!r}), or device {self.devices[0]} in a file."
+                f"{spec.path!r} on devices must be mirrored, owned, sharded(N), balanced or device"
+                f" {self.devices[0]}, got {placement!s}, which is for parameter servers."
             )
         if not isinstance(placement, OnDevice):
             return None
