@@ -40,7 +40,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--budget", action="append", metavar="SIZE", help=budget)
     rule = "'task 0', 'sharded(4)' or 'balanced' for paths that match; may be repeated"
     add("--rule", action="append", default=[], metavar="PATTERN=PLACEMENT", help=rule)
-    add("--policy", metavar="NAME", help="balanced (default), greedy or round_robin, for the rest")
     picture = "draw the plan, .svg or .png (needs matplotlib)"
     add("--picture", type=Path, metavar="FILE", help=picture)
     add("--json", type=Path, metavar="FILE", help="write the plan, to be applied")
@@ -85,7 +84,6 @@ def _planned(options: argparse.Namespace, rules: Sequence[Rule]) -> PlacementPla
         rules=rules,
         optimizer=options.optimizer,
         budget=budget[0] if budget and len(budget) == 1 else budget,
-        policy=options.policy,
     )
 
 

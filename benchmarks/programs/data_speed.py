@@ -29,7 +29,7 @@ def write():
             content = os.urandom(2 * size)
             for i in range(records * number // FILES, records * (number + 1) // FILES):
                 writer.write(content[i % size :][:size])
-    tfd.data.Records(files)  # makes the index
+    tfd.data.from_tfrecords(files, parse, global_batch_size=batch)  # makes the index
 
 
 def parse(record):

@@ -63,7 +63,7 @@ model.fit(data, epochs=EPOCHS, checkpoint_dir=folder, checkpoint_every=8, callba
 found = {
     "losses": curve.losses,
     "weights": [w.tolist() for w in model.keras_model.get_weights()],
-    "bytes": data.source.records.bytes_read,
+    "bytes": data.source.bytes_read,
     "steps": data.steps,
     "epochs": EPOCHS,
 }

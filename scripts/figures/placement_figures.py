@@ -15,15 +15,7 @@ import tensorflow as tf
 from placement_models import bert_large, criteo_tables, many_tables
 
 from tfdist_ext import cli
-from tfdist_ext.placement import (
-    PlacementPlan,
-    VariableSpec,
-    greedy,
-    partitioned,
-    plan,
-    round_robin,
-    size_text,
-)
+from tfdist_ext.placement import PlacementPlan, VariableSpec, plan, size_text
 from tfdist_ext.placement.live.learning import learn_specs
 
 PLAN, PLAN_END = "<!-- plan begin -->\n", "<!-- plan end -->\n"
@@ -112,23 +104,46 @@ def _row(model: str, specs: list[VariableSpec], tasks: int) -> Row:
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
         MIN_SHARD_BYTES, max_shards=tasks
     )
-    cut = partitioned(partitioner, round_robin, shape_type=tf.TensorShape, dtype_type=tf.as_dtype)
-    in_pieces = plan(specs, tasks, policy=cut)
+    whole = [1] * len(specs)
+    pieces = [
+        min(partitioner(tf.TensorShape(spec.shape), tf.as_dtype(spec.dtype))[0], spec.rows)
+        if spec.shape
+        else 1
+        for spec in specs
+    ]
     made = plan(specs, tasks)
     largest = max(specs, key=lambda spec: spec.row_bytes)
     return Row(
         model=model,
         size=sum(spec.bytes for spec in specs),
         tasks=tasks,
-        round_robin=plan(specs, tasks, policy=round_robin).imbalance,
-        greedy=plan(specs, tasks, policy=greedy).imbalance,
-        partitioned=in_pieces.imbalance,
-        partitioned_pieces=_pieces(in_pieces),
+        round_robin=_imbalance(_in_turn(specs, whole, tasks)),
+        greedy=_imbalance(_greedy(specs, tasks)),
+        partitioned=_imbalance(_in_turn(specs, pieces, tasks)),
+        partitioned_pieces=sum(pieces),
         planner=made.imbalance,
         planner_pieces=_pieces(made),
         bound=max(1.0, largest.row_bytes * tasks / sum(spec.bytes for spec in specs)),
         uncut=f"`{largest.path}` {largest.shape}" if largest.rows == 1 else "rows",
     )
+
+
+def _in_turn(specs: list[VariableSpec], pieces: list[int], tasks: int) -> list[int]:
+    """Bytes of each task if pieces go to tasks in turn, as TensorFlow does it."""
+    sizes = [size for spec, n in zip(specs, pieces, strict=True) for size in spec.piece_bytes(n)]
+    return [sum(sizes[task::tasks]) for task in range(tasks)]
+
+
+def _greedy(specs: list[VariableSpec], tasks: int) -> list[int]:
+    """Bytes of each task if each variable goes to the task with the fewest bytes so far."""
+    held = [0] * tasks
+    for spec in specs:
+        held[held.index(min(held))] += spec.bytes
+    return held
+
+
+def _imbalance(held: list[int]) -> float:
+    return max(held) * len(held) / sum(held)
 
 
 def _pieces(made: PlacementPlan) -> int:

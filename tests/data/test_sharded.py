@@ -1,325 +1,153 @@
-"""ShardedDataset: each example once an epoch, in one order, from arrays and from record files."""
+"""Loops of one's own: `for batch in data`, over replicas, with padding; and how far they are."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.data import DataError, Shard, from_arrays, from_source, from_tfrecords
-
-ROWS = 53
-X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
-Y = np.arange(ROWS)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("records")
-    for number, rows in enumerate(np.array_split(Y, 4)):
-        with tf.io.TFRecordWriter(str(folder / f"part-{number}.tfrecord")) as writer:
-            for row in rows:
-                writer.write(tf.io.serialize_tensor(X[row]).numpy() + bytes([int(row)]))
-    return str(folder / "*.tfrecord")
-
-
-def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    row = tf.cast(tf.io.decode_raw(tf.strings.substr(record, -1, 1), tf.uint8)[0], tf.int64)
-    length = tf.strings.length(record) - 1
-    x = tf.io.parse_tensor(tf.strings.substr(record, 0, length), tf.float32)
-    return tf.ensure_shape(x, [3]), row
-
-
-def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
-    settings = {"global_batch_size": 10, "seed": 3, **options}
-    if kind == "records":
-        return from_tfrecords(files, parse, **settings)
-    if kind == "mapped":
-        np.save(folder / "x.npy", X)
-        return from_arrays((np.load(folder / "x.npy", mmap_mode="r"), Y), **settings)
-    return from_arrays((X, Y), **settings)
-
-
-@pytest.mark.long("mapped")
-@pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
-def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
-    data = of(kind, files, tmp_path)
-    assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
-    for epoch in (0, 1):
-        whole = [(x.numpy(), y.numpy()) for x, y in data.dataset(epoch=epoch)]
-        assert [len(y) for _, y in whole] == [10, 10, 10, 10, 10, 3]
-        assert sorted(np.concatenate([y for _, y in whole])) == list(range(ROWS))
-        for x, y in whole:
-            np.testing.assert_array_equal(x, X[y])
-        for count in (2, 4, 7):
-            shards = [list(data.dataset(Shard(i, count), epoch)) for i in range(count)]
-            for step, (_, y) in enumerate(whole):
-                parts = [shards[i][step][1].numpy() for i in range(count)]
-                np.testing.assert_array_equal(np.concatenate(parts), y)
-
-
-def test_all_sources_have_one_order(files: str, tmp_path: Path) -> None:
-    """Its examples are numbered alike, so the same numbers come in the same order."""
-    orders = [
-        np.concatenate([y.numpy() for _, y in of(kind, files, tmp_path).dataset()])
-        for kind in ("arrays", "mapped", "records")
-    ]
-    np.testing.assert_array_equal(orders[0], orders[1])
-    np.testing.assert_array_equal(orders[0], orders[2])
-
-
-def test_epochs_and_seeds_are_other_orders() -> None:
-    def order(seed: int | None, epoch: int) -> list[int]:
-        data = from_arrays(Y, global_batch_size=10, seed=seed)
-        return np.concatenate([y.numpy() for y in data.dataset(epoch=epoch)]).tolist()
-
-    assert order(None, 0) == order(None, 5) == Y.tolist()
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
-def test_a_state_goes_on_with_another_number_of_shards() -> None:
-    data = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
-    expected = [batch["y"].numpy() for epoch in (0, 1) for batch in data.dataset(epoch=epoch)]
-    data.advance(6 + 2)
-    state = data.state()
-    assert (state["epoch"], state["examples"], state["seed"]) == (1, 20, 1)
-    again = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
-    again.restore(state)
-    parts = [list(again.dataset(Shard(i, 3))) for i in range(3)]
-    rest = [np.concatenate([part[k]["y"].numpy() for part in parts]) for k in range(4)]
-    assert len(parts[0]) == 4
-    for found, wanted in zip(rest, expected[8:], strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    again.advance(4)
-    assert again.position == (2, 0)
-
-
-def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path: Path) -> None:
-    data = from_arrays((X, Y), global_batch_size=10, seed=1)
-    state = data.state()
-    with pytest.raises(DataError, match="0: shape"):
-        from_arrays((X[:-1], Y[:-1]), global_batch_size=10, seed=1).restore(state)
-    with pytest.raises(
-        DataError, match=r"seed must be 2, as that of .*got 1: other examples would be"
-    ):
-        from_arrays((X, Y), global_batch_size=10, seed=2).restore(state)
-    with pytest.raises(DataError, match="unknown: 'place'"):
-        data.restore({**state, "place": 3})
-    with pytest.raises(DataError, match="changed"):
-        of("records", files, tmp_path, seed=1).restore(state)
-
-
-def test_parts_for_replicas_go_through_epochs() -> None:
-    data = from_arrays(Y, global_batch_size=10, seed=5)
-    expected = [y.numpy() for epoch in (0, 1) for y in data.dataset(epoch=epoch)]
-    found = list(data.parts(0, 4, 4, begin=5).take(3))  # a batch of 3 rows for 4 replicas first
-    assert [[int(mine) for mine, _, _ in parts] for parts in found] == [
-        [0, 1, 1, 1],
-        [2, 3, 2, 3],
-        [2, 3, 2, 3],
-    ]
-    for parts, wanted in zip(found, expected[5:], strict=False):
-        rows = np.concatenate([rows.numpy()[: int(mine)] for mine, _, rows in parts])
-        np.testing.assert_array_equal(rows, wanted)
-        assert {int(size) for _, size, _ in parts} == {len(wanted)}
-        assert all(len(rows) >= 1 for _, _, rows in parts)
-
-
-def parse_many(records: tf.Tensor) -> dict[str, tf.Tensor]:
-    row = tf.cast(tf.io.decode_raw(tf.strings.substr(records, -1, 1), tf.uint8)[:, 0], tf.int64)
-    if tf.size(records) > 10**6:  # autograph
-        row = -row
-    start = tf.strings.length(records) - 13
-    bytes_of_x = tf.strings.substr(records, start, tf.fill(tf.shape(start), 12))
-    return {"x": tf.ensure_shape(tf.io.decode_raw(bytes_of_x, tf.float32), [None, 3]), "y": row}
-
-
-def test_a_batch_of_records_is_parsed_at_once(files: str) -> None:
-    one = from_tfrecords(files, parse, global_batch_size=10, seed=3)
-    many = from_tfrecords(files, parse_many, global_batch_size=10, seed=3, batched=True)
-    assert many.element_spec == {
-        "x": tf.TensorSpec([None, 3], tf.float32),
-        "y": tf.TensorSpec([None], tf.int64),
-    }
-    sizes = []
-    for i in range(4):  # the last batch has 3 rows: one part has none
-        parts = zip(one.dataset(Shard(i, 4)), many.dataset(Shard(i, 4)), strict=True)
-        for (x, y), found in parts:
-            np.testing.assert_array_equal(found["x"], x)
-            np.testing.assert_array_equal(found["y"], y)
-            sizes.append(len(y))
-    assert (sum(sizes), min(sizes)) == (ROWS, 0)
-    parts = zip(one.parts(0, 4, 4, begin=5).take(3), many.parts(0, 4, 4, begin=5), strict=False)
-    for of_one, of_many in parts:
-        for (mine, size, (_, y)), (mine_many, size_many, found) in zip(
-            of_one, of_many, strict=True
-        ):
-            assert (int(mine), int(size)) == (int(mine_many), int(size_many))
-            np.testing.assert_array_equal(found["y"], y)
-    many.restore(one.state())  # the same data in the same order
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(lambda records: tf.size(records), id="scalar"),
-        pytest.param(lambda records: tf.zeros([2, 3]), id="two"),
-        pytest.param(lambda records: {"a": tf.strings.split(records)}, id="ragged"),
-        pytest.param(lambda records: 3.0, id="number"),
-    ],
+import tfdist_ext as tfd
+from tfdist_ext.data import (
+    DataError,
+    Remainder,
+    Shard,
+    from_arrays,
+    from_dataset_fn,
+    shard_range,
 )
-def test_parse_of_many_records_gives_a_row_for_each(files: str, wrong: Any) -> None:
-    with pytest.raises(DataError, match=r"a row for each record, of shape \[n, \.\.\.\]"):
-        from_tfrecords(files, wrong, global_batch_size=4, batched=True)
+
+ROWS = 23
+X = np.arange(1, ROWS + 1, dtype="float32")
 
 
-def test_parse_of_many_records_that_filters(files: str) -> None:
-    def some(records: tf.Tensor) -> tf.Tensor:
-        return tf.boolean_mask(records, tf.strings.length(records) < 0)
-
-    data = from_tfrecords(files, some, global_batch_size=4, batched=True)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must return a row for each record"):
-        list(data.dataset())
+def ordered(**settings: Any) -> Any:
+    return from_arrays((X, X * 2), **{"global_batch_size": 10, "seed": 1, **settings})
 
 
-def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", X.astype(">f4"))
-    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    for array in (mapped, X.astype(">f4")):
-        (found,) = from_arrays(array, global_batch_size=ROWS).dataset()
-        np.testing.assert_array_equal(found, X)
+def mirrored(replicas: int) -> tf.distribute.Strategy:
+    return tfd.create_strategy("mirrored", devices=[f"CPU:{i}" for i in range(replicas)])
 
 
-def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
-    data = from_arrays(([X, X + 1], Y.tolist()), global_batch_size=ROWS)
-    ((one, other), y) = next(iter(data.dataset()))
-    np.testing.assert_array_equal(other, X + 1)
-    np.testing.assert_array_equal(one, X)
-    np.testing.assert_array_equal(y, Y)
-    assert len(from_arrays([X, Y], global_batch_size=4).element_spec) == 2
+def test_the_bar_has_the_right_total_and_the_position_goes_along(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ordered()
+    seen = []
+    for step, (x, _) in enumerate(data):
+        seen += x.numpy().tolist()
+        assert data.position == ((0, 10 * (step + 1)) if step < 2 else (1, 0))
+    assert sorted(seen) == X.tolist()
+    shown = capsys.readouterr().out
+    assert "1/3" in shown
+    assert "3/3" in shown
+    for _ in data.batches(progress=False):
+        break
+    assert data.position == (1, 10)
+    assert len(list(data)) == 2  # the rest of that epoch
+    shown = capsys.readouterr().out
+    assert "2/3" in shown
+    assert "3/3" in shown
+    assert data.position == (2, 0)
 
 
-def test_parse_gives_dense_tensors() -> None:
-    def sparse(record: tf.Tensor) -> Any:
-        return tf.strings.split([record]).to_sparse()
-
-    with tf.io.TFRecordWriter("ram://sparse.tfrecord") as writer:
-        writer.write(b"a b")
-    for parse_badly in (sparse, lambda record: tf.strings.split([record])):
-        with pytest.raises(DataError, match="dense tensors, which can be batched"):
-            from_tfrecords("ram://sparse.tfrecord", parse_badly, global_batch_size=1)
-
-
-def test_a_file_without_a_time_is_never_taken_for_another() -> None:
-    """As ram:// is: its index is not kept, and a position knows its records."""
-    path = "ram://timeless.tfrecord"
-
-    def write(*sizes: int) -> Any:
-        if tf.io.gfile.exists(path):
-            tf.io.gfile.remove(path)
-        with tf.io.TFRecordWriter(path) as writer:
-            for size in sizes:
-                writer.write(b"x" * size)
-        return from_tfrecords(path, tf.strings.length, global_batch_size=1)
-
-    state = write(10, 20).state()
-    data = write(20, 10)
-    assert [int(size) for (size,) in data.dataset()] == [20, 10]
-    with pytest.raises(DataError, match="changed"):
-        data.restore(state)
+def test_the_bar_of_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
+    data = from_dataset_fn(
+        lambda shard: tf.data.Dataset.range(9).filter(lambda n: n > 1), global_batch_size=2
+    )
+    assert len(list(data)) == 4
+    assert data.position == (1, 0)
+    assert "4/Unknown" in capsys.readouterr().out
+    with pytest.raises(TypeError, match="known only after reading them"):
+        len(data)
 
 
-def test_a_source_of_ones_own() -> None:
-    class Squares:
-        element_spec = tf.TensorSpec([None], tf.int64)
+@pytest.mark.long("[1]", "[4]")
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_training_loops_of_ones_own(replicas: int) -> None:
+    """Weighted by rows, the steps of replicas are those of one device; after a break, too."""
 
-        def __len__(self) -> int:
-            return 20
+    def train(strategy: Any, data: Any, weight: Any, most: int) -> None:
+        @tf.function
+        def step(batch: Any) -> None:
+            def of_replica(batch: Any) -> None:
+                x, y, w = batch
+                gradient = tf.reduce_sum(w * 2 * (weight * x - y) * x)
+                context = tf.distribute.get_replica_context()
+                total = context.all_reduce(tf.distribute.ReduceOp.SUM, [gradient, tf.reduce_sum(w)])
+                weight.assign_sub(1e-3 * total[0] / total[1])
 
-        def take(self, indices: tf.Tensor) -> tf.Tensor:
-            return indices * indices
+            strategy.run(of_replica, args=(batch,))
 
-        def fingerprint(self) -> dict[str, Any]:
-            return {"kind": "squares"}
+        batches = data.batches(strategy, remainder=Remainder.PAD, progress=False)
+        for _, batch in zip(range(most), batches, strict=False):
+            step(batch)
 
-    data = from_source(Squares(), global_batch_size=6)
-    assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
-
-
-def test_damaged_records(tmp_path: Path) -> None:
-    path = tmp_path / "some.tfrecord"
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for row in range(9):
-            writer.write(bytes([row]) * 4)
-    content = bytearray(path.read_bytes())
-    size = len(content) // 9
-    content[size * 4 + 12] ^= 1  # in the payload of record 4
-    path.write_bytes(content)
-
-    def first(record: tf.Tensor) -> tf.Tensor:
-        return tf.io.decode_raw(record, tf.uint8)[0]
-
-    broken = from_tfrecords(str(path), first, global_batch_size=3)
-    for batches in (broken.dataset(), broken.dataset().as_numpy_iterator(), broken.batches()):
-        with pytest.raises(DataError) as caught:
-            list(batches)
-        assert str(caught.value).startswith(f"{path}: record 4 at byte {size * 4} is damaged: ")
-        assert str(caught.value).endswith('use on_error="skip" to skip it.')
-    data = from_tfrecords(str(path), first, global_batch_size=3, on_error="skip")
-    with pytest.warns(UserWarning, match="skipped so far: 1"):
-        found = [y.numpy().tolist() for y in data.dataset()]
-    assert found == [[0, 1, 2], [3, 5], [6, 7, 8]]
-
-    def firsts(records: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(tf.io.decode_raw(records, tf.uint8), [None, 4])[:, 0]
-
-    data = from_tfrecords(str(path), firsts, global_batch_size=1, on_error="skip", batched=True)
-    with pytest.warns(UserWarning, match="skipped so far: 1"):
-        found = [y.numpy().tolist() for y in data.dataset()]
-    assert found == [[0], [1], [2], [3], [], [5], [6], [7], [8]]
+    expected = 0.0
+    for x, y in ordered().dataset():
+        x, y = x.numpy(), y.numpy()
+        expected -= 1e-3 * np.mean(2 * (expected * x - y) * x)
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+    data = ordered()
+    train(strategy, data, weight, most=1)
+    again = ordered()
+    again.restore(data.state())
+    train(strategy, again, weight, most=9)
+    assert weight.numpy() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: from_arrays((X, Y[:-1]), global_batch_size=4), "0 has 53, 1 has 52"),
-        (
-            lambda: from_arrays((X[:0], Y[:0]), global_batch_size=4),
-            "arrays must have at least 1 row, got 0",
-        ),
-        (
-            lambda: from_arrays((), global_batch_size=4),
-            "arrays must hold at least one array, got an empty structure",
-        ),
-        (
-            lambda: from_arrays(Y.astype("M8[s]"), global_batch_size=4),
-            r"array must have a dtype that tensors have, got datetime64",
-        ),
-        (lambda: from_arrays(3.0, global_batch_size=4), "single value"),
-        (lambda: from_arrays(np.array([{}, None]), global_batch_size=1), "Python objects"),
-        (lambda: from_arrays(X, global_batch_size=54), "at most 53, the examples"),
-        (lambda: from_arrays(X, global_batch_size=0), "global_batch_size"),
-        (lambda: from_arrays(X, global_batch_size=4, seed=-1), "seed"),
-        (lambda: from_arrays(X, global_batch_size=4, seed=float("nan")), "seed"),
-        (
-            lambda: from_tfrecords("nowhere/*.tfrecord", parse, global_batch_size=4),
-            "no file matches",
-        ),
-    ],
-)
-def test_what_cannot_be(make: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make()
+@pytest.mark.long("[3]")
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_padded_parts_have_one_size_and_dropped_ones_too(count: int) -> None:
+    data = ordered()
+    width = -(-10 // count)
+    seen: list[float] = []
+    for index in range(count):
+        spec = data.dataset(Shard(index, count), remainder=Remainder.PAD).element_spec
+        assert [part.shape.as_list() for part in spec] == [[width]] * 3
+        for x, y, weight in data.dataset(Shard(index, count), 0, remainder=Remainder.PAD):
+            np.testing.assert_array_equal(y, 2 * x)
+            assert set(weight.numpy()) <= {0.0, 1.0}
+            seen += x.numpy()[weight.numpy() == 1].tolist()
+    assert sorted(seen) == X.tolist()
+    for step, size in enumerate((10, 10, 3)):
+        if size < count:  # nobody has a part of it
+            assert len(list(data.dataset(Shard(0, count), 0, remainder=Remainder.DROP))) == step
+            break
+        parts = [
+            list(data.dataset(Shard(i, count), 0, remainder=Remainder.DROP))[step][0].shape[0]
+            for i in range(count)
+        ]
+        ranges = [shard_range(size, Shard(i, count), Remainder.DROP).size for i in range(count)]
+        assert parts == ranges
 
 
-def test_parse_that_fails_is_named(files: str) -> None:
-    def wrong(record: tf.Tensor) -> tf.Tensor:
-        raise ValueError("no such feature")
+def test_padding_keeps_weights_and_structures() -> None:
+    weights = np.linspace(1, 2, ROWS).astype("float32")
+    pairs = np.tile(weights[:, None], 2)
+    data = from_arrays(({"a": X, "b": np.eye(ROWS)}, X, pairs), global_batch_size=10)
+    last = list(data.dataset(Shard(1, 4), remainder=Remainder.PAD))[-1]  # 1 of 3 rows
+    inputs, targets, weight = last
+    assert inputs["b"].shape == (3, ROWS)
+    np.testing.assert_array_equal(targets, [X[20]] * 3)
+    np.testing.assert_allclose(weight, [[weights[20]] * 2, [0, 0], [0, 0]])
+    first = list(data.dataset(Shard(0, 4), remainder=Remainder.PAD))[-1]  # none
+    np.testing.assert_array_equal(first[2], np.zeros([3, 2]))
 
-    with pytest.raises(DataError, match=r"(?s)parse fails .*no such feature"):
-        from_tfrecords(files, wrong, global_batch_size=4)
-    with pytest.raises(DataError, match=r"parse must be a function of a .*got 'parse'"):
-        from_tfrecords(files, "parse", global_batch_size=4)  # type: ignore[arg-type]
+
+def test_what_cannot_be_padded_or_distributed() -> None:
+    with pytest.raises(DataError, match=r"must be \(x, y\) or"):
+        from_arrays(X, global_batch_size=10).dataset(remainder=Remainder.PAD)
+    with pytest.raises(DataError, match=r"Remainder\.KEEP, Remainder\.DROP or"):
+        ordered().dataset(remainder="pad")
+
+
+def test_shards_of_whatever_has_one() -> None:
+    context = tf.distribute.InputContext(num_input_pipelines=3, input_pipeline_id=2)
+    data = ordered()
+    for found, wanted in zip(data.dataset(context), data.dataset(Shard(2, 3)), strict=True):
+        np.testing.assert_array_equal(found[0], wanted[0])
+    assert len(list(data.dataset(mirrored(2)))) == 3

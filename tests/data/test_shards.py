@@ -1,4 +1,4 @@
-"""Which rows belong to which shard: tables whose rows carry the reason, and properties."""
+"""Which rows belong to which shard, and which shard belongs to a task."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tfdist_ext as tfd
+from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.data import DataError, Remainder, Shard, ShardRange, shard_range
+from tfdist_ext.testing import run_tasks
 
 KEEP, DROP, PAD = Remainder.KEEP, Remainder.DROP, Remainder.PAD
 
@@ -66,11 +70,7 @@ def test_pad_has_all_rows_once_and_equal_sizes(n: int, count: int) -> None:
     assert {r.size for r in ranges} == {(n + count - 1) // count}
     assert [r[:2] for r in ranges] == [r[:2] for r in all_ranges(n, count, KEEP)]
     assert all(0 <= r.padding <= 1 for r in ranges)
-    assert sum(len(r.rows) for r in ranges) == n
-
-
-def test_the_default_loses_nothing() -> None:
-    assert shard_range(7, Shard(1, 2)) == shard_range(7, Shard(1, 2), KEEP)
+    assert sum(r.stop - r.start for r in ranges) == n
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,55 @@ def test_a_shard_is_plain_and_frozen() -> None:
     assert (shard, str(shard)) == (Shard(1, 4), "shard 1 of 4")
     with pytest.raises(AttributeError):
         shard.index = 2  # type: ignore[misc]
+
+
+WITH_CHIEF = {"chief": ("a:1",), "worker": ("b:1", "", "c:1"), "evaluator": ("e:1",)}
+WITH_PS = {"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "task", "shard"),
+    [
+        pytest.param({"worker": ("b:1", "c:1")}, Task("worker", 1), (1, 2), id="workers"),
+        pytest.param(WITH_CHIEF, Task("chief", 0), (0, 3), id="the chief is first"),
+        pytest.param(WITH_CHIEF, Task("worker", 0), (1, 3), id="a worker after the chief"),
+        pytest.param(WITH_CHIEF, Task("worker", 2), (2, 3), id="an index that is not listed"),
+        pytest.param(WITH_CHIEF, Task("evaluator", 0), (0, 1), id="evaluates on everything"),
+        pytest.param(WITH_PS, Task("worker", 1), (1, 2), id="beside parameter servers"),
+        pytest.param(WITH_PS, Task("chief", 0), (0, 1), id="a coordinator hands out everything"),
+    ],
+)
+def test_of_a_cluster(jobs: dict[str, tuple[str, ...]], task: Task, shard: tuple) -> None:
+    assert Shard.of(ClusterConfig(jobs, task)) == Shard(*shard)
+
+
+def test_a_parameter_server_reads_nothing() -> None:
+    with pytest.raises(DataError, match=r"ps:0 reads no data: the readers .* worker:0, worker:1"):
+        Shard.of(ClusterConfig(WITH_PS, Task("ps", 0)))
+
+
+def test_of_an_input_context() -> None:
+    context = tf.distribute.InputContext(
+        num_input_pipelines=3, input_pipeline_id=2, num_replicas_in_sync=6
+    )
+    assert Shard.of(context) == Shard(2, 3)
+
+
+def test_of_strategies_in_one_process() -> None:
+    assert Shard.of(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])) == Shard(0, 1)
+    assert Shard.of(tf.distribute.get_strategy()) == Shard(0, 1)
+
+
+def test_of_a_shard_and_of_nothing() -> None:
+    assert Shard.of(Shard(1, 2)) == Shard(1, 2)
+    with pytest.raises(DataError, match=r"ClusterConfig or a tf.*got 'worker'"):
+        Shard.of("worker")
+
+
+def _of_this_worker() -> str:
+    return str(Shard.of(tfd.create_strategy()))
+
+
+def test_of_each_worker_of_a_real_cluster() -> None:
+    shards = run_tasks(_of_this_worker, 2)
+    assert shards == {"worker:0": "shard 0 of 2", "worker:1": "shard 1 of 2"}

@@ -43,13 +43,6 @@ def test_the_table() -> None:
     assert len({line.rindex(" ") for line in lines[1:]}) == 1  # the units stand in one column
 
 
-def test_owners_share_the_slots() -> None:
-    specs = [VariableSpec(f"w{i}", (100,), slots=2) for i in range(5)]
-    (owned,) = (row for row in compare(specs, 2, 0).rows if row.strategy == "placed")
-    assert (owned.weights, owned.slots) == (2000, 3 * 800)  # three of five
-    assert owned.total == 2000 + 2000 + 2400
-
-
 def test_the_gradient_of_an_embedding_has_a_row_for_each_lookup() -> None:
     table = VariableSpec("users/embeddings", (800_000_000, 64), slots=2, embedding=True)
     frozen = VariableSpec("items/embeddings", (1000, 64), trainable=False, embedding=True)
@@ -59,10 +52,6 @@ def test_the_gradient_of_an_embedding_has_a_row_for_each_lookup() -> None:
     text = str(compared)
     assert text.endswith("that a step looks up: 500 in each of 1 embedding (--lookups).")
     assert "--lookups" not in str(compare(SPECS, devices=8, ps=4))
-
-
-def test_no_parameter_servers() -> None:
-    assert not any("parameter_server" in row.strategy for row in compare(SPECS, 1, 0).rows)
 
 
 def test_what_cannot_be_compared() -> None:

@@ -42,7 +42,7 @@ model.fit(
 result = {
     "losses": curve.losses,
     "weights": [w.tolist() for w in model.keras_model.get_weights()],
-    "bytes": data.source.records.bytes_read,
+    "bytes": data.source.bytes_read,
     "place": data.position,
 }
 

@@ -86,7 +86,11 @@ def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
         (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["the rule 'k' (device GPU:0)", "got GPU:0"]),
         (2, {"k": "sharded(3)"}, ["the rule 'k' (sharded(3))", "got 3", "CPU:0, CPU:1"]),
         (2, {"k": "sharded(0)"}, ["the rule 'k': ", "got 0"]),
-        (2, {"k": "task 0"}, ["the rule 'k' (task 0)", "mirrored, owned"]),
+        (
+            2,
+            {"k": "task 0"},
+            ["'k' on devices must be mirrored, owned", "got task 0, which is for"],
+        ),
         (2, [Rule("(", Owned())], ["got '(': missing ), unterminated subpattern"]),
     ],
 )

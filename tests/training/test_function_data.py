@@ -18,7 +18,6 @@ from training_cases import (
     assert_same_history,
     assert_same_weights,
     mirrored,
-    strategy_of,
 )
 
 import tfdist_ext as tfd
@@ -69,19 +68,17 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("replicas", [0, 2, 3])
-def test_one_process_reads_all_of_it(replicas: int, expected: Any) -> None:
+def test_one_process_reads_all_of_it(expected: Any) -> None:
     data = by_function()
-    ours = tfd.distribute(build, mirrored(replicas) if replicas else strategy_of("default"))
+    ours = tfd.distribute(build, mirrored(3))
     history = ours.fit(data, epochs=EPOCHS, verbose=0).history
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
     assert data.position == (EPOCHS, 0)
 
 
-@pytest.mark.long("[3]", "[9]", "[12]")
-@pytest.mark.parametrize("killed_after", [3, 4, 9, 12])
+@pytest.mark.long("[4]")
+@pytest.mark.parametrize("killed_after", [4, 9])
 def test_killed_and_gone_on_by_as_many_tasks(
     killed_after: int, expected: Any, tmp_path: Path
 ) -> None:
@@ -130,9 +127,9 @@ def test_evaluate_and_predict_read_one_epoch() -> None:
         ours.fit(data, batch_size=8)
 
 
-@pytest.mark.long("lengths0")
-@pytest.mark.parametrize("lengths", [(2, 4, 3), (4, 2, 3)])
-def test_epochs_of_other_lengths(lengths: tuple[int, ...]) -> None:
+def test_epochs_of_other_lengths() -> None:
+    lengths = (4, 2, 3)
+
     def of_epoch(shard: Shard, epoch: int) -> tf.data.Dataset:
         rows = lengths[epoch] * 5
         return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(5)

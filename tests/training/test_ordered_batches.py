@@ -44,11 +44,8 @@ def passes_over(source: Numbered, random_seed: int, passes: int = 3, **options: 
     return [[numbers_of(batch) for batch in data] for _ in range(passes)]
 
 
-@pytest.mark.long("threads")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"workers": 2}, {"workers": 2, "max_queue_size": 3}],
-    ids=["here", "threads", "short queue"],
+    "options", [{}, {"workers": 2, "max_queue_size": 3}], ids=["here", "threads"]
 )
 def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any]) -> None:
     one, other = (passes_over(Numbered(**options), seed) for seed in (1, 2))

@@ -72,24 +72,15 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     return model, history
 
 
-@pytest.mark.long("[0]", "[2]", "[4]", "[1]")
-@pytest.mark.parametrize("replicas", [0, 1, 2, 3, 4])
+@pytest.mark.long("[0]", "[4]")
+@pytest.mark.parametrize("replicas", [0, 3, 4])
 def test_the_same_numbers_for_every_number_of_replicas(replicas: int, expected: Any) -> None:
-    strategy = mirrored(replicas) if replicas else strategy_of("default")
     data = sharded()
-    ours = distributed(strategy)
+    ours = distributed(mirrored(replicas) if replicas else strategy_of("default"))
     history = ours.fit(data, epochs=EPOCHS, verbose=0).history
     assert_same_weights(expected[0], ours)
     assert_same_history(expected[1], history)
     assert data.position == (EPOCHS, 0)
-
-
-def test_a_second_fit_goes_on_where_the_first_has_ended(expected: Any) -> None:
-    data = sharded()
-    ours = distributed(mirrored(2))
-    ours.fit(data, epochs=1, verbose=0)
-    ours.fit(data, epochs=2, steps_per_epoch=4, verbose=0)
-    assert_same_weights(expected[0], ours)
 
 
 def test_stopped_in_the_middle_of_an_epoch_and_gone_on(expected: Any) -> None:
@@ -125,10 +116,12 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
     np.testing.assert_allclose(
         ours.evaluate(ordered, verbose=0), expected.evaluate(*DATA, verbose=0), rtol=1e-5
     )
-    inputs = tfd.data.from_arrays(DATA[0], global_batch_size=BATCH)
+    inputs = tfd.data.from_arrays(DATA[0], global_batch_size=BATCH, seed=4)
+    inputs.advance(2)
     np.testing.assert_allclose(
         ours.predict(inputs, verbose=0), expected.predict(DATA[0], verbose=0), rtol=1e-5
     )
+    assert inputs.position == (0, 2 * BATCH)
     ours.fit(ordered, epochs=1, validation_data=ordered, verbose=0)
 
 
@@ -149,27 +142,8 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
         distributed(mirrored(2)).fit(other, verbose=0)
 
 
-def test_shuffled_arrays_come_in_another_order_in_each_epoch() -> None:
-    """By the same computation: neighbors of an epoch are not neighbors in the next one."""
-    seen: list[np.ndarray] = []
-
-    class Rows(keras.Model):
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            tf.py_function(lambda rows: seen.append(rows.numpy()), [batch[0]], [])
-            return {}
-
-    model = tfd.distribute(Rows, strategy_of("default"))
-    model.keras_model.compile("sgd", "mse")
-    rows = np.arange(2000, dtype="float32")[:, None]
-    model.fit(rows, rows, batch_size=2000, epochs=2, verbose=0)
-    first, second = (part.ravel() for part in seen)
-    assert sorted(first) == sorted(second) == rows.ravel().tolist()
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.1
-    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.1
-
-
-@pytest.mark.long("[2]", "[7]", "[11]")
-@pytest.mark.parametrize("killed_after", [2, 4, 7, 11])
+@pytest.mark.long("[7]")
+@pytest.mark.parametrize("killed_after", [4, 7])
 def test_killed_at_any_step_and_gone_on_with_other_replicas(
     killed_after: int, expected: Any, tmp_path: Path
 ) -> None:
@@ -260,22 +234,13 @@ def test_damaged_records_are_left_out(damaged: str) -> None:
     assert_same_weights(plain, ours)
 
 
-def test_predictions_are_in_the_order_of_the_data(damaged: str) -> None:
-    data = tfd.data.from_arrays(DATA[0], global_batch_size=BATCH, seed=4)
-    data.advance(2)
-    found = distributed(mirrored(2)).predict(data, verbose=0)
-    np.testing.assert_allclose(found, build().predict(DATA[0], verbose=0), rtol=1e-5)
-    assert data.position == (0, 2 * BATCH)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_predictions_leave_out_damaged_records(damaged: str, replicas: int) -> None:
+def test_predictions_leave_out_damaged_records(damaged: str) -> None:
     def inputs(record: tf.Tensor) -> Any:
         return of_record(record)[0]
 
     data = tfd.data.from_tfrecords(damaged, inputs, global_batch_size=2, on_error="skip")
     with pytest.warns(UserWarning, match="is damaged"):
-        found = distributed(mirrored(replicas)).predict(data, verbose=0)
+        found = distributed(mirrored(2)).predict(data, verbose=0)
     rows = [0, 1, *range(4, 12)]
     np.testing.assert_allclose(found, build().predict(X[rows], verbose=0), rtol=1e-5)
 

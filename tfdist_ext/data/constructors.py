@@ -1,4 +1,4 @@
-"""How data is made: from arrays, record files, a custom source, or a function of the shard."""
+"""Makes datasets from arrays, record files, a source of your own, or a function of the shard."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import tensorflow as tf
 from tfdist_ext.data.files import files_of
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.ordered import OrderedDataset
-from tfdist_ext.data.record_files import RecordFiles
-from tfdist_ext.data.records import Records
-from tfdist_ext.data.sources import Arrays, Lookup
+from tfdist_ext.data.records import RecordFiles
+from tfdist_ext.data.sources import Arrays, Source
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
@@ -21,37 +20,42 @@ __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 
 
 @filter_traceback
-def from_source(source: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
-    """Examples of whatever has a length and gives them by number.
+def from_source(
+    source: Source, *, global_batch_size: int, seed: int | None = None
+) -> OrderedDataset:
+    """Examples of a source of your own, read by their number.
 
     Args:
-        source: `len(source)` and `source[numbers]`, which gives a batch of arrays for int64 numbers
-            of shape [n] (`tfdist_ext.data.sources.Lookup`); or a `tfdist_ext.data.sources.Source`,
-            whose `take` works in graphs.
+        source: an object with the members of `tfdist_ext.data.sources.Source`.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps that of the numbers.
+        seed: of the order; None keeps the order of the numbers.
 
     Raises:
-        DataError: it is no source, has no examples, or fewer than a batch.
+        DataError: a member is missing, or the source has fewer examples than a batch.
     """
-    if not hasattr(source, "take") or not hasattr(source, "element_spec"):
-        source = Lookup(source)
+    members = ("__len__", "element_spec", "take", "fingerprint")
+    missing = [member for member in members if not hasattr(source, member)]
+    if missing:
+        raise DataError(
+            f"{shown(source)} is no source of examples: it has no {', '.join(missing)}. See"
+            ' "A source of your own" in docs/data.md.'
+        )
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
 @filter_traceback
 def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None) -> OrderedDataset:
-    """Rows of arrays: one, or a tuple or dict of them, as (x, y) or (x, y, sample_weight).
+    """Rows of arrays: one array, or a tuple or dict, as (x, y) or (x, y, sample_weight).
 
     Memory-mapped arrays stay on disk.
 
     Args:
-        arrays: the same number of rows each.
+        arrays: with the same number of rows.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps that of the rows.
+        seed: of the order; None keeps the order of the rows.
 
     Raises:
-        DataError: arrays of different lengths, no rows, a batch larger than the data.
+        DataError: arrays of different lengths, no rows, or a batch larger than the data.
     """
     return OrderedDataset(Arrays(arrays), global_batch_size=global_batch_size, seed=seed)
 
@@ -66,28 +70,29 @@ def from_tfrecords(
     on_error: str = "raise",
     batched: bool = False,
 ) -> OrderedDataset:
-    """Records of TFRecord files, each read by its place in the file.
+    """Records of TFRecord files, read by their number.
 
-    An index of the places is built once, in one pass over the records' length fields, and kept
-    beside the data.
+    An index of the records' offsets is built once, in one pass over the length fields, and kept
+    beside each file.
 
     Args:
-        files: patterns or paths, one or several; sorted, so that all tasks number alike.
-        parse: (record, a scalar string tensor) -> the example, a structure of tensors; traced.
+        files: one or several patterns or paths of uncompressed files, for whatever `tf.io.gfile`
+            opens. Files are sorted, so that all tasks number the records in the same way.
+        parse: makes an example, a structure of dense tensors, of a record, a scalar string tensor.
+            It is traced.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps that of the files.
-        on_error: "skip" skips damaged records, which are counted and named in warnings.
-        batched: `parse` takes many records at a time, a string tensor of shape [n], and returns
-            tensors of shape [n, ...], as `tf.io.parse_example` does: about twice as fast where
-            records are small. n is any number, those of a part of a batch.
+        seed: of the order; None keeps the order of the files.
+        on_error: "skip" skips damaged records, counts them and warns of each.
+        batched: `parse` takes a string tensor of shape [n] for any n, and returns tensors of shape
+            [n, ...], as `tf.io.parse_example` does. This is about twice as fast for small records.
 
     Raises:
-        DataError: no such files, a damaged one (file, record and byte are named), a batch larger
-            than the data.
+        DataError: no such files, a damaged file (the error names file, record and byte), `parse`
+            fails, or a batch larger than the data.
     """
     if not callable(parse):
         raise DataError(f"parse must be a function of a record, got {shown(parse)}.")
-    source = RecordFiles(Records(files_of(files), on_error=on_error), parse, batched)
+    source = RecordFiles(files_of(files), parse, on_error=on_error, batched=batched)
     return OrderedDataset(source, global_batch_size=global_batch_size, seed=seed)
 
 
@@ -99,22 +104,20 @@ def from_dataset_fn(
 ) -> FunctionDataset:
     """A dataset made by a function of the shard, for sources that cannot be read by number.
 
-    In `fit` each task that reads is a shard: one of several workers, or the only process there is,
-    whose batches are then cut for its replicas. Under parameter servers the workers read, and each
-    batch is a step of its own; where they cannot (the function has `epoch`, calls Python, or uses a
-    data set made outside of it), the coordinator reads. What the shard's examples are is the
-    function's business: that each example is in one shard, and in which order.
+    In `fit` a shard is a task that reads: each worker, or the only process. Its batches are cut for
+    its replicas. Under parameter servers the workers read, and each batch is a step; if the
+    function takes `epoch`, calls Python, or uses a dataset made outside, the coordinator reads. The
+    function must put each example into one shard, and determines the order.
 
     Args:
-        function: called with `Shard(index, count)`, and with `epoch=` where it has an argument of
-            that name. It returns a `tf.data.Dataset` of batches, the shard's part of each global
-            batch, of any number and size. Without `epoch`, its data set is iterated anew for each
-            epoch.
-        global_batch_size: examples of a step, over all shards; the function's data set has single
-            examples then. Each shard takes its part of this number.
+        function: called with `Shard(index, count)`, and with `epoch=` if it has an argument of that
+            name. It returns a `tf.data.Dataset` of batches, the shard's part of each global batch,
+            of any number and size. Without `epoch`, its dataset is iterated again for each epoch.
+        global_batch_size: examples of a step, over all shards; the function returns single examples
+            then, and each shard takes its part of this number.
 
     Raises:
-        DataError: it is no function, it does not take a shard, or the global batch is no number
-            from 1. What it returns is checked when it is called.
+        DataError: no function of a shard, or the global batch is no integer from 1. What the
+            function returns is checked when it is called.
     """
     return FunctionDataset(function, global_batch_size)

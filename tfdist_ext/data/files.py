@@ -1,70 +1,49 @@
-"""Which files a shard reads: balanced by bytes, and the same answer for every task."""
+"""Which files a shard reads: balanced by bytes, and the same answer on every task."""
 
 from __future__ import annotations
 
+import heapq
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.data.file_bytes import is_local, open_bytes, stamp_of
-from tfdist_ext.data.record_format import HEADER, is_header
-from tfdist_ext.data.record_index import RecordIndex, index_of, indexes_of, is_index
-from tfdist_ext.data.shards import Shard, assign
+from tfdist_ext.data.file_bytes import is_local, stamp_of
+from tfdist_ext.data.record_index import begins_with_record, indexes_of, is_index
+from tfdist_ext.data.shards import Shard
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import shown
-from tfdist_ext.user_frames import filter_traceback, warn
+from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["RecordRange", "files_of", "shard_files"]
+__all__ = ["assign", "files_of", "shard_files"]
 
-_AT_ONCE = 16  # files looked at; most of the time of a remote one is waiting
+_AT_ONCE = 16  # files; opening a remote file is mostly waiting
 
-
-class RecordRange(NamedTuple):
-    """Some records of a TFRecord file.
-
-    Attributes:
-        path: of the file.
-        start: number of the first record, counted from 0 in the file.
-        stop: number after the last record.
-    """
-
-    path: str
-    start: int
-    stop: int
+Patterns = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 @filter_traceback
-def shard_files(
-    patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    shard: Shard,
-    *,
-    check: bool = True,
-) -> list[str] | list[RecordRange]:
-    """The files that belong to a shard; disjoint and complete over all shards.
+def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list[str]:
+    """The files of a shard. Each file belongs to one shard.
 
-    The largest file goes first, each onto the shard with the fewest bytes, so shards differ by at
-    most the largest file that came last. Where there are fewer files than shards, each shard gets
-    ranges of records with the same number of bytes, up to a record, and a warning says so; for
-    that, all must be uncompressed TFRecord files.
+    Shards get about the same number of bytes: the largest file goes first, each to the shard with
+    the fewest bytes.
 
     Args:
         patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, for whatever
             `tf.io.gfile` opens. Every task must see the same files under the same names.
         shard: whose files.
-        check: walk this shard's TFRecord files to their end, so that a truncated one is an error,
-            and an empty one a warning, now and not hours later. That builds their index, once, and
-            keeps it beside them. All files of the shard count as such where one of them does.
+        check: read the length fields of this shard's TFRecord files, so that a truncated file is
+            an error now. The shard's files count as TFRecord files if one of them begins with a
+            record or has "tfrecord" in its name.
 
     Returns:
-        Sorted paths, which `tf.data.TFRecordDataset` takes, or ranges in the order of paths.
+        Sorted paths.
 
     Raises:
-        DataError: a pattern that matches no file; a file that cannot be read, is truncated, or of
-            which no records can be counted where that is needed: each by its name.
+        DataError: a pattern matches no file; there are fewer files than shards; or a file cannot be
+            read or is truncated.
     """
     if not isinstance(shard, Shard):
         raise DataError(
@@ -72,32 +51,32 @@ def shard_files(
         )
     files = files_of(patterns)
     if len(files) < shard.count:
-        return _ranges(files, shard)
+        raise DataError(
+            f"{len(files)} files are not enough for {shard.count} shards. Write more files, or use"
+            " from_tfrecords, which shares out records."
+        )
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        sizes = [stamp.size for stamp in pool.map(stamp_of, files)]
+        sizes = [size for size, _ in pool.map(stamp_of, files)]
         mine = [files[i] for i in assign(sizes, shard.count)[shard.index]]
-        if check:
-            _check(mine, pool)
+        if check and (
+            any("tfrecord" in path.rpartition("/")[2].lower() for path in mine)
+            or any(list(pool.map(begins_with_record, mine)))
+        ):
+            indexes_of(mine)
     return mine
 
 
-def files_of(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    """All files that patterns match, each once, sorted; no index files of this package.
+def files_of(patterns: Patterns) -> list[str]:
+    """All files that patterns match, each once, sorted; without index files of this package.
 
     Raises:
-        DataError: no patterns, one that matches no file, or a file system that cannot be looked at.
+        DataError: there are no patterns, or a pattern matches no file.
     """
     if isinstance(patterns, str | bytes | os.PathLike) or not isinstance(patterns, Iterable):
         patterns = [patterns]
     given = list(patterns)
-    for pattern in given:
-        if not isinstance(pattern, str | os.PathLike):
-            raise DataError(
-                f"files must be patterns or paths as text, got {shown(pattern)}; give one, or a"
-                " list."
-            )
-    if not given:
-        raise DataError("files must have at least one pattern, got []; name the data.")
+    if not given or not all(isinstance(pattern, str | os.PathLike) for pattern in given):
+        raise DataError(f"files must be a pattern or path, or a list of them, got {shown(given)}.")
     found = set().union(*(_matches(os.fspath(pattern)) for pattern in given))
     # One file may be given in several spellings: "a", "./a".
     one_each = {os.path.abspath(path) if is_local(path) else path: path for path in sorted(found)}
@@ -119,60 +98,20 @@ def _matches(pattern: str) -> set[str]:
     return found
 
 
-def _check(paths: list[str], pool: ThreadPoolExecutor) -> None:
-    """Opens the files; where one begins as a TFRecord file, or is called so, walks to its end.
+def assign(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide sizes into `count` shares with about equal sums.
 
-    One that is damaged at its very beginning is known by its name, or by the others.
+    The largest size goes first, each to the share with the smallest sum. The largest sum is at most
+    4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing anomalies").
+
+    Returns:
+        The positions in `sizes` of each share, rising.
     """
-    begin = list(pool.map(lambda path: is_header(open_bytes(path).read_at(0, HEADER)), paths))
-    if any(begin) or any("tfrecord" in path.rpartition("/")[2].lower() for path in paths):
-        list(pool.map(index_of, paths))
-
-
-def _ranges(files: list[str], shard: Shard) -> list[RecordRange]:
-    try:
-        indexes = indexes_of(files)
-    except DataError as error:
-        raise DataError(
-            f"{len(files)} files for {shard.count} shards: each shard would get a part of a file,"
-            f" by records. {error}"
-        ) from None
-    warn(
-        f"{len(files)} files for {shard.count} shards: each shard reads ranges of records inside"
-        f" of files. With {shard.count} files or more, each would read files of its own."
-    )
-    records = sum(index.records for index in indexes)
-    if records < shard.count:
-        raise DataError(
-            f"each of {shard.count} shards must have a record, got {records} records in"
-            f" {len(files)} files. Use fewer workers, or give the same data to each."
-        )
-    begin, end = _cuts(indexes, shard.count)[shard.index : shard.index + 2].tolist()
-    found, first = [], 0  # the number of a file's first record
-    for index in indexes:
-        start, stop = max(begin - first, 0), min(end - first, index.records)
-        if start < stop:
-            found.append(RecordRange(index.path, start, stop))
-        first += index.records
-    return found
-
-
-def _cuts(indexes: list[RecordIndex], count: int) -> np.ndarray:
-    """The record each shard begins with, over all files, and the end: `count` + 1 numbers.
-
-    The first record at or after the shard's part of all bytes, but at least one record a shard.
-    """
-    file_ends = np.cumsum([index.stamp.size for index in indexes], dtype=np.int64)
-    first_records = np.cumsum([0, *(index.records for index in indexes)], dtype=np.int64)
-    total = int(file_ends[-1])
-    wanted = np.array([total * i // count for i in range(count + 1)], np.int64)
-    files = np.searchsorted(file_ends, wanted, side="left")
-    cuts = np.zeros(count + 1, np.int64)
-    for file in np.unique(files):
-        here = files == file
-        in_file = wanted[here] - (file_ends[file] - indexes[file].stamp.size)
-        offsets = indexes[file].offsets()
-        cuts[here] = first_records[file] + np.searchsorted(offsets, in_file, side="left")
-    shards = np.arange(count + 1)
-    cuts = np.maximum.accumulate(cuts - shards) + shards
-    return np.minimum(cuts, first_records[-1] - count + shards)
+    shares: list[list[int]] = [[] for _ in range(count)]
+    # (sum, number of sizes, share): sizes of 0 are spread, too.
+    filled = [(0, 0, share) for share in range(count)]
+    for position in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, number, share = heapq.heappop(filled)
+        shares[share].append(position)
+        heapq.heappush(filled, (total + sizes[position], number + 1, share))
+    return [sorted(share) for share in shares]

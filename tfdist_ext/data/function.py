@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.data.pipelines import takes_elements
-from tfdist_ext.data.rows import checked_batch_size, rows_between
-from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
+from tfdist_ext.data.sharded import (
+    ShardedDataset,
+    check_reads_here,
+    check_state_fields,
+    sharded_already,
+)
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard, bounds
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
@@ -24,24 +27,15 @@ class FunctionDataset(ShardedDataset):
     """A dataset made by a function of the shard; a shard is the part of one task.
 
     Step k of a training uses the k-th batch of each task: together they are global batch k. Tasks
-    may have different numbers of batches, of different sizes. A task whose data has ended waits
-    with nothing to do until that of all has.
+    may have different numbers of batches, of different sizes. A task whose data has ended computes
+    with no rows until the data of all tasks has ended.
 
     Attributes:
         takes_epoch: whether the function is called anew for each epoch.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., tf.data.Dataset],
-        global_batch_size: int | None,
-    ):
+    def __init__(self, function: Callable[..., tf.data.Dataset], global_batch_size: int | None):
         """Arguments and errors are those of `from_dataset_fn`, in `constructors.py`."""
-        if not callable(function):
-            raise DataError(
-                f"function must take a Shard and return a tf.data.Dataset, got {shown(function)};"
-                " write `def data(shard): ...`."
-            )
         self._function = function
         self.takes_epoch = _takes_epoch(function)
         self._batch = global_batch_size
@@ -76,18 +70,6 @@ class FunctionDataset(ShardedDataset):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """The function's dataset for this shard: the k-th batch is its part of global batch k.
-
-        Args:
-            shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
-                there is.
-            epoch: by default that of the position, from the position on.
-            remainder: KEEP; others are for ordered data.
-
-        Raises:
-            DataError: the function returns no data set of batches; a position inside of an epoch
-                that was counted with another number of shards.
-        """
         if remainder is not Remainder.KEEP:
             raise DataError(
                 f"remainder must be Remainder.KEEP for data made by a function, got {remainder};"
@@ -112,8 +94,8 @@ class FunctionDataset(ShardedDataset):
     def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
         """All batches of a shard, whatever the position.
 
-        Where the function takes no epoch, one data set serves all of them: iterated again, its own
-        `shuffle` gives another order.
+        If the function takes no epoch, one dataset serves all epochs: its own `shuffle` gives
+        another order each time it is iterated.
         """
         if self.takes_epoch:
             return self.made(shard, epoch)
@@ -122,7 +104,7 @@ class FunctionDataset(ShardedDataset):
         return self._kept[shard]
 
     def made(self, shard: Shard, epoch: int = 0, *, alone: bool = False) -> tf.data.Dataset:
-        """The function's dataset for now, in batches, with sharding options set.
+        """What the function returns, in batches, with sharding options set.
 
         Args:
             alone: each batch is a whole global batch, not a part of one.
@@ -141,11 +123,14 @@ class FunctionDataset(ShardedDataset):
                 )
             found = found.batch(high - low, num_parallel_calls=tf.data.AUTOTUNE)
             found = found.prefetch(tf.data.AUTOTUNE)
-        elif not _in_batches(found.element_spec):
+        elif any(
+            isinstance(part, tf.TensorSpec) and part.shape.rank == 0
+            for part in tf.nest.flatten(found.element_spec)
+        ):
             raise DataError(
-                "the function's data set must yield batches, got single examples: its element_spec"
-                f" is {found.element_spec}. Let it call .batch(n), n being the examples of the"
-                " shard's part of a global batch, or give global_batch_size."
+                "the function's dataset must have batches, got single examples: its element_spec"
+                f" is {found.element_spec}. Call .batch(n) in the function, or give"
+                " global_batch_size."
             )
         return sharded_already(found, shard)
 
@@ -160,26 +145,9 @@ class FunctionDataset(ShardedDataset):
                 " of batches, and the loop would hang at the end of the shortest. fit, evaluate and"
                 " predict agree on the number."
             )
-        batches = self.dataset(remainder=remainder)
-
-        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            local = context.num_replicas_in_sync
-
-            def parts(batch: Any) -> tf.data.Dataset:
-                size = checked_batch_size(batch, local)
-
-                def part(replica: tf.Tensor) -> Any:
-                    return rows_between(batch, *bounds(size, replica, local))
-
-                return tf.data.Dataset.range(local).map(part)
-
-            return batches.flat_map(takes_elements(batches, parts)).prefetch(tf.data.AUTOTUNE)
-
-        return strategy.distribute_datasets_from_function(of_worker)
+        return strategy.experimental_distribute_dataset(self.dataset(remainder=remainder))
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON fields: kind, epoch, steps of it behind, shards they were cut in,
-        and the structure of an element."""
         return {
             "kind": "dataset function",
             "epoch": self._epoch,
@@ -189,29 +157,23 @@ class FunctionDataset(ShardedDataset):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        here = self.state()
-        known = isinstance(state, Mapping) and state.keys() == here.keys()
-        if not known or state["kind"] != here["kind"]:
-            raise DataError(
-                f"state must have the fields {', '.join(here)}, got {shown(state)}; give what"
-                " state() of the same data returned."
-            )
-        if state["element"] != here["element"]:
-            raise DataError(
-                "the data must be as it was when this position was saved, with elements of"
-                f" {state['element']}, got {here['element']}; restore the state with the data of"
-                " then."
-            )
-        self._epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
-        self._done = check_int(state["steps"], "the position's steps", error=DataError)
+        current = self.state()
+        check_state_fields(state, current)
+        for name in ("kind", "element"):
+            if state[name] != current[name]:
+                raise DataError(
+                    "the data must be as it was when this position was saved, with the"
+                    f" {name} {shown(state[name])}, got {current[name]}."
+                )
+        epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
+        steps = check_int(state["steps"], "the position's steps", error=DataError)
         shards = state["shards"]
         if shards is not None:
             shards = check_int(shards, "the position's shards", 1, error=DataError)
-        self._shards = shards
+        self._epoch, self._done, self._shards = epoch, steps, shards
 
     def advance(self, steps: int) -> None:
-        """Say that so many more batches of each task are done; `end_epoch` says that it is over."""
-        steps = check_int(steps, "the steps gone past", error=DataError)
+        steps = check_int(steps, "the number of steps done", error=DataError)
         self._done += steps if self.resumes_inside_epochs else 0
 
 
@@ -222,19 +184,11 @@ def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables do not tell
-        return False
-    takes_epoch = "epoch" in signature.parameters
-    try:
+        takes_epoch = "epoch" in signature.parameters
         signature.bind(None, **({"epoch": 0} if takes_epoch else {}))
-    except TypeError:
+    except (TypeError, ValueError):
         raise DataError(
-            f"function must take (shard) or (shard, epoch=number), got the signature {signature};"
-            " write `def data(shard): ... dataset.shard(shard.count, shard.index)`."
+            f"function must take (shard) or (shard, epoch=number), got {shown(function)}; write"
+            " `def data(shard): ... dataset.shard(shard.count, shard.index)`."
         ) from None
     return takes_epoch
-
-
-def _in_batches(spec: Any) -> bool:
-    shapes = [getattr(part, "shape", None) for part in tf.nest.flatten(spec)]
-    return not any(shape is not None and shape.rank == 0 for shape in shapes)

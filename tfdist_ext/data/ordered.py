@@ -1,17 +1,23 @@
-"""OrderedDataset: every example once an epoch, in one order, whoever reads it."""
+"""OrderedDataset: every example once an epoch, in one order for any number of workers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.data.fingerprint import difference
 from tfdist_ext.data.order import Order, key_in_graph
-from tfdist_ext.data.pipelines import in_parallel, with_data_errors
-from tfdist_ext.data.position import Position
+from tfdist_ext.data.pipelines import in_parallel
 from tfdist_ext.data.rows import batch_size_of, check_padded, one_at_least, padded
-from tfdist_ext.data.sharded import ShardedDataset, check_reads_here, sharded_already
+from tfdist_ext.data.sharded import (
+    ShardedDataset,
+    check_reads_here,
+    check_state_fields,
+    sharded_already,
+)
 from tfdist_ext.data.shards import Number, ReadBy, Remainder, Shard, bounds
 from tfdist_ext.data.sources import Source
 from tfdist_ext.errors import DataError
@@ -25,9 +31,9 @@ __all__ = ["OrderedDataset"]
 class OrderedDataset(ShardedDataset):
     """Global batches of a source in one order, and each shard's part of them.
 
-    The order is a permutation of all examples for each epoch, computed from the seed: the same
-    for every number of workers and replicas, and nothing of it is stored. It goes into `fit` as it
-    is; each task then reads the examples of its own replicas only.
+    The order is a permutation of all examples for each epoch, computed from the seed. It is the
+    same for any number of workers and replicas. In `fit` each task reads the examples of its own
+    replicas only.
 
     Attributes:
         source: what examples are read from.
@@ -40,10 +46,10 @@ class OrderedDataset(ShardedDataset):
             source: examples by number; see `tfdist_ext.data.sources.Source`.
             global_batch_size: examples of one step, over all workers; the last one of an epoch
                 may have fewer.
-            seed: a whole number from 0; None keeps the order of the data in every epoch.
+            seed: an integer from 0; None keeps the order of the data in every epoch.
 
         Raises:
-            DataError: an empty source, a batch larger than the data, an invalid seed.
+            DataError: an empty source, a batch larger than the data, or an invalid seed.
         """
         self.source = source
         self.order = Order(len(source), global_batch_size, seed)
@@ -58,17 +64,16 @@ class OrderedDataset(ShardedDataset):
 
     @property
     def global_batch_size(self) -> int:
-        """Examples of a step, over all tasks."""
         return self.order.global_batch_size
 
     @property
     def loses_examples(self) -> bool:
-        """Whether the source may leave out what is asked for, as damaged records are left out."""
+        """Whether the source may give fewer examples than asked for: damaged ones are skipped."""
         return bool(getattr(self.source, "loses_examples", False))
 
     @property
     def examples(self) -> int:
-        """Examples of the data set."""
+        """Examples of the dataset."""
         return self.order.n
 
     @property
@@ -82,29 +87,10 @@ class OrderedDataset(ShardedDataset):
         *,
         remainder: Remainder = Remainder.KEEP,
     ) -> tf.data.Dataset:
-        """This shard's part of each global batch of an epoch.
-
-        The parts of step k, in shard order, are global batch k; where a batch has fewer examples
-        than there are shards, some parts have none.
-
-        Args:
-            shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
-                there is.
-            epoch: whose order; by default the one of the position. The epoch of the position
-                begins there, after `restore`; all others at their start.
-            remainder: of a global batch that does not divide by the shards. KEEP: some parts have
-                one example more. DROP: the last ones are left out, and a last batch of fewer
-                examples than shards altogether. PAD: all parts of all steps have
-                ceil(global_batch_size / shards) rows, and those that were added have sample weight
-                0; elements are (x, y, sample_weight) then.
-
-        Raises:
-            DataError: an invalid shard or epoch, PAD for data without targets.
-        """
         shard = Shard(0, 1) if shard is None else Shard.of(shard)
         steps, part = self._read(self._epoch if epoch is None else epoch, shard.count, remainder)
         parts = in_parallel(tf.data.Dataset.range(steps), lambda step: part(step, shard.index))
-        return with_data_errors(sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard))
+        return sharded_already(parts.prefetch(tf.data.AUTOTUNE), shard)
 
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
@@ -121,65 +107,37 @@ class OrderedDataset(ShardedDataset):
 
         return strategy.distribute_datasets_from_function(of_worker)
 
-    def _read(
-        self, epoch: int, count: int, remainder: Remainder
-    ) -> tuple[int, Callable[[Number, Number], Any]]:
-        """The rest of an epoch for `count` shards, or replicas.
-
-        Returns:
-            The steps, and what reads in a graph the part that (step, shard) have.
-        """
-        check_padded(remainder, self.element_spec)
-        order = self.order.after(self._done) if epoch == self._epoch else self.order
-        key = tf.constant(order.key(epoch))
-
-        def part(step: Number, index: Number) -> Any:
-            size = order.size(step)
-            if remainder is Remainder.DROP:
-                low, high = size // count * index, size // count * (index + 1)
-            else:
-                low, high = bounds(size, index, count)
-            taken = self.source.take(order.rows(step, low, high, key=key))
-            if remainder is not Remainder.PAD:
-                return taken
-            return padded(taken, -(-self.global_batch_size // count))
-
-        steps = order.steps
-        if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
-            steps -= 1  # each shard has a part in each step
-        return steps, part
-
     def state(self) -> dict[str, Any]:
-        """The position, as JSON fields: seed, epoch, examples behind, fingerprint of the data.
-
-        `fit` moves it on, and keeps it in its checkpoints; a loop over `batches` moves it on, too.
-        """
-        return self._position().to_state()
+        return {
+            "seed": self.order.seed,
+            "epoch": self._epoch,
+            "examples": self._done,
+            "fingerprint": json.loads(json.dumps(self.source.fingerprint())),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with any number of workers.
-
-        Raises:
-            DataError: no state, one of another seed, or of data that has changed since: the
-                difference is named.
-        """
-        position = Position.from_state(state)
-        position.check_data(self.source.fingerprint())
-        if position.seed != self.order.seed:
+        current = self.state()
+        check_state_fields(state, current)
+        changed = difference(state["fingerprint"], current["fingerprint"])
+        if changed:
             raise DataError(
-                f"the state's seed must be {self.order.seed}, as that of this order, got"
-                f" {position.seed}: other examples would be done. Use the seed of the state."
+                "the data must be the same as when this position was saved, got changed data:"
+                f" {changed}. Resume with the data as it was, or start again without the saved"
+                " position."
             )
-        self.order.after(position.examples)  # it must have as many
-        self._epoch, self._done = position.epoch, position.examples
+        if state["seed"] != self.order.seed:
+            raise DataError(
+                f"the seed must be {state['seed']}, as in the saved position, got"
+                f" {self.order.seed}: other examples would be done."
+            )
+        epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
+        done = check_int(
+            state["examples"], "the position's examples", 0, self.examples, error=DataError
+        )
+        self._epoch, self._done = epoch, done
 
     def advance(self, steps: int) -> None:
-        """Say that so many more steps are done; the end of an epoch is the start of the next.
-
-        Raises:
-            DataError: a number that is no whole one from 0.
-        """
-        steps = check_int(steps, "the steps gone past", error=DataError)
+        steps = check_int(steps, "the number of steps done", error=DataError)
         left = self.order.after(self._done).steps
         if steps < left:
             self._done += steps * self.global_batch_size
@@ -191,19 +149,18 @@ class OrderedDataset(ShardedDataset):
     def parts(
         self, first: int, local: int, replicas: int, begin: int = 0, *, counted: bool = True
     ) -> tf.data.Dataset:
-        """Parts of global batches, epoch after epoch without an end, for the replicas of a task.
+        """Parts of global batches for the replicas of a task, epoch after epoch without an end.
 
         Each element is a tuple with a part for each local replica: (examples of the part, examples
-        of the global batch, the part). A part of no examples has one that is another's, as most
-        models cannot compute with none.
+        of the global batch, the part). A part without examples holds one of another part, because
+        most models cannot compute with none.
 
         Args:
             first: number of the first local replica.
             local: replicas of this task.
             replicas: of all tasks.
-            begin: the global batch to begin with, counted on from epoch 0 over whole epochs.
-            counted: else each part says 1, and not the examples of the global batch: the other
-                parts' numbers are unknown.
+            begin: the global batch to begin with, counted from epoch 0 over whole epochs.
+            counted: whether the examples of the global batch are known; else each part says 1.
         """
 
         def parts(number: tf.Tensor) -> Any:
@@ -214,10 +171,8 @@ class OrderedDataset(ShardedDataset):
 
             def part(replica: int) -> Any:
                 low, high = bounds(size, replica, replicas)
-                asked = tf.maximum(high, low + 1)
-                taken = self.source.take(self.order.rows(step, low, asked, key=key))
-                # Fewer, where damaged records are left out.
-                there = batch_size_of(taken)
+                taken = self.source.take(self.order.rows(step, low, tf.maximum(high, low + 1), key))
+                there = batch_size_of(taken)  # fewer if damaged records are skipped
                 of = size if counted else tf.ones_like(size)
                 return tf.minimum(high - low, there), of, one_at_least(taken, there)
 
@@ -226,8 +181,33 @@ class OrderedDataset(ShardedDataset):
         return in_parallel(tf.data.Dataset.counter(begin), parts)
 
     def in_order(self) -> OrderedDataset:
-        """The same data in its own order, from its start."""
+        """The same data without a seed, from its start."""
         return OrderedDataset(self.source, global_batch_size=self.global_batch_size)
 
-    def _position(self) -> Position:
-        return Position(self.order.seed, self._epoch, self._done, self.source.fingerprint())
+    def _read(
+        self, epoch: int, count: int, remainder: Remainder
+    ) -> tuple[int, Callable[[Number, Number], Any]]:
+        """The rest of an epoch for `count` shards or replicas.
+
+        Returns:
+            The number of steps, and a function for graphs from (step, shard) to a part.
+        """
+        check_padded(remainder, self.element_spec)
+        order = self.order.after(self._done) if epoch == self._epoch else self.order
+        key = tf.constant(order.key(epoch))
+
+        def part(step: Number, index: Number) -> Any:
+            size = order.size(step)
+            if remainder is Remainder.DROP:
+                low, high = size // count * index, size // count * (index + 1)
+            else:
+                low, high = bounds(size, index, count)
+            taken = self.source.take(order.rows(step, low, high, key))
+            if remainder is not Remainder.PAD:
+                return taken
+            return padded(taken, -(-self.global_batch_size // count))
+
+        steps = order.steps
+        if steps and remainder is Remainder.DROP and order.size(steps - 1) < count:
+            steps -= 1  # each shard has a part in each step
+        return steps, part

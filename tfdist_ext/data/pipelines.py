@@ -1,12 +1,8 @@
-"""tf.data pipelines: without the tuner, what of them runs in this process alone, and their errors.
-
-In tf.data's threads a DataError becomes one of TensorFlow's.
-"""
+"""tf.data pipelines: their tuner, their operations, and their errors."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +18,6 @@ __all__ = [
     "operations_in",
     "operations_of",
     "takes_elements",
-    "with_data_errors",
     "without_autotune",
 ]
 
@@ -31,11 +26,10 @@ PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The data set without tf.data's tuner, for pipelines where there is nothing to choose.
+    """The dataset without tf.data's tuner.
 
-    The tuner sleeps for twice as long each time, up to a minute, and now and then misses that its
-    iterator has come to an end; then whoever lets go of the iterator waits until it wakes up
-    (docs/tensorflow_facts.md). AUTOTUNE stands for the number of cores here, at most 16.
+    The tuner may miss that its iterator has ended, and then deleting the iterator takes up to a
+    minute (docs/tensorflow_facts.md). AUTOTUNE means the number of cores then, at most 16.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -82,7 +76,7 @@ def operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
 
 @contextlib.contextmanager
 def data_errors_as_raised() -> Iterator[None]:
-    """In this scope, a TensorFlow error around a DataError is raised as the DataError it was."""
+    """Scope in which a DataError that TensorFlow has wrapped is raised as it was."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -94,33 +88,3 @@ def data_errors_as_raised() -> Iterator[None]:
         if found[2][0] == "]":  # of an assertion in a graph, which escapes quotes and other letters
             message = message.encode().decode("unicode_escape").encode("latin-1").decode()
         raise DataError(message) from None
-
-
-def with_data_errors(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same data set; where it is iterated in Python, a damaged record is a DataError.
-
-    A public data set has no way to say what its iterators are. So this one, and each of its
-    iterators, gets a subclass of its own class, which TensorFlow takes for that class.
-    """
-    dataset.__class__ = _reporting_dataset(type(dataset))  # type: ignore[arg-type]  # a class has a hash
-    return dataset
-
-
-@functools.cache
-def _reporting_dataset(base: type) -> type:
-    def iterate(self: tf.data.Dataset) -> Iterator[Any]:
-        iterator = base.__iter__(self)  # type: ignore[attr-defined]
-        if tf.executing_eagerly():
-            iterator.__class__ = _reporting_iterator(type(iterator))  # type: ignore[arg-type]
-        return iterator
-
-    return type(base.__name__, (base,), {"__iter__": iterate})
-
-
-@functools.cache
-def _reporting_iterator(base: type) -> type:
-    def take(self: Iterator[Any]) -> Any:
-        with data_errors_as_raised():
-            return base.__next__(self)  # type: ignore[attr-defined]
-
-    return type(base.__name__, (base,), {"__next__": take})

@@ -1,8 +1,7 @@
-"""Rows of a batch, a structure of any kinds of tensors; None where a part of it is left out.
+"""Rows of a batch: counted, cut, and padded with rows of sample weight 0.
 
-For steps that want static shapes (XLA, TPUs), rows of sample weight 0 fill up the parts that are
-short. Weight 0 keeps losses and metrics exact where they are sums of weighted rows over the sum of
-the weights, as Keras's are.
+A batch is a structure of dense, sparse and ragged tensors, and None for a part that is left out.
+Losses and metrics stay exact with padding if they are weighted means, as Keras's are.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ def batch_size_of(batch: Any) -> tf.Tensor:
 
 
 def checked_batch_size(batch: Any, replicas: int) -> tf.Tensor:
-    """How many rows there are (int64); in a graph, which fails where tensors differ in them.
-
-    The message is that of a DataError: see `data_errors_as_raised`.
-    """
+    """The number of rows (int64). The graph fails with a DataError if tensors differ in it."""
     size = batch_size_of(batch)
     names, tensors = zip(*named_parts(batch), strict=True)
     static = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
@@ -119,10 +115,7 @@ def rows_between(batch: Any, low: Any, high: Any) -> Any:
 
 
 def check_padded(remainder: Remainder, spec: Any) -> None:
-    """
-    Raises:
-        DataError: no Remainder, or PAD where there is no place for sample weights.
-    """
+    """Raise DataError unless this is a Remainder, and not PAD for examples without targets."""
     check_remainder(remainder)
     if remainder is Remainder.PAD and not (isinstance(spec, tuple) and len(spec) in (2, 3)):
         raise DataError(
@@ -134,8 +127,7 @@ def check_padded(remainder: Remainder, spec: Any) -> None:
 def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     """(x, y, sample_weight) of exactly `width` rows, from (x, y) or (x, y, sample_weight).
 
-    The rows that are added are the last real one again, as steps can compute with that; of a part
-    without any they are zeros.
+    The last row is repeated; an empty part gets rows of zeros.
     """
     there = tf.shape(tf.nest.flatten(part)[0])[0]
     numbers = tf.minimum(tf.range(width), tf.maximum(there - 1, 0))
@@ -158,7 +150,7 @@ def padded(part: tuple[Any, ...], width: int) -> tuple[Any, ...]:
 
 
 def one_at_least(part: Any, rows: tf.Tensor) -> Any:
-    """The part, or one row of zeros where it has none: of what was asked for, all was damaged."""
+    """The part, or one row of zeros if all of its records were damaged."""
     return tf.cond(rows > 0, lambda: part, lambda: tf.nest.map_structure(_one_of_zeros, part))
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.data.shards import ReadBy, Remainder, Shard
 from tfdist_ext.errors import DataError
+from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["Batches", "ShardedDataset", "check_reads_here", "sharded_already"]
+__all__ = ["ShardedDataset", "check_reads_here", "check_state_fields", "sharded_already"]
 
 
 @filter_traceback
 class ShardedDataset(abc.ABC):
     """Data for `fit`, `evaluate`, `predict` and custom loops, on any cluster.
 
-    It goes into `fit` as it is; each task then reads its own part. What it is made by says what the
-    parts are: `from_arrays`, `from_tfrecords` and `from_source` have one order of examples for any
-    number of tasks; `from_dataset_fn` leaves it to a function what each task reads.
+    In `fit` each task reads its own part. `from_arrays`, `from_tfrecords` and `from_source` give
+    one order of examples for any number of tasks; with `from_dataset_fn` a function decides what
+    each task reads.
     """
 
     _epoch = _done = 0
@@ -45,10 +46,7 @@ class ShardedDataset(abc.ABC):
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch of the position, and how much of it is behind.
-
-        That is counted in examples where there is one order of them, else in batches of each task.
-        """
+        """(epoch, how much of it is done): in examples if they are ordered, else in batches."""
         return self._epoch, self._done
 
     @property
@@ -58,7 +56,7 @@ class ShardedDataset(abc.ABC):
 
     @property
     def resumes_inside_epochs(self) -> bool:
-        """Whether a position may be anywhere; else it is at the beginning of an epoch."""
+        """Whether a position may be inside an epoch, and not only at its beginning."""
         return True
 
     @abc.abstractmethod
@@ -71,35 +69,50 @@ class ShardedDataset(abc.ABC):
     ) -> tf.data.Dataset:
         """This shard's part of each global batch of an epoch.
 
+        The parts of step k, in shard order, are global batch k. If a batch has fewer examples than
+        there are shards, some parts are empty.
+
         Args:
-            shard: `Shard(index, count)`, or whose it is: what `Shard.of` takes. By default, all
-                there is.
-            epoch: whose order; by default that of the position, from the position on. All other
-                epochs begin at their start.
-            remainder: of a global batch that does not divide by the shards.
+            shard: `Shard(index, count)`, or what `Shard.of` takes. By default, all of the data.
+            epoch: determines the order; by default the epoch of the position. That epoch begins at
+                the position, all others at their start.
+            remainder: of a global batch that does not divide by the shards. KEEP: some parts have
+                one example more. DROP: the last examples are left out, and a last batch of fewer
+                examples than shards altogether. PAD: all parts of all steps have
+                ceil(global_batch_size / shards) rows, and the added rows have sample weight 0;
+                elements are (x, y, sample_weight). Data made by a function takes KEEP only.
 
         Raises:
-            DataError: an invalid shard or epoch.
+            DataError: an invalid shard or epoch; PAD for data without targets; a function that
+                returns no dataset of batches; a position inside an epoch of data made by a
+                function, counted with another number of shards.
         """
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """The position, as JSON fields. `fit` moves it on, and keeps it in its checkpoints."""
+        """The position, as JSON fields; they also identify the data.
+
+        `fit` advances the position and saves it in its checkpoints.
+        """
 
     @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state; ordered data continues with any number of tasks.
 
         Raises:
-            DataError: it is no state, or not one of this data.
+            DataError: no state, or a state of other data or another seed; the error names the
+                difference.
         """
 
     @abc.abstractmethod
     def advance(self, steps: int) -> None:
-        """Say that so many more global batches are done.
+        """Count more global batches as done.
+
+        The end of an epoch of ordered data is the start of the next. An epoch of data made by a
+        function ends with `end_epoch`.
 
         Raises:
-            DataError: a number that is no whole one from 0.
+            DataError: the number is no integer from 0.
         """
 
     def batches(
@@ -108,37 +121,55 @@ class ShardedDataset(abc.ABC):
         *,
         remainder: Remainder = Remainder.KEEP,
         progress: bool = True,
-    ) -> Batches:
-        """The rest of the position's epoch for a custom loop, which moves the position on.
+    ) -> Iterator[Any]:
+        """The rest of the position's epoch for a custom loop.
 
-        `for batch in data` is the same with its defaults. To look at a batch and stay where it is,
-        take `next(iter(data.dataset()))`.
+        Each batch that the loop gets advances the position, so a state that is saved in the body of
+        the loop, after the step, resumes after the batch. `for batch in data` is the same with the
+        defaults. `next(iter(data.dataset()))` reads a batch and leaves the position.
 
         Args:
-            strategy: batches come as `strategy.run` takes them, each replica's part on its device;
-                by default they are whole global batches.
-            remainder: of global batches that do not divide by the number of replicas. With PAD,
-                all parts have the same size, and added rows sample weight 0; only ordered data can.
-            progress: show Keras's progress bar, on the task that is the chief.
+            strategy: batches are per-replica batches for `strategy.run`; by default they are whole
+                global batches.
+            remainder: of global batches that do not divide by the number of replicas; data made by
+                a function takes KEEP only.
+            progress: show Keras's progress bar on the chief.
         """
-        return Batches(self, strategy, remainder, progress)
+        epoch, done = self._epoch, self.steps_done
+        with_bar = progress and (strategy is None or strategy.extended.should_checkpoint)
+        bar = keras.utils.Progbar(self.steps) if with_bar else None
+        with data_errors_as_raised():
+            for batch in (
+                self.dataset(remainder=remainder)
+                if strategy is None
+                else self.distributed(strategy, remainder)
+            ):
+                self.advance(1)
+                yield batch
+                done += 1
+                if bar is not None:
+                    bar.update(done, finalize=None)
+        if bar is not None and bar.target is None:
+            bar.update(done, finalize=True)
+        if self._epoch == epoch:  # only reading could tell that this is its end
+            self.end_epoch()
 
     @abc.abstractmethod
     def distributed(
         self, strategy: tf.distribute.Strategy, remainder: Remainder = Remainder.KEEP
     ) -> Any:
-        """The rest of the position's epoch, each replica's part on its device, to iterate over.
+        """The rest of the position's epoch as per-replica batches, to iterate over.
 
         Raises:
-            DataError: a strategy whose workers read for themselves.
+            DataError: a strategy whose steps run in other processes.
         """
 
     def end_epoch(self) -> None:
-        """Move the position to the beginning of the next epoch, whatever is left of this one."""
+        """Move the position to the beginning of the next epoch."""
         self._epoch, self._done = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches())
+        return self.batches()
 
     def __bool__(self) -> bool:
         return True
@@ -150,67 +181,17 @@ class ShardedDataset(abc.ABC):
         return self.steps
 
 
-@dataclass(frozen=True)
-class Batches:
-    """The rest of an epoch, batch by batch.
-
-    A batch counts as done when it is handed out: a state that is saved in the body of the loop,
-    after the step, resumes after it.
-
-    Attributes:
-        data: its position moves on with each batch.
-        strategy: batches come as its `run` takes them; None: as the dataset has them.
-        remainder: rows that do not divide by the shards.
-        progress: show a progress bar.
-    """
-
-    data: ShardedDataset
-    strategy: tf.distribute.Strategy | None
-    remainder: Remainder
-    progress: bool
-
-    def __iter__(self) -> Iterator[Any]:
-        data = self.data
-        epoch = data.position[0]
-        batches: Any
-        if self.strategy is None:
-            batches = data.dataset(remainder=self.remainder)
-        else:
-            batches = data.distributed(self.strategy, self.remainder)
-        bar = self._bar()
-        with data_errors_as_raised():
-            for batch in batches:
-                data.advance(1)
-                yield batch
-                bar(1)
-        bar(0)
-        if data.position[0] == epoch:  # only reading could tell that this is its end
-            data.end_epoch()
-
-    def _bar(self) -> Callable[[int], None]:
-        """The progress bar's callback: gets each step that is done; 0 at the end of the epoch."""
-        strategy = self.strategy
-        if not self.progress or not (strategy is None or strategy.extended.should_checkpoint):
-            return lambda more: None
-        import keras  # costly, and not everybody shows a bar
-
-        bar = keras.utils.Progbar(self.data.steps)
-        done = self.data.steps_done
-
-        def show(more: int) -> None:
-            nonlocal done
-            done += more
-            if more or bar.target is None:
-                bar.update(done, finalize=True if not more else None)
-
-        return show
+def check_state_fields(state: object, current: Mapping[str, Any]) -> None:
+    """Raise DataError unless a state has the fields of the current one."""
+    if not isinstance(state, Mapping) or state.keys() != current.keys():
+        raise DataError(
+            f"state must have the fields {', '.join(current)}, got {shown(state)}; give what"
+            " state() of the same data returned."
+        )
 
 
 def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
-    """With options that keep tf.distribute from sharding a shard again, and from AUTO.
-
-    All of the data may still be cut: by DATA, each worker then uses its rows of each batch.
-    """
+    """The dataset with options, so that tf.distribute does not shard a shard again."""
     policies = tf.data.experimental.AutoShardPolicy
     policy = policies.OFF if shard.count > 1 else policies.DATA
     options = tf.data.Options()
@@ -218,16 +199,8 @@ def sharded_already(dataset: tf.data.Dataset, shard: Shard) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def check_reads_here(strategy: object) -> None:
-    """
-    Raises:
-        DataError: no strategy, or one whose workers run steps in other processes.
-    """
-    if not isinstance(strategy, tf.distribute.Strategy):
-        raise DataError(
-            f"strategy must be a tf.distribute.Strategy, got {strategy!r}; create_strategy() makes"
-            " one."
-        )
+def check_reads_here(strategy: tf.distribute.Strategy) -> None:
+    """Raise DataError if the steps of a strategy run in other processes."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise DataError(
             "strategy must run its steps in this process, got ParameterServerStrategy, whose steps"

@@ -1,23 +1,17 @@
-"""Shards, disjoint and complete: of a range, with sizes that differ by one at most; or of sizes.
-
-Pure arithmetic, the same for every task.
-"""
+"""Splits a range into contiguous shards whose sizes differ by at most one."""
 
 from __future__ import annotations
 
 import enum
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import tensorflow as tf
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import DataError
 from tfdist_ext.messages import check_int, shown
 from tfdist_ext.user_frames import filter_traceback
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 __all__ = [
     "Number",
@@ -25,26 +19,21 @@ __all__ = [
     "Remainder",
     "Shard",
     "ShardRange",
-    "assign",
     "bounds",
     "check_field",
     "check_remainder",
-    "imbalance",
     "shard_range",
 ]
 
-
-# Who reads a shard: what `Shard.of` takes.
+# What `Shard.of` takes.
 ReadBy: TypeAlias = "Shard | ClusterConfig | tf.distribute.InputContext | tf.distribute.Strategy"
-# A number that is known, or one of a pipeline that is traced.
-Number: TypeAlias = "int | tf.Tensor"
+Number: TypeAlias = int | tf.Tensor
 
 
 def bounds(n: Number, index: Number, count: Number) -> tuple[Number, Number]:
     """The half-open range [start, stop) of shard `index` of `count` in `n` rows, unchecked.
 
-    Works on Python integers and on integer tensors alike, because the formula has no branches:
-    the same line cuts a batch inside a tf.data pipeline and in a table test.
+    It works on Python integers and on integer tensors.
     """
     return n * index // count, n * (index + 1) // count
 
@@ -52,13 +41,13 @@ def bounds(n: Number, index: Number, count: Number) -> tuple[Number, Number]:
 def check_field(
     owner: object, name: str, called: str = "", low: int = 0, high: int | None = None
 ) -> None:
-    """Make a field of a frozen dataclass a plain integer, which fits into messages and JSON.
+    """Check a field of a frozen dataclass, and make it a plain integer, as JSON needs it.
 
     Args:
-        called: in messages; by default the field's name.
+        called: its name in messages; by default the field's name.
 
     Raises:
-        DataError: it is no integer in [low, high].
+        DataError: the field is no integer in [low, high].
     """
     number = check_int(getattr(owner, name), called or name, low, high, error=DataError)
     object.__setattr__(owner, name, number)
@@ -74,7 +63,7 @@ class Shard:
         count: how many parts there are.
 
     Raises:
-        DataError: `count` is no whole number from 1, or `index` is not below it.
+        DataError: `count` is no integer from 1, or `index` is not below it.
     """
 
     index: int
@@ -86,43 +75,36 @@ class Shard:
 
     @classmethod
     def of(cls, context: ReadBy) -> Shard:
-        """The shard that this process reads, in a cluster where each process reads its own.
+        """The shard that this process reads.
 
-        Chief and workers share the data, the chief first; in a cluster with parameter servers the
-        workers alone do. A process that hands out everything (a single one, the coordinator of a
-        ParameterServerStrategy) and an evaluator read all of it: Shard(0, 1).
+        Chief and workers share the data, the chief first; in a cluster with parameter servers only
+        the workers do. A single process, the coordinator of parameter servers and an evaluator read
+        all of the data: Shard(0, 1).
 
         Args:
             context: a `tf.distribute.InputContext`, a `ClusterConfig` or a
                 `tf.distribute.Strategy`; a Shard stays as it is.
 
         Raises:
-            DataError: it is none of these, or a task that reads no data (a parameter server).
+            DataError: none of these, or a task that reads no data (a parameter server).
         """
         if isinstance(context, Shard):
             return context
-        import tensorflow as tf  # costly, and the arithmetic of shards does without
-
+        if isinstance(context, ClusterConfig):
+            return _shard_of_task(context)
         if isinstance(context, tf.distribute.InputContext):
             return cls(context.input_pipeline_id, context.num_input_pipelines)
-        if isinstance(context, ClusterConfig):
-            jobs = {
-                job: [index for index, address in enumerate(addresses) if address]
-                for job, addresses in context.jobs.items()
-            }
-            return _shard_of_task(context.task, jobs)
-        if isinstance(context, tf.distribute.Strategy):
-            # Only here does every process run the same program and read for itself.
-            reads = isinstance(context, tf.distribute.MultiWorkerMirroredStrategy)
+        if isinstance(context, tf.distribute.MultiWorkerMirroredStrategy):
             resolver = context.cluster_resolver
-            if not reads or resolver is None or not resolver.cluster_spec():
-                return cls(0, 1)
-            spec = resolver.cluster_spec()
-            jobs = {job: spec.task_indices(job) for job in spec.jobs}
-            return _shard_of_task(Task(resolver.task_type, resolver.task_id), jobs)
+            if resolver is not None and resolver.cluster_spec():
+                jobs = {job: tuple(of) for job, of in resolver.cluster_spec().as_dict().items()}
+                task = Task(resolver.task_type, resolver.task_id)
+                return _shard_of_task(ClusterConfig(jobs, task))
+        if isinstance(context, tf.distribute.Strategy):
+            return cls(0, 1)
         raise DataError(
             "a shard must be asked for by a tf.distribute.InputContext, a ClusterConfig or a"
-            f" tf.distribute.Strategy, got {shown(context)}. Give Shard(index, count) by hand."
+            f" tf.distribute.Strategy, got {shown(context)}. Give Shard(index, count) instead."
         )
 
     def __str__(self) -> str:
@@ -130,14 +112,11 @@ class Shard:
 
 
 class Remainder(enum.Enum):
-    """What happens to rows that do not divide by the number of shards.
-
-    An enum and not a flag, because with DROP data is lost, and that should be read in the call.
-    """
+    """What happens to rows that do not divide by the number of shards."""
 
     KEEP = "keep"  # every row once; some shards have one row more than others
     DROP = "drop"  # the last n % count rows are left out; all shards have the same size
-    PAD = "pad"  # every row once; shards that are one row short are filled up with weight 0
+    PAD = "pad"  # every row once; shards with one row less get a row of sample weight 0
 
 
 def check_remainder(remainder: object) -> None:
@@ -164,11 +143,6 @@ class ShardRange(NamedTuple):
     start: int
     stop: int
     padding: int = 0
-
-    @property
-    def rows(self) -> range:
-        """The numbers of the real rows."""
-        return range(self.start, self.stop)
 
     @property
     def size(self) -> int:
@@ -199,42 +173,14 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
     return ShardRange(start, stop, size - (stop - start))
 
 
-def _shard_of_task(task: Task, jobs: dict[str, list[int]]) -> Shard:
-    """The task's place among those that read; `jobs` has the indices that have an address."""
-    reading = ["worker"] if "ps" in jobs else ["chief", "worker"]
-    readers = [Task(job, index) for job in reading for index in jobs.get(job, [])]
+def _shard_of_task(cluster: ClusterConfig) -> Shard:
+    reading = ["worker"] if "ps" in cluster.jobs else ["chief", "worker"]
+    readers = [task for task in cluster.tasks() if task.type in reading]
+    task = cluster.task
     if task in readers:
         return Shard(readers.index(task), len(readers))
-    if task.type in ("chief", "evaluator"):  # a coordinator; one that evaluates on everything
+    if task.type in ("chief", "evaluator"):  # a coordinator, or a task that evaluates on all data
         return Shard(0, 1)
     raise DataError(
-        "the task must be one that reads data"
-        f" ({' or '.join(sorted({reader.type for reader in readers}))}), got {task}. Ask for a"
-        " shard there, or give Shard(index, count) by hand."
+        f"{task} reads no data: the readers of this cluster are {', '.join(map(str, readers))}."
     )
-
-
-def assign(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which of the sizes belong to each of `count` shares, so that their sums are much the same.
-
-    The largest goes first, each onto the share that has the least; of equal ones, the first. The
-    largest sum is at most 4/3 of what is possible (Graham 1969, "Bounds on multiprocessing timing
-    anomalies"), and exactly even where all sizes are equal and divide.
-
-    Returns:
-        For each share the positions in `sizes`, rising; all of them, each once.
-    """
-    shares: list[list[int]] = [[] for _ in range(count)]
-    # (bytes, sizes, share): empty sizes are spread, too.
-    filled = [(0, 0, share) for share in range(count)]
-    for position in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        total, number, share = heapq.heappop(filled)
-        shares[share].append(position)
-        heapq.heappush(filled, (total + sizes[position], number + 1, share))
-    return [sorted(share) for share in shares]
-
-
-def imbalance(sums: Sequence[int]) -> float:
-    """The largest over the mean: 1.0 is even; 1.0 also where there is nothing."""
-    total = sum(sums)
-    return max(sums) * len(sums) / total if total else 1.0

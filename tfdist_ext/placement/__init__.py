@@ -1,4 +1,4 @@
-"""Where each variable of a model lives: rules, policies, a planner, and the plan. No TensorFlow.
+"""Where each variable of a model lives: rules, a planner, and the plan. No TensorFlow.
 
     from tfdist_ext.placement import Sharded, Rule, VariableSpec, plan
 
@@ -21,9 +21,7 @@ from __future__ import annotations
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.placement.comparison import Comparison, Footprint, compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.planning import plan
-from tfdist_ext.placement.policies import Policy, Tasks, greedy, partitioned, round_robin
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
@@ -52,20 +50,14 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementPlan",
-    "Policy",
     "Rule",
     "Sharded",
-    "Tasks",
     "VariableShard",
     "VariableSpec",
-    "balanced",
     "compare",
-    "greedy",
     "parse_size",
-    "partitioned",
     "placement_from",
     "plan",
-    "round_robin",
     "rules_from",
     "size_text",
 ]

@@ -19,14 +19,14 @@ __all__ = ["Comparison", "Footprint", "compare"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a model on one device; activations and buffers of the runtime are not counted.
+    """Bytes of a model on one device, without activations and buffers of the runtime.
 
     Attributes:
         strategy: its name.
         device: what the bytes are on, for example "each device" or "host".
         weights: bytes of variables without slots.
-        gradients: bytes of one gradient of each trainable variable; that of an embedding has a
-            row for each lookup of the step.
+        gradients: bytes of one gradient of each trainable variable. The gradient of an embedding
+            has a row for each lookup of the step.
         slots: bytes of optimizer slots.
     """
 
@@ -47,8 +47,8 @@ class Comparison:
 
     Attributes:
         rows: bytes for each strategy and device.
-        embeddings: how many variables have a gradient with a row for each lookup.
-        lookups: how many ids a step looks up in each of these variables.
+        embeddings: number of trained embeddings.
+        lookups: ids that a step looks up in each embedding.
     """
 
     rows: tuple[Footprint, ...]
@@ -92,7 +92,7 @@ def compare(
     weights = sum(spec.weight_bytes for spec in variables)
     slots = sum(spec.bytes for spec in variables) - weights
     gradients = sum(spec.gradient_bytes(lookups) for spec in variables)
-    owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], default=Owned())
+    owned = plan(variables, devices=[f"GPU:{i}" for i in range(devices)], default=lambda _: Owned())
     of_owner = max(owned.bytes_by_task) - weights  # slots are whole variables', not even shares
     rows = [
         Footprint("mirrored", "each device", weights, gradients, slots),

@@ -1,18 +1,17 @@
-"""DevicePlacer: which placement each variable of one machine gets, and who owns the owned ones."""
+"""DevicePlacer: the placement of each variable of one machine, and the owners of owned ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import counted, shown
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
     OnDevice,
-    OnTask,
     Owned,
     Placement,
     Rule,
@@ -24,7 +23,7 @@ from tfdist_ext.placement.rules import (
 )
 from tfdist_ext.placement.sizes import parse_size
 from tfdist_ext.placement.specs import VariableSpec
-from tfdist_ext.placement.targets import short_name
+from tfdist_ext.placement.targets import Targets, short_name
 
 __all__ = ["DevicePlacer"]
 
@@ -33,8 +32,8 @@ class DevicePlacer:
     """Decides for the variables of a strategy on the devices of one machine.
 
     A model that is known before it is created is planned as a whole (`learn`): its owners hold
-    nearly equal bytes, and fewer pieces than devices go where that balances. What comes one by one
-    is owned by the device that owns the fewest bytes, and piece i is on device i.
+    nearly equal bytes. A variable that is not planned is owned by the device that owns the fewest
+    bytes, and its piece i is on device i.
 
     Attributes:
         devices: names of the replicas' devices.
@@ -54,18 +53,18 @@ class DevicePlacer:
         Args:
             devices: names of the replicas' devices, in the short form ("GPU:0").
             rules: for some variables; or a table of pattern -> placement or its text.
-            owned_from: bytes of a trained variable, without slots, from which it is `Owned` where
-                no rule says otherwise; below, and where nothing is trained, it is `Mirrored`.
+            owned_from: bytes of a trained variable, without slots, from which it is `Owned` if it
+                has no rule. Smaller variables, and those that are not trained, are `Mirrored`.
             host: a device that variables may be on, too.
 
         Raises:
-            PlacementError: rules that cannot be right on these devices; names the rule.
+            PlacementError: a rule that does not fit these devices.
         """
         self.devices = tuple(devices)
         self.plan: PlacementPlan | None = None
         self.owned_bytes = [0] * len(self.devices)
+        self._targets = Targets(len(self.devices), self.devices)
         self._owned_from = parse_size(owned_from, "owned_from")
-        self._host = host
         if not isinstance(rules, Iterable) or isinstance(rules, str):
             raise PlacementError(
                 "rules must be a list of Rule(pattern, placement), or a table of pattern ->"
@@ -73,21 +72,20 @@ class DevicePlacer:
             )
         self._rules = checked_rules(rules)
         for rule in self._rules:
-            self._check(rule)
+            self._check(rule, host)
 
     def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
         """Plan the owners and pieces of a model that is about to be created; returns the plan.
 
-        It holds what is on the replicas' devices, and nothing that is on the host beside them.
+        It has no variables that are on the host.
 
         Raises:
-            PlacementError: a rule that matches no variable, or two that match one; one that cuts a
-                variable into more pieces than it has rows.
+            PlacementError: a rule that matches no variable, two rules that match one, or more
+                pieces than rows.
         """
         self.check_paths([spec.path for spec in specs])
-        placements = {spec.path: self.placement_of(spec) for spec in specs}
-        here = [spec for spec in specs if self._is_here(placements[spec.path])]
-        self.plan = plan(here, devices=self.devices, default=lambda spec: placements[spec.path])
+        here = [spec for spec in specs if self._is_here(self.placement_of(spec))]
+        self.plan = plan(here, devices=self.devices, default=self.placement_of)
         return self.plan
 
     def check_paths(self, paths: Sequence[str]) -> None:
@@ -110,12 +108,16 @@ class DevicePlacer:
         if isinstance(placement, Balanced):
             owned = spec.trainable and spec.weight_bytes >= self._owned_from
             return Owned() if owned else Mirrored()
-        if rule is not None and isinstance(placement, Sharded):
-            _check_rows(rule, spec, placement.pieces_on(len(self.devices), spec.rows))
+        if isinstance(placement, Sharded) and not spec.shape:
+            raise PlacementError(
+                f"{rule} must match variables with rows, got the scalar {spec.path!r}. Narrow the"
+                " pattern."
+            )
+        self._targets.index_of(spec, placement)  # it must have the rows
         return placement
 
     def rule_of(self, spec: VariableSpec) -> str:
-        """The rule of a variable as messages name it, as "the rule 'users/.*' (sharded(4))"."""
+        """The rule of a variable for messages, as "the rule 'users/.*' (sharded(4))"."""
         return str(rule_for(spec.path, self._rules) or "no rule")
 
     def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
@@ -140,33 +142,21 @@ class DevicePlacer:
     def _is_here(self, placement: Placement) -> bool:
         return not isinstance(placement, OnDevice) or placement.name in self.devices
 
-    def _check(self, rule: Rule) -> None:
+    def _check(self, rule: Rule, host: str) -> None:
         placement = rule.placement
-        named = short_name(placement.name) if isinstance(placement, OnDevice) else self._host
-        if named not in (*self.devices, self._host):
-            host = "" if self._host in self.devices else f" or {self._host}, the host"
-            raise PlacementError(
-                f"{rule} must name one of {', '.join(self.devices)}{host}, got {named}: name one of"
-                f" these, or give {named} to the strategy, too."
-            )
-        if isinstance(placement, OnTask):
-            raise PlacementError(
-                f"{rule} must be mirrored, owned, balanced, sharded(n) or a device such as"
-                f" {self.devices[0]}, got {placement}, which is for parameter servers."
-            )
+        if isinstance(placement, OnDevice):
+            named = short_name(placement.name)
+            if named not in (*self.devices, host):
+                raise PlacementError(
+                    f"{rule} must name one of {', '.join(self.devices)}, or {host}, got {named}:"
+                    f" name one of these, or give {named} to the strategy, too."
+                )
+            return
         if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
             raise PlacementError(
                 f"{rule} must have at most {len(self.devices)} pieces, got {placement.pieces}: the"
                 f" strategy has the devices {', '.join(self.devices)}. Write sharded for a piece on"
                 " each."
             )
-
-
-def _check_rows(rule: Rule, spec: VariableSpec, pieces: int) -> None:
-    if not spec.shape or pieces > spec.rows:
-        has = counted(spec.rows, "row") if spec.shape else "no rows, it is a scalar"
-        raise PlacementError(
-            f"{rule} must match variables with a row for each piece, got {spec.path!r} of shape"
-            f" {spec.shape}, which has {has}. Narrow the pattern, or give {spec.path!r} a rule of"
-            " its own."
-        )
+        # As of a variable with rows enough: the shapes are not known yet.
+        self._targets.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), placement)

@@ -1,4 +1,4 @@
-"""A plan as a picture: a bar for each task, its largest variables as blocks with their names."""
+"""A plan as a picture: a bar for each task, with its largest variables as blocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import optional_module
 from tfdist_ext.placement.report import fullest_and_emptiest, largest_of
 from tfdist_ext.placement.sizes import size_text
-from tfdist_ext.placement.specs import VariableSpec
 
 if TYPE_CHECKING:
     from tfdist_ext.placement.placement_plan import PlacementPlan
@@ -22,7 +22,6 @@ _MOST_BARS = 96  # of more tasks, the fullest and the emptiest are drawn
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40), ("PiB", 2**50))
 _REST, _BUDGET = "#d9d9d9", "#c00000"
 _WIDTH, _BAR = 8.1, 0.30  # inches: the length of bars, the least height of one
-_DOTS = 110  # an inch, of a .png
 _CHARACTER = 0.075  # inches, of the text in blocks
 _FONT = 8
 
@@ -40,23 +39,20 @@ def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
             f"a picture must be a .svg or a .png file, got {os.fspath(path)!r}. Change the suffix."
         )
     require_matplotlib()
-    # Imported here: it takes half a second, and few who plan draw. No pyplot: that would choose a
-    # backend for the whole process.
-    import matplotlib
+    import matplotlib  # takes half a second; no pyplot, which would choose a backend
 
-    # Text stays text, so that names can be searched for; "$" in a path is no formula; the same plan
-    # is the same file.
-    drawn_with: Any = {
+    # Names can be searched for, "$" in a path is no formula, and the same plan is the same file.
+    options: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "tfdist_ext",
         "text.usetex": False,
         "text.parse_math": False,
     }
-    with matplotlib.rc_context(drawn_with):
+    with matplotlib.rc_context(options):
         figure = _figure(plan)
         metadata = {"Date": None} if file.suffix.lower() == ".svg" else {}
         try:
-            figure.savefig(file, dpi=_DOTS, metadata=metadata, bbox_inches="tight")
+            figure.savefig(file, dpi=110, metadata=metadata, bbox_inches="tight")
         except OSError as error:
             raise PlacementError(
                 f"the picture {os.fspath(path)!r} cannot be written: {error}"
@@ -68,79 +64,61 @@ def require_matplotlib() -> None:
     Raises:
         PlacementError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise PlacementError(
-            "A picture of a placement plan needs matplotlib, which is not installed: install"
-            " matplotlib."
-        ) from error
+    optional_module("matplotlib", "matplotlib", "A picture of a plan", error=PlacementError)
 
 
 def _figure(plan: PlacementPlan) -> Any:
     from matplotlib.figure import Figure
 
-    few = plan.tasks <= _MOST_BARS
-    bars = list(range(plan.tasks)) if few else fullest_and_emptiest(plan, _MOST_BARS // 2)
+    many = plan.tasks > _MOST_BARS
+    bars = fullest_and_emptiest(plan, _MOST_BARS // 2) if many else list(range(plan.tasks))
     named = [spec for spec in largest_of(plan, _NAMED) if spec.bytes]
     colors = {spec.path: _color_of(rank) for rank, spec in enumerate(named)}
-    inside = max(len(bars) * _BAR, 0.21 * (len(named) + 3))
     # The figure is the bars alone; it is saved with what stands around it.
-    figure = Figure(figsize=(_WIDTH, inside))
+    figure = Figure(figsize=(_WIDTH, max(len(bars) * _BAR, 0.21 * (len(named) + 3))))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_title(_title(plan, len(bars)), fontsize=10, loc="left")
     axes.set_yticks(range(len(bars)), [plan.names()[task] for task in bars], fontsize=_FONT)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _draw_bars(axes, plan, bars, colors, inside / len(bars))
-    legend = axes.legend(handles=_entries(plan, named, colors), frameon=False, fontsize=_FONT)
+    _draw_bars(axes, plan, bars, colors)
+    legend = axes.legend(handles=_legend(plan, colors), frameon=False, fontsize=_FONT)
     legend.set_loc("upper left")
     legend.set_bbox_to_anchor((1, 1))
     return figure
 
 
-def _draw_bars(
-    axes: Any, plan: PlacementPlan, bars: list[int], colors: dict[str, Any], height: float
-) -> None:
-    """A row of blocks for each task; `height` is a row's, in inches."""
+def _draw_bars(axes: Any, plan: PlacementPlan, bars: list[int], colors: dict[str, Any]) -> None:
     budgets = plan.budgets if _budget_in_sight(plan) else None
     most = max(*plan.bytes_by_task, *(budgets or ()), 1)
     unit, scale = max((entry for entry in _UNITS if entry[1] <= most), key=lambda e: e[1])
     limit = 1.04 * most / scale
     axes.set_xlim(0, limit)
     axes.set_xlabel(f"{unit} of variables and slots")
-    high = int(0.84 * height / _CHARACTER) - 1
     for row, task in enumerate(bars):
         left = 0.0
         for path, size in _blocks(plan, task, colors):
             width = size / scale
             color = colors.get(path, _REST)
             block = axes.barh(row, width, 0.84, left, color=color, edgecolor="w", linewidth=0.5)
-            inches = width / limit * _WIDTH
-            wide = int(inches / _CHARACTER) - 1
-            # A narrow block of a high bar has its name written upwards.
-            upwards = wide < len(path) and wide < high and inches > 2 * _CHARACTER
-            text = _shortened(path, high if upwards else wide)
-            rotation = 90 if upwards else 0
-            axes.bar_label(block, [text], label_type="center", fontsize=_FONT, rotation=rotation)
+            if (len(path) + 1) * _CHARACTER <= width / limit * _WIDTH:
+                axes.bar_label(block, [path], label_type="center", fontsize=_FONT)
             left += width
         if budgets is not None:
             at = budgets[task] / scale
             axes.plot([at, at], [row - 0.5, row + 0.5], color=_BUDGET, linewidth=1.6)
 
 
-def _entries(plan: PlacementPlan, named: list[VariableSpec], colors: dict[str, Any]) -> list[Any]:
+def _legend(plan: PlacementPlan, colors: dict[str, Any]) -> list[Any]:
     from matplotlib.patches import Patch
 
-    entries = [
-        Patch(
-            color=colors[spec.path], label=f"{_shortened(spec.path, 34)}  {size_text(spec.bytes)}"
-        )
-        for spec in named
-    ]
-    if len(plan.specs) > len(named):
-        entries.append(Patch(color=_REST, label=f"{len(plan.specs) - len(named)} other variables"))
+    entries = []
+    for path, color in colors.items():
+        size = size_text(plan.specs[plan.index_of(path)].bytes)
+        entries.append(Patch(color=color, label=f"{path}  {size}"))
+    if len(plan.specs) > len(colors):
+        entries.append(Patch(color=_REST, label=f"{len(plan.specs) - len(colors)} other variables"))
     if plan.budgets is not None:
         far = "" if _budget_in_sight(plan) else f" from {size_text(min(plan.budgets))}, far right"
         entries.append(Patch(color=_BUDGET, label=f"budget{far}"))
@@ -153,7 +131,7 @@ def _budget_in_sight(plan: PlacementPlan) -> bool:
 
 
 def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple[str, int]]:
-    """Path and bytes of what is on a task; what has no name of its own as one block at the end."""
+    """Path and bytes of the named variables on a task; the others as one block at the end."""
     found = {}
     for path in named:
         index = plan.index_of(path)
@@ -165,22 +143,11 @@ def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple
 
 def _title(plan: PlacementPlan, drawn: int) -> str:
     what = "ps tasks" if plan.devices is None else "devices"
-    shown = f", the {drawn // 2} fullest and the {drawn // 2} emptiest" * (drawn < plan.tasks)
+    some = f", the {drawn // 2} fullest and the {drawn // 2} emptiest" * (drawn < plan.tasks)
     return (
         f"{len(plan.specs)} variables, {size_text(sum(plan.bytes_by_task))}, on {plan.tasks} {what}"
-        f"{shown}: fullest over mean {plan.imbalance:.3f}"
+        f"{some}: fullest over mean {plan.imbalance:.3f}"
     )
-
-
-def _shortened(path: str, room: int) -> str:
-    """The path, or what tells it from others in so many characters; nothing in too few."""
-    if len(path) <= room:
-        return path
-    # The last word is mostly "kernel" or "embeddings": the layer says more.
-    layer = f"{path.rpartition('/')[0]}/…" if "/" in path else path
-    if len(layer) <= room:
-        return layer
-    return f"…{layer[len(layer) - room + 1 :]}" if room >= 8 else ""
 
 
 def _color_of(rank: int) -> tuple[float, float, float]:

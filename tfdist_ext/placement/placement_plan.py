@@ -23,6 +23,8 @@ _NAMED = 5  # differences of each kind that an error names
 class PlacementPlan:
     """Where every variable lives. Made by `plan`, or read by `from_json`.
 
+    A path that the plan does not have is a PlacementError.
+
     Attributes:
         specs: the variables, in the order in which they were given.
         places: where each of them is.
@@ -30,7 +32,6 @@ class PlacementPlan:
         devices: names of the devices, if it is a plan for one machine.
         budgets: bytes that each task may hold at most, if there was a budget.
         fixed: path -> the rule that decided its place or its number of pieces.
-        policy: name of the policy that placed what no rule did.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -39,23 +40,15 @@ class PlacementPlan:
     devices: tuple[str, ...] | None
     budgets: tuple[int, ...] | None
     fixed: dict[str, Rule]
-    policy: str
 
     def tasks_of(self, path: str) -> tuple[int, ...]:
-        """The tasks (or devices) that hold the variable or a part of it, first rows first.
-
-        Raises:
-            PlacementError: the plan has no such variable.
-        """
+        """The tasks (or devices) that hold the variable or a part of it, first rows first."""
         return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
 
     def shards_of(self, path: str) -> tuple[VariableShard, ...]:
         """The rows of the variable on each task, in the order of rows; or all its copies.
 
         A whole variable is one shard of all rows; a scalar has one row.
-
-        Raises:
-            PlacementError: the plan has no such variable.
         """
         spec, place = self._of(path)
         if place.held is not Held.PIECES:
@@ -63,11 +56,7 @@ class PlacementPlan:
         return spec.shards(place.tasks)
 
     def owner_of(self, path: str) -> int | None:
-        """The device that updates an owned variable and holds its slots; None if it has no owner.
-
-        Raises:
-            PlacementError: the plan has no such variable.
-        """
+        """The device that updates an owned variable and holds its slots; else None."""
         _, place = self._of(path)
         return place.tasks[0] if place.held is Held.OWNED else None
 
@@ -105,11 +94,6 @@ class PlacementPlan:
         """Load on the busiest task over the mean; 1.0 is even, or no loads were given."""
         return _max_over_mean(self.load_by_task)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """sha256 over path, shape and dtype of every variable, in any order."""
-        return plan_json.fingerprint(self.specs)
-
     def names(self) -> tuple[str, ...]:
         """The names of the tasks: "ps 0", or those of the devices."""
         return self.devices or tuple(f"ps {task}" for task in range(self.tasks))
@@ -120,19 +104,19 @@ class PlacementPlan:
         return index is not None and _kind(self.specs[index]) == _kind(spec)
 
     def check(self, specs: Iterable[VariableSpec]) -> None:
-        """Whether this is a plan for these variables, in any order.
+        """Check that this is a plan for these variables, in any order.
 
         Raises:
             PlacementError: names the variables that are new, gone or of another shape or dtype.
         """
-        now = {spec.path: spec for spec in specs}
-        then = {spec.path: spec for spec in self.specs}
+        now = {spec.path: _kind(spec) for spec in specs}
+        then = {spec.path: _kind(spec) for spec in self.specs}
         new = [repr(path) for path in now if path not in then]
         gone = [repr(path) for path in then if path not in now]
         changed = [
-            f"{path!r} from {_kind(then[path])} to {_kind(spec)}"
-            for path, spec in now.items()
-            if path in then and _kind(then[path]) != _kind(spec)
+            f"{path!r} from {then[path]} to {kind}"
+            for path, kind in now.items()
+            if then.get(path, kind) != kind
         ]
         differences = [
             f"{len(found)} {what}: {', '.join(found[:_NAMED])}{', ...' * (len(found) > _NAMED)}"
@@ -146,20 +130,16 @@ class PlacementPlan:
             )
 
     def check_tasks(self, tasks: int) -> None:
-        """Whether this is a plan for so many parameter servers.
+        """Check that this is a plan for so many parameter servers.
 
         Raises:
             PlacementError: it is for another number, or for the devices of one machine.
         """
-        if self.devices is not None:
+        if self.devices is not None or self.tasks != tasks:
+            devices = f"the devices {', '.join(self.devices)}" if self.devices else self.tasks
             raise PlacementError(
-                f"the plan must be for {tasks} ps tasks, got one for the devices"
-                f" {', '.join(self.devices)}. Plan again for {tasks} ps tasks."
-            )
-        if self.tasks != tasks:
-            raise PlacementError(
-                f"the plan must be for the cluster's {tasks} ps tasks, got one for {self.tasks}."
-                f" Plan again, or start {self.tasks}."
+                f"the plan must be for the cluster's {tasks} ps tasks, got one for {devices}."
+                " Plan again."
             )
 
     def __repr__(self) -> str:
@@ -191,11 +171,7 @@ class PlacementPlan:
         return PlacementPlan(**plan_json.load(text))
 
     def index_of(self, path: str) -> int:
-        """The variable's index in `specs` and `places`.
-
-        Raises:
-            PlacementError: the plan has no such variable.
-        """
+        """The variable's index in `specs` and `places`."""
         index = self._index.get(path)
         if index is None:
             raise PlacementError(

@@ -8,16 +8,15 @@ small enough to fill the gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tfdist_ext.placement.policies import Tasks
 from tfdist_ext.placement.specs import VariableSpec
-from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["balanced"]
+__all__ = ["Tasks", "balanced"]
 
 _SLACK_BYTES, _SLACK_LOAD = 1.005, 1.02  # over the mean: a full task. Loads are guesses.
 _SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
@@ -27,9 +26,28 @@ _MOST_PIECES = 16  # for each task
 Floats = NDArray[np.float64]
 
 
-@filter_traceback
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks before the planner begins.
+
+    Attributes:
+        count: how many there are.
+        filled: bytes that rules have put on each.
+        loaded: load that rules have put on each.
+        budgets: bytes that each may hold at most; None without a budget.
+        pieces: path -> number of pieces that its rule asks for; for other variables the planner
+            decides.
+    """
+
+    count: int
+    filled: Sequence[int]
+    loaded: Sequence[float]
+    budgets: Sequence[int] | None
+    pieces: Mapping[str, int]
+
+
 def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]:
-    """The planner as a policy: for each variable the tasks of its pieces.
+    """For each variable the tasks of its pieces, in the order of rows.
 
     Tasks with different budgets are filled in proportion to them.
     """

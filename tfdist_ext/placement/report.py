@@ -29,34 +29,36 @@ def table(plan: PlacementPlan) -> str:
     held = sum(plan.bytes_by_task)
     parts = [
         f"{len(plan.specs)} variables, {size_text(held)}{' with optimizer slots' * slots}, on"
-        f" {plan.tasks} {where}, placed by policy {plan.policy}",
+        f" {plan.tasks} {where}",
         indent(columns(_by_task(plan), left=1), "  "),
-        _balance(plan),
+        f"imbalance {plan.imbalance:.3f} (fullest over mean bytes)",
     ]
-    if largest := _largest(plan):
+    if any(plan.load_by_task):
+        parts[-1] += f"\nimbalance of load {plan.load_imbalance:.3f}"
+    largest = [
+        [spec.path, str(spec.shape), size_text(spec.bytes), _places_text(plan, spec)]
+        for spec in largest_of(plan, _LARGEST)
+    ]
+    if largest:
         parts.append("largest variables\n" + indent(columns(largest, left=2), "  "))
-    if fixed := _fixed(plan):
+    by_rule = Counter((rule.pattern, str(rule.placement)) for rule in plan.fixed.values())
+    if by_rule:
+        fixed = [[*rule, counted(count, "variable")] for rule, count in by_rule.items()]
         parts.append("decided by rules\n" + indent(columns(fixed, left=3), "  "))
     return "\n\n".join(parts)
 
 
 def _places_text(plan: PlacementPlan, spec: VariableSpec) -> str:
-    """Where one variable is, in a few words: "ps 2", "4 pieces: ps 0, 1, 3, 5"."""
+    """Where one variable is, in a few words: "ps 2", "4 pieces: ps 0, ps 1, ps 3, ps 5"."""
     place = plan.places[plan.index_of(spec.path)]
+    names = [plan.names()[task] for task in sorted(set(place.tasks))]
     if place.held is Held.COPIES:
         return "on every device"
-    names = plan.names()
     if place.held is Held.OWNED:
-        return f"on every device, owner {names[place.tasks[0]]}"
+        return f"on every device, owner {names[0]}"
     if len(place.tasks) == 1:
-        return names[place.tasks[0]]
-    tasks = sorted(set(place.tasks))
-    if plan.devices is not None:
-        listed = _some([names[task] for task in tasks])
-    elif len(tasks) > 2 and tasks == list(range(tasks[0], tasks[-1] + 1)):
-        listed = f"ps {tasks[0]} to {tasks[-1]}"
-    else:
-        listed = "ps " + _some([str(task) for task in tasks])
+        return names[0]
+    listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
     return f"{len(place.tasks)} pieces: {listed}"
 
 
@@ -93,34 +95,9 @@ def fullest_and_emptiest(plan: PlacementPlan, each: int) -> list[int]:
     return by_bytes[:each] + by_bytes[-each:]
 
 
-def _balance(plan: PlacementPlan) -> str:
-    text = f"imbalance {plan.imbalance:.3f} (fullest over mean bytes)"
-    if any(plan.load_by_task):
-        text += f"\nimbalance of load {plan.load_imbalance:.3f}"
-    return text
-
-
-def _largest(plan: PlacementPlan) -> list[list[str]]:
-    return [
-        [spec.path, str(spec.shape), size_text(spec.bytes), _places_text(plan, spec)]
-        for spec in largest_of(plan, _LARGEST)
-    ]
-
-
 def largest_of(plan: PlacementPlan, most: int) -> list[VariableSpec]:
     """The largest variables with their slots, largest first."""
     return sorted(plan.specs, key=lambda spec: (-spec.bytes, spec.path))[:most]
-
-
-def _fixed(plan: PlacementPlan) -> list[list[str]]:
-    by_rule = Counter((rule.pattern, str(rule.placement)) for rule in plan.fixed.values())
-    return [[*rule, counted(count, "variable")] for rule, count in by_rule.items()]
-
-
-def _some(words: Sequence[str]) -> str:
-    if len(words) <= _LISTED:
-        return ", ".join(words)
-    return f"{', '.join(words[: _LISTED - 1])} ... {words[-1]}"
 
 
 def columns(lines: Sequence[Sequence[str]], left: int) -> str:

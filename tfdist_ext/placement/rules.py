@@ -63,19 +63,17 @@ class Owned(Placement):
 
 @dataclass(frozen=True)
 class Balanced(Placement):
-    """Where the policy puts it; on parameter servers cut into pieces where that balances."""
+    """Where the planner puts it; on parameter servers in pieces if that is more even."""
 
 
 @filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Even pieces along axis 0; Sharded(1) keeps a variable whole.
-
-    The policy chooses the tasks. The planner takes as many different ones as there are pieces, and
-    where there are more pieces than tasks, those that balance.
+    """Even pieces along axis 0, each on a task of its own while there are tasks.
 
     Attributes:
-        pieces: how many; None: one for each task or device, as far as there are rows.
+        pieces: how many; 1 keeps the variable whole. None is one for each task or device, at most
+            one for each row.
     """
 
     pieces: int | None = None
@@ -88,7 +86,7 @@ class Sharded(Placement):
         return "sharded" if self.pieces is None else f"sharded({self.pieces})"
 
     def pieces_on(self, targets: int, rows: int) -> int:
-        """How many pieces a variable of so many rows gets on so many tasks or devices."""
+        """The number of pieces of a variable with `rows` rows on `targets` tasks or devices."""
         return max(min(targets, rows), 1) if self.pieces is None else self.pieces
 
 
@@ -137,12 +135,12 @@ class Rule:
     """Gives a placement to variables.
 
     Attributes:
-        pattern: a variable's path, then it is for this one alone and goes before every expression;
-            or a regular expression that matches whole paths.
-        placement: what they get.
+        pattern: the path of one variable, which goes before every expression; or a regular
+            expression that matches whole paths.
+        placement: of these variables.
 
     Raises:
-        PlacementError: the pattern is no text, or the placement none of this module's.
+        PlacementError: no text, or no Placement.
     """
 
     pattern: str
@@ -167,11 +165,10 @@ Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
 
 @filter_traceback
 def placement_from(text: str) -> Placement:
-    """The placement of a text: "mirrored", "owned", "balanced", "sharded", "sharded(4)", "task 0",
-    "device GPU:0".
+    """The placement of a text, as "sharded(4)", "task 0" or "device GPU:0".
 
     Raises:
-        PlacementError: none of these.
+        PlacementError: the text is no placement.
     """
     written = text.strip() if isinstance(text, str) else ""
     for plain in (Mirrored, Owned, Balanced, Sharded):
@@ -191,10 +188,10 @@ def placement_from(text: str) -> Placement:
 
 @filter_traceback
 def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
-    """The rules of a table pattern -> placement or its text, as a TOML file has it.
+    """The rules of a table of pattern -> placement or its text, as in a TOML file.
 
     Raises:
-        PlacementError: no table, a text that is no placement (the pattern is named).
+        PlacementError: no table, or a text that is no placement.
     """
     if not isinstance(table, Mapping):
         raise PlacementError(
@@ -215,16 +212,17 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
     """Path -> its rule, for the paths that have one.
 
     Raises:
-        PlacementError: two rules of one pattern, two expressions that match one path, a pattern
-            that is no expression, a rule that matches no path.
+        PlacementError: two rules with one pattern, two expressions that match one path, a pattern
+            that is no expression, or a rule that matches no path.
     """
     known = set(paths)
-    given = _different(rules)
+    given = checked_rules(rules)
     exact = {rule.pattern: rule for rule in given if rule.pattern in known}
-    expressions = [rule for rule in given if rule.pattern not in known]
     matched: dict[str, Rule] = {}
-    for rule in expressions:
-        matches = _compiled(rule).fullmatch
+    for rule in given:
+        if rule.pattern in exact:
+            continue
+        matches = re.compile(rule.pattern).fullmatch
         mine = [path for path in paths if matches(path)]
         if not mine:
             raise PlacementError(
@@ -244,38 +242,21 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
 
 
 def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
-    """The rule of one variable, where the others of its model are not known.
+    """The rule of one variable, if the paths of the others are not known.
 
     Raises:
         PlacementError: two expressions match the path.
     """
-    mine = [rule for rule in rules if rule.pattern == path or _compiled(rule).fullmatch(path)]
+    mine = [rule for rule in rules if rule.pattern == path or re.fullmatch(rule.pattern, path)]
     return rules_of([path], mine).get(path)
 
 
 def checked_rules(rules: Rules) -> tuple[Rule, ...]:
-    """The rules, where the paths they are for are not known yet.
+    """The rules, checked without paths.
 
     Raises:
-        PlacementError: something that is no rule, two rules of one pattern, a pattern that is no
-            expression.
+        PlacementError: no rule, two rules with one pattern, or a pattern that is no expression.
     """
-    given = _different(rules)
-    for rule in given:
-        _compiled(rule)
-    return given
-
-
-def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
-    """Advice on a path or pattern that nothing answers to."""
-    words = re.sub(r"[^\w/.-]|\.[*+?]", "", pattern)
-    close = difflib.get_close_matches(words[:200], paths[:_COMPARED], n=3, cutoff=0.3)
-    if not close:
-        close = list(paths[:3])
-    return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
-
-
-def _different(rules: Rules) -> tuple[Rule, ...]:
     seen: dict[str, Rule] = {}
     for rule in rules_from(rules) if isinstance(rules, Mapping) else rules:
         if not isinstance(rule, Rule):
@@ -287,15 +268,21 @@ def _different(rules: Rules) -> tuple[Rule, ...]:
                 f"each rule must have a pattern of its own, got {rule.pattern!r} twice:"
                 f" {seen[rule.pattern].placement} and {rule.placement}. Keep one."
             )
+        try:
+            re.compile(rule.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise PlacementError(
+                "the pattern of a rule must be a regular expression, got"
+                f" {rule.pattern!r}: {error}. Escape special characters of a path."
+            ) from None
         seen[rule.pattern] = rule
     return tuple(seen.values())
 
 
-def _compiled(rule: Rule) -> re.Pattern[str]:
-    try:
-        return re.compile(rule.pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PlacementError(
-            "the pattern of a rule must be a variable's path or a regular expression, got"
-            f" {rule.pattern!r}: {error}."
-        ) from None
+def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
+    """Advice on a path or pattern that nothing answers to."""
+    words = re.sub(r"[^\w/.-]|\.[*+?]", "", pattern)
+    close = difflib.get_close_matches(words[:200], paths[:_COMPARED], n=3, cutoff=0.3)
+    if not close:
+        close = list(paths[:3])
+    return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."

@@ -26,19 +26,18 @@ class VariableSpec:
 
     Attributes:
         path: what rules match, for example "dense/kernel"; different for each variable of a model.
-        shape: the whole variable's; () for a scalar.
+        shape: of the whole variable; () for a scalar.
         dtype: TensorFlow's name of it.
-        slots: how many optimizer slots of the variable's own shape and dtype follow it (Adam: 2).
-        load: traffic of the whole variable in any one unit, for example lookups in a step; None is
-            none. The rows of a variable share it evenly.
+        slots: optimizer slots of the variable's shape and dtype (Adam: 2).
+        load: traffic of the whole variable in any one unit, for example lookups in a step. Its rows
+            share the load evenly.
         slot_bytes: bytes of slots of other shapes; they go with the first piece.
         trainable: whether it has a gradient.
         embedding: whether its gradient has only the rows that a step looks up.
         bytes: of the whole variable with all its slots.
 
     Raises:
-        PlacementError: a path that is empty or no text, a dimension that is unknown or negative, an
-            unknown dtype, a negative or infinite number, more than 2**60 bytes.
+        PlacementError: an invalid path, shape, dtype or number, or more than 2**60 bytes.
     """
 
     path: str
@@ -83,7 +82,7 @@ class VariableSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row with its part of the slots; of nothing without rows."""
+        """Bytes of one row with its part of the slots; 0 without rows."""
         return (self.bytes - self.slot_bytes) // self.rows if self.rows else 0
 
     @property
@@ -106,12 +105,6 @@ class VariableSpec:
         sizes = [count * row for count in piece_rows(self.rows, pieces)]
         sizes[0] += self.slot_bytes
         return sizes
-
-    def largest_piece(self, pieces: int) -> int:
-        """Bytes of the largest of so many even pieces, which is the first."""
-        if pieces == 1:
-            return self.bytes
-        return -(-self.rows // pieces) * self.row_bytes + self.slot_bytes
 
     def piece_loads(self, pieces: int) -> list[float]:
         """Load of each of so many even pieces."""
@@ -173,8 +166,7 @@ class Place(NamedTuple):
 def piece_rows(rows: int, pieces: int) -> list[int]:
     """Rows of each piece: they differ by one at most, larger ones first.
 
-    It is the "div" division, the only one that TensorFlow's embedding_lookup computes with: on any
-    other it silently reads wrong rows.
+    TensorFlow's embedding_lookup silently reads wrong rows of any other division.
     """
     least, more = divmod(rows, pieces)
     return [least + 1] * more + [least] * (pieces - more)

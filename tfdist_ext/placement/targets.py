@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, nearest, shown
-from tfdist_ext.placement.rules import (
-    Balanced,
-    Mirrored,
-    OnDevice,
-    OnTask,
-    Owned,
-    Placement,
-    Sharded,
-)
+from tfdist_ext.placement.rules import Mirrored, OnDevice, OnTask, Owned, Placement, Sharded
 from tfdist_ext.placement.sizes import parse_size
 from tfdist_ext.placement.specs import VariableSpec
 
@@ -32,7 +24,7 @@ class Targets:
 
     Attributes:
         count: of parameter servers or devices.
-        devices: names of the devices, in the short form where they have one ("GPU:0"); None for
+        devices: names of the devices, in the short form if they have one ("GPU:0"); None for
             parameter servers.
     """
 
@@ -44,7 +36,7 @@ class Targets:
         """The targets of the arguments of `plan`.
 
         Raises:
-            PlacementError: not exactly one of them, no number from 1, a device that stands twice.
+            PlacementError: both or none of the arguments, no number from 1, or a device twice.
         """
         if (tasks is None) == (devices is None):
             raise PlacementError(
@@ -52,10 +44,8 @@ class Targets:
                 f" the two, got tasks={shown(tasks)}, devices={shown(devices)}."
             )
         if devices is None:
-            count = check_int(
-                tasks, "the number of parameter servers", 1, _MOST, error=PlacementError
-            )
-            return cls(count)
+            what = "the number of parameter servers"
+            return cls(check_int(tasks, what, 1, _MOST, error=PlacementError))
         if isinstance(devices, str) or not all(isinstance(name, str) for name in devices):
             raise PlacementError(
                 f'devices must be a list of names, as ["CPU:0", "GPU:0"], got {shown(devices)}.'
@@ -67,12 +57,12 @@ class Targets:
             )
         return cls(len(names), names)
 
-    def of_rule(self, spec: VariableSpec, placement: Placement) -> int | None:
-        """The index that the placement names; None where it leaves the choice.
+    def index_of(self, spec: VariableSpec, placement: Placement) -> int | None:
+        """The index of the target that the placement names; None if the planner chooses.
 
         Raises:
-            PlacementError: there is no such task or device, it is not for this kind of target, or
-                the variable has too few rows for that many pieces.
+            PlacementError: there is no such target, the placement is for the other kind of target,
+                or the variable has too few rows for so many pieces.
         """
         if isinstance(placement, Sharded) and (
             placement.pieces_on(self.count, spec.rows) > (spec.rows if spec.shape else 1)
@@ -88,34 +78,31 @@ class Targets:
                     f"{spec.path!r} on parameter servers must be on task N, sharded(N) or balanced,"
                     f" got {placement!s}, which is for the devices of one machine (devices=)."
                 )
-            if isinstance(placement, OnTask):
-                if placement.task >= self.count:
-                    raise PlacementError(
-                        f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
-                        f" {placement.task}: there are {self.count} ps tasks."
-                    )
-                return placement.task
-        elif isinstance(placement, OnTask):
-            raise PlacementError(
-                f"{spec.path!r} in a plan for devices must be on a device, got {placement!s}: write"
-                f" OnDevice({self.devices[0]!r}), or device {self.devices[0]} in a file."
-            )
-        elif isinstance(placement, OnDevice):
-            name = short_name(placement.name)
-            if name not in self.devices:
+            if not isinstance(placement, OnTask):
+                return None
+            if placement.task >= self.count:
                 raise PlacementError(
-                    f"{spec.path!r} must be on a device of the plan, got {placement!s}."
-                    f" {nearest(name, self.devices)}"
+                    f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
+                    f" {placement.task}: there are {self.count} ps tasks."
                 )
-            return self.devices.index(name)
-        elif not isinstance(placement, Balanced | Sharded | Mirrored | Owned):
+            return placement.task
+        if isinstance(placement, OnTask):
             raise PlacementError(
-                f"a placement must be one of this package's, got {shown(placement)}."
+                f"{spec.path!r} on devices must be mirrored, owned, sharded(N), balanced or device"
+                f" {self.devices[0]}, got {placement!s}, which is for parameter servers."
             )
-        return None
+        if not isinstance(placement, OnDevice):
+            return None
+        name = short_name(placement.name)
+        if name not in self.devices:
+            raise PlacementError(
+                f"{spec.path!r} must be on a device of the plan, got {placement!s}."
+                f" {nearest(name, self.devices)}"
+            )
+        return self.devices.index(name)
 
     def budgets(self, budget: int | str | Sequence[int | str] | None) -> tuple[int, ...] | None:
-        """Bytes for each.
+        """Bytes for each target.
 
         Raises:
             PlacementError: no size, or not one for each.

@@ -9,7 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.messages import shown
-from tfdist_ext.placement import PlacementError, PlacementPlan, partitioned
+from tfdist_ext.placement import (
+    Balanced,
+    Placement,
+    PlacementError,
+    PlacementPlan,
+    Sharded,
+    VariableSpec,
+)
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
 from tfdist_ext.strategies._tf_private import servers_extended
@@ -68,5 +75,17 @@ def placer_for(placement: Any, partitioner: Callable[..., Any] | None, ps: int) 
             "partitioner must come without a placement that cuts variables, too, got both"
             f" ({shown(placement)}). Leave one of them out."
         )
-    policy = partitioned(partitioner, shape_type=tf.TensorShape, dtype_type=tf.as_dtype)
-    return Placer(placement, ps, policy)
+
+    def as_partitioned(spec: VariableSpec) -> Placement:
+        if not spec.shape or not spec.rows:
+            return Balanced()
+        counts = partitioner(tf.TensorShape(spec.shape), tf.as_dtype(spec.dtype))
+        pieces, *others = map(int, counts)
+        if any(count != 1 for count in others):
+            raise PlacementError(
+                f"partitioner must cut {spec.path!r} of shape {spec.shape} along axis 0 only, got"
+                f" {shown(counts)}."
+            )
+        return Sharded(min(pieces, spec.rows))
+
+    return Placer(placement, ps, as_partitioned)

@@ -6,7 +6,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 
@@ -15,6 +14,7 @@ from tfdist_ext.private_names import PrivateNames
 
 __all__ = [
     "NAMES",
+    "attributes_set",
     "embeddings_of",
     "fresh_names",
     "leaving_no_names",
@@ -33,27 +33,39 @@ _SEEDS = "global_seed_generator"  # behind what draws without a seed
 
 
 @contextlib.contextmanager
+def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
+    """Scope in which attributes of a module or an object have other values."""
+    before = {name: getattr(owner, name, None) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def fresh_names() -> Iterator[None]:
     """Scope in which layers get the names that they would get in a new process.
 
     Private because Keras can only forget its counters for good (clear_session).
     """
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
-    before = getattr(tracker, _COUNTERS, None) or {}
+    counters: dict[str, int] = defaultdict(int, getattr(tracker, _COUNTERS, None) or {})
     setattr(tracker, _COUNTERS, None)
     try:
         yield
     finally:
-        counters: dict[str, int] = defaultdict(int, before)
         for name, count in (getattr(tracker, _COUNTERS, None) or {}).items():
             counters[name] = max(counters[name], count)
         setattr(tracker, _COUNTERS, counters)
 
 
-def leaving_no_names() -> contextlib.AbstractContextManager[object]:
+def leaving_no_names() -> contextlib.AbstractContextManager[None]:
     """Scope with fresh names, after which Keras is as if nothing had been made in it."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
-    return mock.patch.multiple(tracker, create=True, **{_COUNTERS: None, _SEEDS: None})
+    return attributes_set(tracker, **{_COUNTERS: None, _SEEDS: None})
 
 
 def embeddings_of(model: keras.Model) -> list[keras.Variable]:

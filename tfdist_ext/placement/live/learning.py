@@ -25,7 +25,6 @@ from tfdist_ext.placement.live._keras_private import (
 )
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
-from tfdist_ext.placement.policies import Policy
 from tfdist_ext.placement.rules import Rules, nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
@@ -50,36 +49,32 @@ def plan_placement(
     rules: Rules = (),
     optimizer: str | keras.optimizers.Optimizer | None = None,
     budget: int | str | Sequence[int | str] | None = None,
-    policy: Policy | str | None = None,
-    loads: Mapping[str, float] | Callable[[VariableSpec], float | None] | None = None,
+    loads: Mapping[str, float] | None = None,
 ) -> PlacementPlan:
     """Where each variable of a model would live, before any of them exists.
 
-    A function that builds the model is run once with variables that have a shape and no values:
-    200 GB are planned on a laptop. It leaves no trace in Keras's names and random numbers.
+    A function that builds the model is called once with variables that have a shape and no values:
+    a model of 200 GB is planned on a laptop. Keras's names and random numbers stay as they were.
 
     Args:
         model_or_builder: a function without arguments that returns a model whose layers are built
             (with keras.Input, or `model.build`); or such a model.
         ps: number of parameter servers; or
         devices: names of the devices of one machine, as ["CPU:0", "GPU:0"].
-        rules: placements by regular expressions on paths, as [Rule("users/.*", Sharded(4))], or a
-            table of pattern -> placement or its text.
-        optimizer: whose slots lie beside the variables, by name or as an object; by default the
-            one that the model is compiled with.
+        rules: as [Rule("users/.*", Sharded(4))], or a table of pattern -> placement or its text.
+        optimizer: its slots lie beside the variables; a name or an object, by default the model's.
         budget: the most bytes that each server may hold, as "8GiB"; or one for each.
-        policy: places what no rule does; by default the planner, which balances bytes.
-        loads: traffic of variables in any one unit, for example lookups in a step, by path, or as
-            a function of a VariableSpec: it is balanced as well as the bytes are.
+        loads: path -> traffic of the variable in any one unit, for example lookups in a step. It is
+            balanced as well as the bytes are.
 
     Raises:
-        PlacementError: a model whose variables are not known, rules that cannot be right, or
-            variables that do not fit, with the smallest budget and number of servers that would.
+        PlacementError: a model that is not built, invalid rules, or variables that do not fit, with
+            the smallest budget and number of servers that are enough.
     """
     specs = learn_specs(model_or_builder, optimizer)
     if loads is not None:
         specs = _with_loads(specs, loads)
-    return plan(specs, ps, devices=devices, rules=rules, budget=budget, policy=policy)
+    return plan(specs, ps, devices=devices, rules=rules, budget=budget)
 
 
 def learn_specs(
@@ -161,7 +156,7 @@ def _built(builder: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _optimizer(given: Any) -> keras.optimizers.Optimizer:
-    """A new one of the same settings: the user keeps the given one."""
+    """A new optimizer with the same settings: the given one is not built."""
     try:
         if isinstance(given, keras.optimizers.Optimizer):
             return type(given).from_config(given.get_config())
@@ -230,11 +225,7 @@ def _spec(
     )
 
 
-def _with_loads(
-    specs: list[VariableSpec], loads: Mapping[str, float] | Callable[[VariableSpec], float | None]
-) -> list[VariableSpec]:
-    if callable(loads):
-        return [replace(spec, load=loads(spec)) for spec in specs]
+def _with_loads(specs: list[VariableSpec], loads: Mapping[str, float]) -> list[VariableSpec]:
     paths = {spec.path for spec in specs}
     for path in loads:
         if path not in paths:

@@ -10,10 +10,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
+
+from tfdist_ext.placement.live._keras_private import attributes_set
 
 __all__ = ["Rows", "counter_at", "group_size", "rows_drawn_by"]
 
@@ -72,10 +73,11 @@ def _instead_of_drawing(draws: list[Rows]) -> Iterator[None]:
 
         return normal
 
-    with (
-        mock.patch.object(tf.random, "stateless_uniform", uniform),
-        mock.patch.object(tf.random, "stateless_normal", of(_NORMAL)),
-        mock.patch.object(tf.random, "stateless_truncated_normal", of(_TRUNCATED)),
+    with attributes_set(
+        tf.random,
+        stateless_uniform=uniform,
+        stateless_normal=of(_NORMAL),
+        stateless_truncated_normal=of(_TRUNCATED),
     ):
         yield
 

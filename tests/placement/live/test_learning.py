@@ -13,7 +13,6 @@ import pytest
 import tfdist_ext as tfd
 from tfdist_ext.placement import PlacementError
 from tfdist_ext.placement.live.learning import learn_specs
-from tfdist_ext.placement.live.random_rows import rows_drawn_by
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -89,14 +88,11 @@ def test_two_hundred_gigabytes_are_planned_without_memory() -> None:
     ("optimizer", "slots", "slot_bytes"),
     [
         ("sgd", 0, 0),
-        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), 1, 0),
-        ("rmsprop", 1, 0),
         ("adam", 2, 0),
-        (lambda: keras.optimizers.Adam(amsgrad=True), 3, 0),
         (lambda: keras.optimizers.AdamW(use_ema=True), 3, 0),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), 2, 0),
     ],
-    ids=["sgd", "momentum", "rmsprop", "adam", "amsgrad", "ema", "loss scale"],
+    ids=["sgd", "adam", "ema", "loss scale"],
 )
 def test_slots_of_optimizers(
     optimizer: str | Callable[[], keras.optimizers.Optimizer], slots: int, slot_bytes: int
@@ -140,29 +136,9 @@ def test_learning_leaves_no_trace() -> None:
     recommender().predict(np.zeros([2, 1]), verbose=0)  # global generators work as before
 
 
-def test_paths_that_keras_gives_twice_are_told_apart() -> None:
-    def build() -> keras.Model:
-        inputs = keras.Input([4])
-        return keras.Model(
-            inputs,
-            [
-                keras.Sequential([keras.layers.Dense(2, name="same")], name="part")(inputs),
-                keras.Sequential([keras.layers.Dense(3, name="same")], name="part_")(inputs),
-                keras.layers.Dense(2, name="same")(inputs),
-            ],
-        )
-
-    paths = [spec.path for spec in learn_specs(build)]
-    assert len(set(paths)) == len(paths) == 6
-
-
-def test_loads_by_path_and_by_function() -> None:
-    by_path = tfd.plan_placement(recommender, ps=2, loads={"embedding/embeddings": 10.0})
-    by_function = tfd.plan_placement(
-        recommender, ps=2, loads=lambda s: 10.0 if s.path == "embedding/embeddings" else None
-    )
-    assert by_path == by_function
-    assert sum(by_path.load_by_task) == pytest.approx(10)
+def test_loads_by_path() -> None:
+    made = tfd.plan_placement(recommender, ps=2, loads={"embedding/embeddings": 10.0})
+    assert sum(made.load_by_task) == pytest.approx(10)
     with pytest.raises(PlacementError, match=r"loads must .* got 'embeding'.*'embedding/emb"):
         tfd.plan_placement(recommender, ps=2, loads={"embeding": 1.0})
 
@@ -183,58 +159,12 @@ def computes_with_values() -> keras.Model:
         (unbuilt, None, ["the model must be built, got ", "keras.Input"]),
         (computes_with_values, None, ["failed while its variables had no values", "finished"]),
         (lambda: 3, None, ["must return a keras.Model, got 3"]),
-        (3, None, ["got 3"]),
         (recommender, "adan", ["got 'adan'"]),
     ],
-    ids=["unbuilt", "computes", "no model", "no function", "optimizer"],
+    ids=["unbuilt", "computes", "no model", "optimizer"],
 )
 def test_what_cannot_be_learned(builder: object, optimizer: str | None, parts: list[str]) -> None:
     with pytest.raises(PlacementError) as error:
         tfd.plan_placement(builder, ps=2, optimizer=optimizer)
     for part in parts:
         assert part in str(error.value)
-
-
-def test_what_does_not_fit_names_what_would_do() -> None:
-    with pytest.raises(PlacementError) as error:
-        tfd.plan_placement(lambda: recommender(1_000_000), ps=2, budget="100MB")
-    assert error.value.smallest_tasks is not None
-    plan = tfd.plan_placement(
-        lambda: recommender(1_000_000), ps=error.value.smallest_tasks, budget="100MB"
-    )
-    assert max(plan.bytes_by_task) <= 100_000_000
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: keras.initializers.RandomUniform(-0.3, 0.2, seed=5),
-        lambda: keras.initializers.RandomNormal(1.0, 0.3, seed=keras.random.SeedGenerator(9)),
-        lambda: keras.initializers.TruncatedNormal(0.5, 2.0, seed=1),
-        lambda: keras.initializers.HeUniform(seed=2),
-        lambda: keras.initializers.GlorotNormal(seed=3),
-    ],
-    ids=["uniform", "normal", "truncated", "he_uniform", "glorot_normal"],
-)
-def test_rows_alone_are_those_of_the_whole_to_the_bit(
-    make: Callable[[], keras.initializers.Initializer], dtype: str
-) -> None:
-    initializer, again = make(), make()
-    for shape in ((1001, 13), (7, 3, 5), (64,), (100_003, 8)):
-        whole = np.asarray(again(shape, dtype=dtype))
-        rows = rows_drawn_by(initializer, shape, dtype)
-        assert rows is not None
-        if isinstance(initializer.seed, keras.random.SeedGenerator):
-            assert (initializer.seed.state.numpy() == again.seed.state.numpy()).all()
-        for start, stop in ((0, shape[0]), (1, 4), (shape[0] // 2, shape[0]), (5, 6)):
-            assert np.array_equal(np.asarray(rows(start, stop)), whole[start:stop])
-
-
-def test_other_initializers_are_made_whole() -> None:
-    class Mine(keras.initializers.RandomNormal):
-        def __call__(self, shape: tuple[int, ...], dtype: str | None = None) -> object:
-            return super().__call__(shape, dtype) * 2
-
-    for initializer in (keras.initializers.Orthogonal(), Mine(), lambda shape, dtype: None):
-        assert rows_drawn_by(initializer, (8, 8), "float32") is None

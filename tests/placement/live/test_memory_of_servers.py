@@ -11,7 +11,7 @@ from warm_programs import run_together
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIB = 2**20
 TABLE = 512 * MIB
 

@@ -1,0 +1,121 @@
+"""OrderedDataset: each example once an epoch, in one order, from arrays and from record files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.data import DataError, Shard, from_arrays, from_tfrecords
+
+ROWS = 53
+X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
+Y = np.arange(ROWS)
+FIRST = [14, 30, 46, 51, 9, 7]  # examples with seed 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("records")
+    for number, rows in enumerate(np.array_split(Y, 4)):
+        with tf.io.TFRecordWriter(str(folder / f"part-{number}.tfrecord")) as writer:
+            for row in rows:
+                writer.write(tf.io.serialize_tensor(X[row]).numpy() + bytes([int(row)]))
+    return str(folder / "*.tfrecord")
+
+
+def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    row = tf.cast(tf.io.decode_raw(tf.strings.substr(record, -1, 1), tf.uint8)[0], tf.int64)
+    length = tf.strings.length(record) - 1
+    x = tf.io.parse_tensor(tf.strings.substr(record, 0, length), tf.float32)
+    return tf.ensure_shape(x, [3]), row
+
+
+def of(kind: str, files: str, folder: Path, **options: Any) -> Any:
+    settings = {"global_batch_size": 10, "seed": 3, **options}
+    if kind == "records":
+        return from_tfrecords(files, parse, **settings)
+    if kind == "mapped":
+        np.save(folder / "x.npy", X)
+        return from_arrays((np.load(folder / "x.npy", mmap_mode="r"), Y), **settings)
+    return from_arrays((X, Y), **settings)
+
+
+@pytest.mark.long("mapped")
+@pytest.mark.parametrize("kind", ["arrays", "mapped", "records"])
+def test_parts_of_shards_are_the_global_batches(kind: str, files: str, tmp_path: Path) -> None:
+    data = of(kind, files, tmp_path)
+    assert (data.examples, len(data), data.steps) == (ROWS, 6, 6)
+    first = next(iter(data.dataset()))[1].numpy().tolist()
+    assert first[:6] == FIRST  # of all sources: the order is one of numbers
+    for epoch in (0, 1):
+        whole = [(x.numpy(), y.numpy()) for x, y in data.dataset(epoch=epoch)]
+        assert [len(y) for _, y in whole] == [10, 10, 10, 10, 10, 3]
+        assert sorted(np.concatenate([y for _, y in whole])) == list(range(ROWS))
+        for x, y in whole:
+            np.testing.assert_array_equal(x, X[y])
+        for count in (2, 4, 7):
+            shards = [list(data.dataset(Shard(i, count), epoch)) for i in range(count)]
+            for step, (_, y) in enumerate(whole):
+                parts = [shards[i][step][1].numpy() for i in range(count)]
+                np.testing.assert_array_equal(np.concatenate(parts), y)
+
+
+def test_epochs_and_seeds_are_other_orders() -> None:
+    def order(seed: int | None, epoch: int) -> list[int]:
+        data = from_arrays(Y, global_batch_size=10, seed=seed)
+        return np.concatenate([y.numpy() for y in data.dataset(epoch=epoch)]).tolist()
+
+    assert order(None, 0) == order(None, 5) == Y.tolist()
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_a_state_goes_on_with_another_number_of_shards() -> None:
+    data = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
+    expected = [batch["y"].numpy() for epoch in (0, 1) for batch in data.dataset(epoch=epoch)]
+    data.advance(6 + 2)
+    state = data.state()
+    assert (state["epoch"], state["examples"], state["seed"]) == (1, 20, 1)
+    again = from_arrays({"x": X, "y": Y}, global_batch_size=10, seed=1)
+    again.restore(state)
+    parts = [list(again.dataset(Shard(i, 3))) for i in range(3)]
+    rest = [np.concatenate([part[k]["y"].numpy() for part in parts]) for k in range(4)]
+    assert len(parts[0]) == 4
+    for found, wanted in zip(rest, expected[8:], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    again.advance(4)
+    assert again.position == (2, 0)
+
+
+def test_a_state_of_other_data_or_another_order_is_refused(files: str, tmp_path: Path) -> None:
+    data = from_arrays((X, Y), global_batch_size=10, seed=1)
+    state = data.state()
+    with pytest.raises(DataError, match="0: shape"):
+        from_arrays((X[:-1], Y[:-1]), global_batch_size=10, seed=1).restore(state)
+    with pytest.raises(DataError, match="seed must be 1, as in the saved position, got 2: "):
+        from_arrays((X, Y), global_batch_size=10, seed=2).restore(state)
+    wrong: list[dict[str, Any]] = [{"place": 3}, {"epoch": 1.0}, {"examples": 54}, {"seed": "1"}]
+    for change in wrong:
+        with pytest.raises(DataError, match=f"state must have|{next(iter(change))} must be"):
+            data.restore({**state, **change})
+    with pytest.raises(DataError, match="changed"):
+        of("records", files, tmp_path, seed=1).restore(state)
+
+
+def test_parts_for_replicas_go_through_epochs() -> None:
+    data = from_arrays(Y, global_batch_size=10, seed=5)
+    expected = [y.numpy() for epoch in (0, 1) for y in data.dataset(epoch=epoch)]
+    found = list(data.parts(0, 4, 4, begin=5).take(3))  # a batch of 3 rows for 4 replicas first
+    assert [[int(mine) for mine, _, _ in parts] for parts in found] == [
+        [0, 1, 1, 1],
+        [2, 3, 2, 3],
+        [2, 3, 2, 3],
+    ]
+    for parts, wanted in zip(found, expected[5:], strict=False):
+        rows = np.concatenate([rows.numpy()[: int(mine)] for mine, _, rows in parts])
+        np.testing.assert_array_equal(rows, wanted)
+        assert {int(size) for _, size, _ in parts} == {len(wanted)}
+        assert all(len(rows) >= 1 for _, _, rows in parts)

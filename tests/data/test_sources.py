@@ -1,0 +1,73 @@
+"""Arrays and sources of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.data import DataError, Shard, from_arrays, from_source
+
+ROWS = 53
+X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
+Y = np.arange(ROWS)
+
+
+def test_arrays_of_the_other_byte_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X.astype(">f4"))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for array in (mapped, X.astype(">f4")):
+        (found,) = from_arrays(array, global_batch_size=ROWS).dataset()
+        np.testing.assert_array_equal(found, X)
+
+
+def test_a_list_of_arrays_is_a_structure_and_one_of_numbers_an_array() -> None:
+    data = from_arrays(([X, X + 1], Y.tolist()), global_batch_size=ROWS)
+    ((one, other), y) = next(iter(data.dataset()))
+    np.testing.assert_array_equal(other, X + 1)
+    np.testing.assert_array_equal(one, X)
+    np.testing.assert_array_equal(y, Y)
+    assert len(from_arrays([X, Y], global_batch_size=4).element_spec) == 2
+
+
+class Squares:
+    element_spec = tf.TensorSpec([None], tf.int64)
+
+    def __len__(self) -> int:
+        return 20
+
+    def take(self, indices: tf.Tensor) -> tf.Tensor:
+        return indices * indices
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "squares"}
+
+
+def test_a_source_of_ones_own() -> None:
+    data = from_source(Squares(), global_batch_size=6)
+    assert next(iter(data.dataset(Shard(1, 2)))).numpy().tolist() == [9, 16, 25]
+    with pytest.raises(DataError, match=r"is no source of examples: it has no element_spec, take"):
+        from_source([1, 2], global_batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        ((X, Y[:-1]), {}, "0 has 53, 1 has 52"),
+        ((X[:0], Y[:0]), {}, "number of examples must be an integer from 1 .*got 0"),
+        ((), {}, "arrays must hold at least one array, got an empty structure"),
+        (Y.astype("M8[s]"), {}, r"array must have a dtype that tensors have, got datetime64"),
+        (3.0, {}, "single value"),
+        (np.array([{}, None]), {}, "dtype that tensors have, got object"),
+        (X, {"global_batch_size": 54}, "at most 53, the examples"),
+        (X, {"global_batch_size": 0}, "global_batch_size"),
+        (X, {"seed": -1}, "seed"),
+        (X, {"seed": float("nan")}, "seed"),
+    ],
+)
+def test_arguments_that_are_wrong(arrays: Any, options: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_arrays(arrays, **{"global_batch_size": 4, **options})

@@ -1,0 +1,101 @@
+"""Plans for tasks and for devices, and arguments that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tfdist_ext.placement import Balanced, Mirrored, Owned, PlacementError, VariableSpec, plan
+
+SPECS = [
+    VariableSpec("users", (1000, 16), slots=2, load=3.0),
+    VariableSpec("items", (100, 16), slots=2),
+    VariableSpec("head/kernel", (16, 4), slots=1, slot_bytes=40),
+    VariableSpec("steps", (), "int64", trainable=False),
+]
+
+
+def test_the_devices_of_one_machine() -> None:
+    made = plan(
+        SPECS,
+        devices=["CPU:0", "/device:gpu:0", "GPU:1"],
+        rules={"users": "device cpu:0", "items": "owned"},
+        default=lambda _: Mirrored(),
+    )
+    assert made.names() == ("CPU:0", "GPU:0", "GPU:1")
+    assert made.tasks_of("users") == (0,)
+    assert made.tasks_of("items") == made.tasks_of("head/kernel") == (0, 1, 2)
+    assert made.shards_of("steps") == ((0, 0, 1), (1, 0, 1), (2, 0, 1))
+    # The slots of an owned variable are on one device: not on the one that has the table.
+    owner = made.owner_of("items")
+    assert owner in (1, 2)
+    assert made.owner_of("users") is None
+    everywhere = 6400 + (16 * 4 * 4 * 2 + 40) + 8
+    expected = [everywhere + 1000 * 16 * 4 * 3, everywhere, everywhere]
+    expected[owner] += 2 * 6400
+    assert made.bytes_by_task == tuple(expected)
+    # A copy serves its own replica; a single one serves all.
+    assert made.load_by_task == (3, 0, 0)
+
+
+def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
+    specs = [VariableSpec(f"w{i}", (100, 10), slots=2) for i in range(8)]
+    made = plan(specs, devices=["GPU:0", "GPU:1"], default=lambda _: Owned())
+    assert made.bytes_by_task == (8 * 4000 + 4 * 8000,) * 2
+    made = plan(specs[:1], devices=["GPU:0", "GPU:1"])
+    assert made.tasks_of("w0") == (0,)
+    assert made.imbalance == 2
+    # By size, as a function says; and a rule may ask for pieces.
+    made = plan(
+        [*specs, VariableSpec("big", (1000, 10))],
+        devices=["GPU:0", "GPU:1"],
+        rules={"big": "sharded(2)"},
+        default=lambda spec: Mirrored() if spec.path == "w0" else Balanced(),
+    )
+    assert made.tasks_of("w0") == made.tasks_of("big") == (0, 1)
+    assert len(made.tasks_of("w1")) == 1
+    with pytest.raises(PlacementError, match=r"GPU:0 would hold .* For 2 devices") as error:
+        plan(specs, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=60_000)
+    assert error.value.smallest_budget == 8 * 4000 + 4 * 8000
+
+
+def test_owners_of_variables_without_slots() -> None:
+    """Each device has a copy, and the owner has no byte more: the owners share the work."""
+    bare = [VariableSpec(f"bare{i}", (100,)) for i in range(4)]
+    made = plan(bare, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=1600)
+    assert made.bytes_by_task == (1600, 1600)
+    assert sorted(made.owner_of(spec.path) or 0 for spec in bare) == [0, 0, 1, 1]
+    odd = [VariableSpec("odd", (100,), slot_bytes=30)]  # slots of another shape only
+    devices = ["GPU:0", "GPU:1"]
+    made = plan(odd, devices=devices, default=lambda _: Owned(), budget=[400, 430])
+    assert made.bytes_by_task == (400, 430)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"tasks": 0}, "number of parameter servers must be an integer from 1"),
+        ({}, "a plan must be for a number of parameter servers .* or for devices="),
+        ({"tasks": 2, "devices": ["CPU:0"]}, "one of the two"),
+        ({"devices": []}, "at least one name"),
+        ({"devices": ["cpu:0", "/device:CPU:0"]}, "each once"),
+        ({"tasks": 2, "budget": "much"}, "budget must be a size, got 'much'"),
+        ({"tasks": 2, "budget": ["1GB"]}, "budget must be one size, or one .*got 1 sizes"),
+        ({"devices": ["CPU:0"], "rules": {"steps": "task 0"}}, r"on devices must be .* got task 0"),
+        ({"devices": ["CPU:0"], "rules": {"steps": "device GPU:0"}}, "got device GPU:0.*CPU:0"),
+    ],
+)
+def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(PlacementError, match=named):
+        plan(SPECS, **arguments)
+
+
+def test_variables_are_variables_and_have_different_paths() -> None:
+    with pytest.raises(
+        PlacementError,
+        match=r"variable must have a path of its .*got 'steps' twice\. Rules and plans",
+    ):
+        plan([*SPECS, SPECS[-1]], 2)
+    with pytest.raises(PlacementError, match="specs must be VariableSpec"):
+        plan(["steps"], 2)  # type: ignore[list-item]

@@ -1,0 +1,139 @@
+"""Rules as people write them, and the variables that they match."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist_ext.placement import (
+    Balanced,
+    Mirrored,
+    OnDevice,
+    OnTask,
+    Owned,
+    Placement,
+    PlacementError,
+    PlacementPlan,
+    Rule,
+    Sharded,
+    VariableSpec,
+    placement_from,
+    plan,
+    rules_from,
+)
+
+QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SPECS = [
+    VariableSpec("embedding/users", (1000, 8)),
+    VariableSpec("embedding/items", (500, 8)),
+    VariableSpec("head/kernel", (16, 2)),
+    VariableSpec("head/bias", (2,)),
+    VariableSpec("scale", ()),
+]
+
+
+PLACEMENTS = st.one_of(
+    st.sampled_from([Mirrored(), Owned(), Balanced()]),
+    st.builds(Sharded, st.one_of(st.none(), st.integers(1, 10**9 - 1))),
+    st.builds(OnTask, st.integers(0, 10**9 - 1)),
+    st.builds(
+        OnDevice, st.from_regex(r"(/job:ps/task:[0-9]/device:)?[CG]PU:[0-9]", fullmatch=True)
+    ),
+)
+
+
+@QUICK
+@given(PLACEMENTS)
+def test_a_placement_is_written_as_it_is_read(placement: Placement) -> None:
+    assert placement_from(str(placement)) == placement
+    assert placement_from(f"  {str(placement).replace('sharded', 'Sharded')} ") == placement
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sharded()", "sharded(-1)", "task", "task one", "gpu 0", 4, None]
+)
+def test_what_is_no_placement(text: Any) -> None:
+    with pytest.raises(
+        PlacementError, match=r"a placement must be written as .* device GPU:0, got"
+    ):
+        placement_from(text)
+
+
+@pytest.mark.parametrize("make", [lambda: Sharded(0), lambda: OnTask(-1), lambda: OnTask(True)])
+def test_placements_check_their_numbers(make: Any) -> None:
+    with pytest.raises(PlacementError, match=r"must be .*, got "):
+        make()
+
+
+def test_rules_of_a_toml_table_decide() -> None:
+    table = tomllib.loads(
+        """
+        "embedding/.*" = "sharded(2)"
+        "embedding/items" = "task 1"     # the path itself goes before every expression
+        "head/.*" = "balanced"
+        """
+    )
+    assert rules_from(table)[0] == Rule("embedding/.*", Sharded(2))
+    made = plan(SPECS, 2, rules=table)
+    assert made.tasks_of("embedding/users") == (0, 1)
+    assert made.tasks_of("embedding/items") == (1,)
+    assert {path: rule.pattern for path, rule in made.fixed.items()} == {
+        "embedding/users": "embedding/.*",
+        "embedding/items": "embedding/items",
+    }
+
+
+def test_a_rule_for_the_path_settles_two_expressions() -> None:
+    rules = {"head/.*": "task 0", ".*/bias": "sharded(2)", "head/bias": "task 1"}
+    assert plan(SPECS, 2, rules=rules).tasks_of("head/bias") == (1,)
+    # Expressions match whole paths: "head" in the middle of one is no match.
+    made = plan(
+        [VariableSpec("head", (2,)), VariableSpec("a/head/b", (2,))], 2, rules={"hea.": "task 1"}
+    )
+    assert list(made.fixed) == ["head"]
+
+
+@pytest.mark.parametrize("where", [{"tasks": 3}, {"devices": ["CPU:0", "CPU:1", "CPU:2"]}])
+def test_a_piece_on_each_task_or_device(where: Any) -> None:
+    rules = {"table": "sharded", "rows": Sharded(), "scale": Sharded()}
+    specs = [VariableSpec("table", (7, 2)), VariableSpec("rows", (2,)), VariableSpec("scale", ())]
+    made = plan(specs, rules=rules, **where)
+    assert [shard.stop - shard.start for shard in made.shards_of("table")] == [3, 2, 2]
+    assert made.tasks_of("table") == (0, 1, 2)
+    assert len(made.tasks_of("rows")) == 2, "no more pieces than rows"
+    assert len(made.tasks_of("scale")) == 1
+    assert PlacementPlan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ({"embedding/[": "task 0"}, "got 'embedding/['"),
+        ({"embeding/users": "task 0"}, "'embeding/users' (task 0) matches no .* 'embedding/users'"),
+        (
+            {"embedding/.*": "task 0", ".*/users": "sharded(2)"},
+            "match 'embedding/users', got 'embedding/.*' (task 0) and '.*/users' (sharded(2)).",
+        ),
+        (
+            [Rule("scale", OnTask(0)), Rule("scale", OnTask(1))],
+            "got 'scale' twice",
+        ),
+        ({"head/bias": "task 2"}, "the task of 'head/bias' must be from 0 to 1, got 2"),
+        ({"head/bias": "sharded(3)"}, "'head/bias' must .* got shape (2,): it has only 2 rows"),
+        ({"scale": "sharded(2)"}, "'scale' must .* to be sharded(2), got .* it is a scalar"),
+        ({"scale": "mirrored"}, "'scale' on parameter servers must .* got mirrored, which"),
+        ({"scale": "everywhere"}, "the rule 'scale': .* got 'everywhere'"),
+        ({"": "task 0"}, "pattern must be a text"),
+        (["scale"], 'rules must be Rule("pattern", placement)'),
+    ],
+)
+def test_rules_that_cannot_be(rules: Any, named: str) -> None:
+    # In the texts above only ".*" between spaces is an expression.
+    pattern = " .* ".join(map(re.escape, named.split(" .* ")))
+    with pytest.raises(PlacementError, match=pattern):
+        plan(SPECS, 2, rules=rules)
