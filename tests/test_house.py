@@ -70,6 +70,7 @@ TRAINING_FLOORS = [
     {"inputs"},
     {"agreement"},
     {"steps"},
+    {"state"},
     {"variables"},
     {"protocols"},
     {"_keras_private", "_tf_private"},
