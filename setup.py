@@ -19,7 +19,6 @@ setup(
         "tensorflow>=2.20,<2.22",
         "keras>=3.12,<3.16",
         "absl-py",
-        "h5py",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.

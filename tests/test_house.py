@@ -71,6 +71,7 @@ TRAINING_FLOORS = [
     {"inputs"},
     {"agreement"},
     {"steps"},
+    {"state"},
     {"variables"},
     {"_keras_private", "_tf_private"},
     {"protocols"},

@@ -20,7 +20,7 @@ from tfdist_ext.user_frames import filter_traceback
 __all__ = ["CHECKPOINT", "ReportCallback"]
 
 
-CHECKPOINT = "checkpoint.h5"  # the file in a checkpoint of Ray
+CHECKPOINT = "checkpoint.safetensors"  # the file in a checkpoint of Ray
 
 
 @filter_traceback

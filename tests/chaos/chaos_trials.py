@@ -235,7 +235,7 @@ def _fault_of_preemption(run: _Job, status: int, seconds: float) -> str:
             last[found[1]] = found[2]
     if len(last) != 4 or len({*last.values()}) != 1:
         return f"they ended at different steps: {last}"
-    files = [path.name for path in (run.folder / "checkpoints").glob("epoch-*-batch-*.h5")]
+    files = [path.name for path in (run.folder / "checkpoints").glob("epoch-*-batch-*.safetensors")]
     return f"more than one checkpoint in an epoch: {files}" if len(files) > 1 else ""
 
 

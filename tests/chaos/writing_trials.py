@@ -10,14 +10,14 @@ import random
 import signal
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import keras
 import numpy as np
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints.file import CheckpointFile
-from tfdist_ext.training.checkpoints.folder import Index
+from tfdist_ext.training.checkpoints.folder import CheckpointFolder
 
 UNITS = 1500  # 27 MB of state with Adam's slots
 LIMIT = 60.0  # seconds until the first checkpoint is there
@@ -40,18 +40,17 @@ def killed(seed: int, number: int) -> tuple[bool, int, str]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         writing = any(folder.glob(".epoch-*.unfinished"))
-        try:
-            index, faults, _ = Index.checked(folder, epochs=1)
-            newest, progress = list(index.checkpoints.items())[-1]
-            with CheckpointFile(folder / newest) as file:
-                file.verify()
-        except (tfd.TrainingError, IndexError) as error:
-            return writing, 0, str(error) or "no checkpoint"
-        if progress.step < seen:
-            return writing, progress.step, f"step {progress.step}, where {seen} was saved"
-        # A file may be there before the index names it: that is no loss.
-        lost = [fault for fault in faults if "older than" not in fault and "rebuilt" not in fault]
-        return writing, progress.step, "; ".join(lost)
+        with warnings.catch_warnings(record=True) as faults:
+            found = CheckpointFolder(str(folder))
+            try:
+                found.open(epochs=1000)
+            except tfd.TrainingError as error:
+                return writing, 0, str(error)
+        found.close()
+        step = found.progress.step
+        if step < seen:
+            return writing, step, f"step {step}, where {seen} was saved"
+        return writing, step, "; ".join(str(fault.message) for fault in faults)
 
 
 def _train(folder: Path) -> None:
@@ -71,8 +70,8 @@ def _wait_for_checkpoint(folder: Path) -> int:
     """The steps of a checkpoint that is there."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
-        index, _ = Index.stored(folder)
-        if index.checkpoints:
-            return max(progress.step for progress in index.checkpoints.values())
+        if files := tfd.finished_checkpoints(folder):
+            epoch, _, batches = files[-1].stem.partition("-batch-")
+            return 64 * int(epoch.removeprefix("epoch-")) + int(batches or 0)
         time.sleep(0.01)
     raise SystemExit(f"no checkpoint in {folder} after {LIMIT:.0f} s")

@@ -80,8 +80,9 @@ def test_a_node_that_is_lost(
         reported = [metrics[name] for metrics in known["reported"]]
         assert reported == pytest.approx(expected[name], abs=1e-6)
     assert [metrics["epoch"] for metrics in known["reported"]] == list(range(EPOCHS))
-    latest = Path(known["checkpoint"]) / "checkpoint.h5"
-    assert filecmp.cmp(latest, tmp_path / "checkpoints" / f"epoch-{EPOCHS:05d}.h5", shallow=False)
+    latest = Path(known["checkpoint"]) / "checkpoint.safetensors"
+    newest = tmp_path / "checkpoints" / f"epoch-{EPOCHS:05d}.safetensors"
+    assert filecmp.cmp(latest, newest, shallow=False)
 
     assert not processes_of((tmp_path / "session").read_text())
     pids = [int(worker.split()[0]) for worker in before | after]
@@ -121,8 +122,8 @@ def arrays(seed, batch=example.BATCH):
 
 model, further = new_model(), new_model()
 print(loss(model, arrays(7), 0, 3))
-model.save_checkpoint("checkpoint.h5")
-further.restore_checkpoint("checkpoint.h5")
+model.save_checkpoint("checkpoint.safetensors")
+further.restore_checkpoint("checkpoint.safetensors")
 print(loss(further, arrays(8), 3, 5))
 print(loss(new_model(), arrays(0, batch=example.ROWS), 0, 3))
 """

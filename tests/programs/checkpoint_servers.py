@@ -1,6 +1,6 @@
 """A coordinator with its worker and parameter servers in one process: from 2 servers to 3.
 
-Argument: a directory for files, with "one_device.h5", a checkpoint to begin with.
+Argument: a directory for files, with "one_device.safetensors", a checkpoint to begin with.
 """
 
 import os
@@ -17,8 +17,8 @@ from tables import BATCH, build, data
 
 import tfdist_ext as tfd
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.file import whole_value
-from tfdist_ext.training.checkpoints.state import state_of
+from tfdist_ext.training.state.naming import state_of
+from tfdist_ext.training.state.values import whole_value
 
 folder = Path(sys.argv[1])
 result = {}
@@ -56,15 +56,15 @@ def pieces(model):
 
 
 two = on(2, shards=2)
-two.restore_checkpoint(folder / "one_device.h5")
+two.restore_checkpoint(folder / "one_device.safetensors")
 np.savez(folder / "restored.npz", **state(two))
 result["two"] = pieces(two)
 history = two.fit(x, y, epochs=2, checkpoint_dir=folder / "D", **FIT)
-two.save_checkpoint(folder / "two.h5")
+two.save_checkpoint(folder / "two.safetensors")
 expected = state(two)
 
 three = on(3, shards=3)
-three.restore_checkpoint(folder / "two.h5")
+three.restore_checkpoint(folder / "two.safetensors")
 result["three"] = pieces(three)
 found = state(three)
 result["differ_on_three"] = [n for n in expected if not np.array_equal(expected[n], found[n])]
@@ -81,7 +81,7 @@ three.fit(x, y, initial_epoch=2, epochs=3, callbacks=callbacks, **FIT)
 three.save(folder / "saved.keras")
 three.export(folder / "exported", verbose=False)
 np.savez(folder / "three.npz", **state(three))
-three.save_checkpoint(folder / "three.h5")
+three.save_checkpoint(folder / "three.safetensors")
 
 
 class Crashes(keras.callbacks.Callback):
@@ -100,7 +100,7 @@ history = again.fit(x, y, epochs=2, callbacks=[backup], **FIT)
 result["after_backup"] = [history.epoch, int(again.keras_model.optimizer.iterations) - steps]
 
 whole = on(3)
-whole.restore_checkpoint(folder / "two.h5")
+whole.restore_checkpoint(folder / "two.safetensors")
 found = state(whole)
 result["differ_on_whole"] = [n for n in expected if not np.array_equal(expected[n], found[n])]
 history = whole.fit(x, y, epochs=4, checkpoint_dir=folder / "D", **FIT)

@@ -55,14 +55,14 @@ def set_seeds():
 # another one than the chief's, as where each has a disk of its own.
 set_seeds()
 whole = tfd.distribute(build, strategy)
-whole.save_checkpoint(shared / "start.h5")
+whole.save_checkpoint(shared / "start.safetensors")
 set_seeds()
 result["whole_epochs"] = whole.fit(x, y, checkpoint_dir=shared / f"whole{rank}", **FIT).epoch
 result["whole"] = mlp.flat(whole.keras_model)
 result["whole_bits"] = mlp.fingerprint(whole.keras_model)
 state = whole.keras_model.layers[2].seed_generator.state.numpy().tolist()
 result["shuffled_until_resumed"] = [state]
-whole.restore_checkpoint(shared / "start.h5")  # its steps are compiled
+whole.restore_checkpoint(shared / "start.safetensors")  # its steps are compiled
 set_seeds()
 with contextlib.suppress(KeyboardInterrupt):
     whole.fit(x, y, checkpoint_dir=shared / f"parts{rank}", callbacks=[Crashes()], **FIT)
@@ -85,20 +85,21 @@ first = tfd.distribute(build, strategy)
 set_seeds()
 first.fit(x, y, **{**hurt, "epochs": 3})
 if rank == 0:
-    for name in ("epoch-00003.h5", "last-00003.h5"):
-        (shared / "hurt0" / name).write_bytes(b"")
+    (shared / "hurt0" / "epoch-00003.safetensors").write_bytes(b"")
 healed = tfd.distribute(build, strategy)
 healed.fit(x, y, **hurt)
 result["healed"] = mlp.flat(healed.keras_model)
 
 # One file, of one model: on all workers, or an error on all.
-resumed.save_checkpoint(shared / "one.h5")
-result["saved_when_it_returns"] = (shared / "one.h5").exists()
+resumed.save_checkpoint(shared / "one.safetensors")
+result["saved_when_it_returns"] = (shared / "one.safetensors").exists()
 fresh = tfd.distribute(build, strategy)
-progress = fresh.restore_checkpoint(shared / "one.h5" if rank == 0 else "/not/on/this/machine")
+progress = fresh.restore_checkpoint(
+    shared / "one.safetensors" if rank == 0 else "/not/on/this/machine"
+)
 result["progress"] = [progress.epoch, progress.step]
 result["restored_bits"] = mlp.fingerprint(fresh.keras_model)
-for name, path in (("missing", shared / "two.h5"), ("other", shared / "one.h5")):
+for name, path in (("missing", shared / "two.safetensors"), ("other", shared / "one.safetensors")):
     model = fresh if name == "missing" else tfd.distribute(mlp.build, strategy)
     try:
         model.restore_checkpoint(path)
@@ -106,7 +107,7 @@ for name, path in (("missing", shared / "two.h5"), ("other", shared / "one.h5"))
         result[name] = str(error)
 
 try:
-    fresh.fit(x, y, checkpoint_dir=shared / "one.h5", **FIT)
+    fresh.fit(x, y, checkpoint_dir=shared / "one.safetensors", **FIT)
 except tfd.TrainingError as error:
     result["file for a folder"] = str(error)
 
@@ -214,7 +215,7 @@ small.load_weights(folder / "other.weights.h5", skip_mismatch=True)
 result["skipped"] = mlp.flat(small.keras_model)
 
 # What is no number stops all, and is not saved.
-whole.restore_checkpoint(shared / "start.h5")
+whole.restore_checkpoint(shared / "start.safetensors")
 with np.errstate(all="ignore"):
     history = whole.fit(
         x * np.float32(np.nan),

@@ -58,7 +58,7 @@ def test_so_many_beats_in_a_row_must_be_missed(
 
 
 def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
-    (tmp_path / "epoch-00003.h5").touch()
+    (tmp_path / "epoch-00003.safetensors").touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         program = (
@@ -82,7 +82,7 @@ def test_the_watcher_ends_its_process_and_says_why(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == (
         f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
         f" machine is paused or overloaded. The job ends. The last checkpoint is"
-        f" {tmp_path}/epoch-00003.h5: start the job again to resume from it."
+        f" {tmp_path}/epoch-00003.safetensors: start the job again to resume from it."
     )
 
 

@@ -63,7 +63,7 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
             where = r"\((epoch 3, before its first step|epoch 2, its end)\)"
             assert re.search(rf"worker:{n} is in fit {where}, which needs every worker", error)
             if event != "is terminated":
-                assert "epoch-00002.h5" in error or "checkpoints on the chief" in error
+                assert "epoch-00002.safetensors" in error or "checkpoints on the chief" in error
             assert statuses[n] == 1
             assert cluster.seconds_after(f"worker:{victim}", f"worker:{n}") < SECONDS
         assert statuses[victim] == status

@@ -270,8 +270,8 @@ def test_lost_weights_do_not_replace_good_checkpoints(tmp_path: Path) -> None:
     ours = distributed(mirrored(2))
     with pytest.warns(UserWarning, match="no checkpoint is written"):
         ours.fit(data, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0)
-    names = sorted(path.name for path in tmp_path.glob("epoch-*.h5"))
-    assert names[-1] == "epoch-00000-batch-00000006.h5"  # row 30 is in the seventh batch
+    names = sorted(path.name for path in tmp_path.glob("epoch-*.safetensors"))
+    assert names[-1] == "epoch-00000-batch-00000006.safetensors"  # row 30 is in the seventh batch
 
 
 def test_other_kinds_of_data_after_a_checkpoint(expected: Any, tmp_path: Path) -> None:

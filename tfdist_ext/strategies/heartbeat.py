@@ -209,7 +209,7 @@ def _main() -> None:
 def _advice(folder: str) -> str:
     if not folder:
         return ""
-    files = sorted(Path(folder).glob("*.h5"), key=lambda file: file.stat().st_mtime)
+    files = sorted(Path(folder).glob("epoch-*.safetensors"), key=lambda file: file.stat().st_mtime)
     if not files:
         return f"There is no checkpoint in {folder} yet."
     return f"The last checkpoint is {files[-1]}: start the job again to resume from it."

@@ -54,15 +54,10 @@ from tfdist_ext.training.callbacks.in_cluster import (
     redirected_method,
     refusing_compile,
 )
-from tfdist_ext.training.checkpoints.chief import (
-    broadcast_state,
-    broadcast_variables,
-    run_on_chief,
-)
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
-from tfdist_ext.training.checkpoints.file import assign_whole, whole_value
+from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.checkpoints.saving import Progress, SavingMixin
+from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
@@ -75,6 +70,12 @@ from tfdist_ext.training.protocols import (
     StepListener,
     on_every_worker,
 )
+from tfdist_ext.training.state.chief import (
+    broadcast_state,
+    broadcast_variables,
+    run_on_chief,
+)
+from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
 from tfdist_ext.training.synchronous.program import SynchronousProgram

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,14 +16,9 @@ from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
-from tfdist_ext.training.checkpoints.atomic_write import (
-    AnyPath,
-    check_writable,
-    checkpoint_folder,
-    path_of,
-)
-from tfdist_ext.training.checkpoints.file import DamagedCheckpointError
-from tfdist_ext.training.checkpoints.folder import Index, Progress
+from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
+from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
+from tfdist_ext.training.checkpoints.paths import check_writable, checkpoint_folder
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
@@ -34,7 +30,7 @@ _LOOK_EVERY = 1.0  # seconds
 class EvaluatedModel(TrainedModel, Protocol):
     """A `DistributedModel`."""
 
-    def restore_checkpoint(self, path: AnyPath) -> Progress: ...
+    def restore_checkpoint(self, path: str) -> Progress: ...
 
 
 def evaluate_checkpoints(
@@ -49,25 +45,24 @@ def evaluate_checkpoints(
     callbacks: Callbacks,
     verbose: str | int,
 ) -> NoReturn:
-    """Evaluate the checkpoints that the training writes, until it is done.
+    """Evaluates the checkpoints that the training writes, until it is done.
 
     The scalars are `epoch_<metric>` by epoch and `evaluation_<metric>_vs_iterations` by step, as
-    those of Keras's TensorBoard callback, in the folder `evaluator`: of the given TensorBoard
-    callback's `log_dir`, else of `checkpoint_dir`. A checkpoint in the middle of an epoch has the
-    latter only.
-    A checkpoint that was removed before its turn came is passed over.
+    in Keras's TensorBoard callback. A checkpoint in the middle of an epoch has only the latter.
+    They go to the folder `evaluator` in the `log_dir` of the given TensorBoard callback, else in
+    `checkpoint_dir`. A checkpoint that was removed before its turn is skipped.
 
     Args:
-        model: is given the state of each checkpoint.
+        model: gets the state of each checkpoint.
         cluster: in which this task is the evaluator.
-        epochs: of the training; it is done when its `fit` has come to the end of them.
+        epochs: of the training; it is done when its `fit` has completed them.
         validation_data: as `fit` takes it; `batch_size` is that of the global batch.
 
     Raises:
         RoleEnded: always: with 0 when the training is done and all its checkpoints are evaluated,
             with 138 when the task that leads it is gone before.
-        TrainingError: no `checkpoint_dir`, one that is no folder, or no validation data; or the
-            scalars cannot be written.
+        TrainingError: there is no `checkpoint_dir` or no validation data, or the scalars cannot be
+            written.
     """
     me = str(cluster.task)
     folder = None if checkpoint_dir is None else checkpoint_folder(checkpoint_dir)
@@ -87,12 +82,12 @@ def evaluate_checkpoints(
         return dict(model.evaluate(**data, steps=steps, verbose=0, return_dict=True))
 
     if not model.keras_model.built:
-        evaluate(steps=1)  # a model that learns from data what shape it has
+        evaluate(steps=1)  # the model gets its shapes from data
     log_dir, argument = _log_dir(callbacks, folder)
     check_writable(log_dir, argument)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
-    writer = tf.summary.create_file_writer(str(log_dir))
+    writer = tf.summary.create_file_writer(log_dir)
     for progress in _restored(model, folder, epochs, me, cluster):
         logs = evaluate()
         with writer.as_default():
@@ -100,38 +95,27 @@ def evaluate_checkpoints(
         writer.flush()
         if verbose:
             values = " - ".join(f"{name}: {value:.4f}" for name, value in logs.items())
-            say(f"{me}: {_when(progress)}: {values}")
+            say(f"{me}: {progress}: {values}")
     writer.close()
     raise RoleEnded(0)
 
 
 def _restored(
-    model: EvaluatedModel, folder: AnyPath, epochs: int, me: str, cluster: Described
+    model: EvaluatedModel, folder: str, epochs: int, me: str, cluster: Described
 ) -> Iterator[Progress]:
-    """Restore the next new checkpoint at each turn, until the training is done."""
+    """Restores the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)
     leader = None if driver is None else Presence(me, *driver, cluster.source)
-    had: set[tuple[str, int]] = set()
+    seen: set[str] = set()
     while True:
-        gone = leader is not None and leader.gone  # asked before the index is read
-        index = Index.read(folder)
-        new = [(name, at.step) for name, at in index.checkpoints.items()]
-        new = [checkpoint for checkpoint in new if checkpoint not in had]
+        gone = leader is not None and leader.gone  # asked before the folder is read
+        owner = owner_of(folder)
+        new = [name for name in checkpoints_in(folder) if name not in seen]
         if new:
-            had.add(new[0])
-            path = folder / new[0][0]
-            try:
-                progress = model.restore_checkpoint(path)
-            except DamagedCheckpointError as error:
-                say(f"{me}: {path.name} is not evaluated: {error}")
-                continue
-            except TrainingError:
-                if path.exists():
-                    raise
-                say(f"{me}: {path.name} was removed before its turn came: training is faster")
-                continue
-            yield progress
-        elif index.epochs_when_done is not None and index.epochs_when_done >= epochs:
+            seen.add(new[0])
+            if (progress := _restore(model, folder, new[0], me)) is not None:
+                yield progress
+        elif owner is not None and owner.is_done_after(epochs):
             return
         elif gone:
             say(f"{me}: {leader} is gone, and {folder} does not say that the training is done")
@@ -142,12 +126,26 @@ def _restored(
                 leader.look()
 
 
-def _log_dir(callbacks: Callbacks, folder: AnyPath) -> tuple[AnyPath, str]:
-    """(where the scalars go, the argument that says so)."""
+def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress | None:
+    """Restores a checkpoint; returns None if it is damaged, or was removed meanwhile."""
+    try:
+        return model.restore_checkpoint(posixpath.join(folder, name))
+    except DamagedCheckpointError as error:
+        say(f"{me}: {name} is not evaluated: {error}")
+    except TrainingError:
+        if name in checkpoints_in(folder):
+            raise
+        say(f"{me}: {name} was removed before its turn came: training is faster")
+    return None
+
+
+def _log_dir(callbacks: Callbacks, folder: str) -> tuple[str, str]:
+    """Returns (where the scalars go, the argument that says so)."""
     for callback in keras.tree.flatten(callbacks or []):
         if isinstance(callback, keras.callbacks.TensorBoard):
-            return path_of(callback.log_dir) / "evaluator", "log_dir of the TensorBoard callback"
-    return folder / "evaluator", "checkpoint_dir"
+            log_dir = posixpath.join(str(callback.log_dir), "evaluator")
+            return log_dir, "log_dir of the TensorBoard callback"
+    return posixpath.join(folder, "evaluator"), "checkpoint_dir"
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:
@@ -159,10 +157,3 @@ def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:
         tf.summary.write(f"evaluation_{name}_vs_iterations", value, progress.step, metadata=scalar)
         if not progress.batches:  # Keras counts epochs from 0
             tf.summary.write(f"epoch_{name}", value, progress.epoch - 1, metadata=scalar)
-
-
-def _when(progress: Progress) -> str:
-    """The epoch that is done, counted from 1, or how far the one that is not done has come."""
-    if not progress.batches:
-        return f"epoch {progress.epoch}"
-    return f"epoch {progress.epoch + 1}, after {progress.batches} batches"

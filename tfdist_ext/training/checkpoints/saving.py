@@ -1,27 +1,23 @@
-"""What a `DistributedModel` writes and reads back: models, exports, checkpoints.
+"""What a `DistributedModel` writes and reads: models, exports, checkpoints.
 
-In a cluster the chief writes and reads, and the others wait and take over its state. So a folder
-on the chief's own disk is enough, and no task can come upon another file than the others. A
-checkpoint is the whole state of a model in one file, restored on any strategy from any other.
-
-As it is, a model cannot be exported where its variables are partitioned, and one on parameter
-servers is traced with variables of other machines. So what is exported is a copy without a
-strategy.
+In a cluster the chief writes and reads, and sends its state to the others. So a folder on the
+chief's own disk is enough, and no task can read another file than the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import posixpath
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,51 +25,42 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.building.build import build, creation_scope
-from tfdist_ext.training.building.cloning import (
-    clone_model,
-    copy_flags_and_assets,
-    truncate_message,
+from tfdist_ext.training.building.build import creation_scope
+from tfdist_ext.training.building.export import Builder, export
+from tfdist_ext.training.checkpoints.callback_state import CallbackState
+from tfdist_ext.training.checkpoints.format import (
+    CheckpointFile,
+    Progress,
+    SavedArray,
+    encode_checkpoint,
 )
-from tfdist_ext.training.checkpoints.atomic_write import AnyPath, atomic_write, path_of
-from tfdist_ext.training.checkpoints.chief import (
+from tfdist_ext.training.checkpoints.paths import atomic_write, os_errors
+from tfdist_ext.training.programs import Engine
+from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
+from tfdist_ext.training.state.chief import (
     broadcast_arrays,
     broadcast_state,
     broadcast_text,
     run_on_chief,
 )
-from tfdist_ext.training.checkpoints.file import (
-    CheckpointFile,
-    CopiesInMemory,
-    assign_rows,
-    assign_whole,
-    blocks,
-    whole_value,
-    write_checkpoint,
+from tfdist_ext.training.state.naming import (
+    METRICS,
+    MODEL,
+    check_has_variables,
+    kinds_of,
+    state_of,
 )
-from tfdist_ext.training.checkpoints.folder import Progress, finished_checkpoints, training_is_done
-from tfdist_ext.training.checkpoints.state import MODEL, CallbackState, kinds_of, matching, state_of
-from tfdist_ext.training.programs import Engine
-from tfdist_ext.training.protocols import Reduction, Specs, on_every_worker
+from tfdist_ext.training.state.values import assign_rows, blocks, copy_value
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = [
-    "Progress",
-    "SavingMixin",
-    "export",
-    "finished_checkpoints",
-    "restore_checkpoint",
-    "save_checkpoint",
-    "training_is_done",
-]
+__all__ = ["SavingMixin", "Writer", "restore_checkpoint", "save_checkpoint"]
 
-
-# Groups of arrays: what callbacks know, and the generator that draws without a seed.
+# Groups of arrays: the state of callbacks, and of the generator that draws without a seed.
 _CALLBACKS, _RANDOM = "callbacks", "random"
 
+_SHOWN = 6  # variables that a message names
 
-# Makes a model once more; None where there is only the model itself.
-Builder: TypeAlias = Callable[[], keras.Model] | None
+Groups = Mapping[str, Mapping[str, keras.Variable | np.ndarray]]
 
 
 @filter_traceback
@@ -90,7 +77,7 @@ class SavingMixin:
 
     @on_every_worker
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
-        """Write the model as `keras.Model.save` does; plain Keras loads it.
+        """Writes the model as `keras.Model.save` does; plain Keras loads it.
 
         Call it on every task: the chief writes, and all wait until the file is there.
         """
@@ -102,13 +89,13 @@ class SavingMixin:
 
     @on_every_worker
     def export(self, filepath: str | Path, **kwargs: Any) -> None:
-        """Write a SavedModel as `keras.Model.export` does; `tf.saved_model.load` loads it.
+        """Writes a SavedModel as `keras.Model.export` does; `tf.saved_model.load` loads it.
 
         Call it on every task: the chief writes, and all wait until it is there. The chief needs
         memory for a copy of the model.
 
         Raises:
-            TrainingError: a model without variables yet, or one that cannot be copied.
+            TrainingError: the model has no variables yet, or it cannot be copied.
         """
         run_on_chief(
             self._reduction,
@@ -118,56 +105,59 @@ class SavingMixin:
 
     @on_every_worker
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
+        """Writes all state to one file: weights, optimizer, metrics, random seeds, epoch, step.
 
         Call it on every task: the chief writes, and all wait until the file is there. It appears
         when it is complete. `restore_checkpoint` reads it on any strategy.
 
         Raises:
-            TrainingError: a model without variables yet, or a path that is a folder.
+            TrainingError: the model has no variables yet, or the path is a folder.
+            OSError: the file cannot be written.
         """
-        file = path_of(path)
+        file = os.fspath(path)
         self._build_optimizer()
-        self._progress = save_checkpoint(self._model, self._reduction, file, self._progress)
+        self._progress = save_checkpoint(
+            self._model, self._reduction, file, self._progress, lambda: _single_file(file)
+        )
 
     @on_every_worker
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Progress:
-        """Take over the state in a file of `save_checkpoint`, whatever strategy it was saved on.
+        """Restores the state in a file of `save_checkpoint`, whatever strategy saved it.
 
-        Call it on every task: the chief reads, and the others take over what it has read. A model
-        that is not compiled takes the weights alone.
+        Call it on every task: the chief reads, and sends what it has read to the others. A model
+        that is not compiled takes the weights only.
 
         Returns:
-            `.epoch`, the epochs that were done, for `fit(initial_epoch=...)`, and `.step`.
+            Progress: `.epoch`, the completed epochs, for `fit(initial_epoch=...)`, and `.step`.
 
         Raises:
-            TrainingError: on every task: no such file, no checkpoint or a part of one, a damaged
-                one, or one of another model or another optimizer. Nothing is changed then.
+            TrainingError: on every task: there is no such file, it is not a checkpoint, it is
+                incomplete or damaged, or it is of another model or optimizer. The model is
+                unchanged then.
         """
-        file = path_of(path)
         self._build_optimizer()
-        self._progress, _ = restore_checkpoint(self._model, self._reduction, file)
+        self._progress, _ = restore_checkpoint(self._model, self._reduction, os.fspath(path))
         self._engine.state_is_restored()
         return self._progress
 
     @on_every_worker
     def load_weights(self, filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        """As `keras.Model.load_weights`; the file need only be there for the chief.
+        """Loads weights as `keras.Model.load_weights` does; only the chief needs the file.
 
-        Call it on every task: the chief reads, and the others take over what it has read.
+        Call it on every task: the chief reads, and sends what it has read to the others.
         """
         load = functools.partial(type(self._model).load_weights, self._model, filepath)
         failure: Exception | None = None
         try:
             run_on_chief(self._reduction, lambda: load(*args, **kwargs), f"load {filepath}")
-        except Exception as error:  # what does not fit may have been read in part
+        except Exception as error:  # a part may have been read
             failure = error
         broadcast_state(self._model, self._reduction)
         if failure is not None:
             raise failure
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer's slots, where no step has made them yet."""
+        """Builds the optimizer's slots, if no step has made them yet."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)  # there is none before compile
         if model.built and optimizer is not None and not optimizer.built:
@@ -175,104 +165,66 @@ class SavingMixin:
                 optimizer.build(model.trainable_variables)
 
 
-_NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
+class Writer:
+    """Writes checkpoints: at once, or in a thread, one after another, from copies of the state.
 
-
-def export(
-    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
-) -> None:
-    """As `keras.Model.export`, on this task alone.
+    With a thread, the training waits only while the state is copied, and while the checkpoint
+    before is written.
 
     Args:
-        builder: makes the model once more, where it cannot be copied from its config.
-        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
-        arguments: those of `keras.Model.export`.
-
-    Raises:
-        TrainingError: the model has no variables yet, or there is no way to copy it.
-    """
-    policy = keras.config.dtype_policy()
-
-    def copy_and_export() -> None:
-        keras.config.set_dtype_policy(policy)  # a setting of each thread
-        copy = _plain_copy(model, builder, spec)
-        if not kp.is_graph_of_layers(model) and spec is not None:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
-            arguments.setdefault("input_signature", [inputs])
-        copy.export(filepath, **arguments)
-
-    # A new thread is outside of all scopes, whatever strategy's is open in this one.
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(copy_and_export).result()
-
-
-def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Model:
-    """The model with its weights in ordinary variables of this process, not compiled."""
-    _check_has_variables(model, "export")
-    try:
-        copy = clone_model(model)
-    except _NO_COPY as error:
-        if builder is None:
-            raise TrainingError(
-                f"the model {model.name!r} ({type(model).__name__}) cannot be copied for export:"
-                f" {truncate_message(error)} Give its class a get_config()."
-            ) from error
-        copy = builder()
-    if len(copy.variables) != len(model.variables) and spec is not None:
-        build(copy, spec, tf.distribute.get_strategy(), kind="predict")
-    copy_flags_and_assets(model, copy)
-    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
-    if list(values) != list(targets):
-        differs = sorted({*values} ^ {*targets})
-        raise TrainingError(
-            f"the copy of {model.name!r} to export must have the model's own variables, got other"
-            f" ones: {', '.join(differs[:6])}. Give its class a complete get_config()."
-        )
-    for name, target in targets.items():
-        assign_whole(target, whole_value(values[name]))
-    return copy
-
-
-class BackgroundWriter:
-    """Writes checkpoints in a thread, one after another, from copies of the state.
-
-    The training stands still while it is copied, and while the one before is not written yet.
+        waits: called after each block that is written while the training waits.
+        in_background: use a thread.
     """
 
-    def __init__(self, waits: Callable[[], object]):
-        """
-        Args:
-            waits: called now and then by who waits, where something was written since.
-        """
-        self.copies = CopiesInMemory()
+    def __init__(self, waits: Callable[[], object], *, in_background: bool = False):
         self._waits = waits
         self._blocks = 0
-        self._running: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "tfdist-checkpoints", _in_the_background)
+        self._running: futures.Future[None] | None = None
+        self._buffers: dict[tuple[str, str], np.ndarray] = {}
+        self._thread: futures.ThreadPoolExecutor | None = None
+        if in_background:
+            self._thread = futures.ThreadPoolExecutor(1, "tfdist-checkpoints", _lower_priority)
+
+    def snapshot(self, groups: Groups) -> Groups:
+        """Returns variables as the next `begin` needs them: copies, if it uses the thread.
+
+        The copies before are overwritten.
+        """
+        if self._thread is None:
+            return groups
+        for group, variables in groups.items():
+            for name, variable in variables.items():
+                key = group, name
+                self._buffers[key] = copy_value(variable, self._buffers.get(key))
+        return {g: {name: self._buffers[g, name] for name in groups[g]} for g in groups}
 
     def begin(self, write: Callable[[Callable[[], object]], None]) -> None:
-        """Run `write(wrote)` in the thread; `wrote` is to be called after each block."""
-        self._running = self._thread.submit(write, self._wrote)
+        """Runs `write(wrote)`; it calls `wrote` after each block."""
+        if self._thread is None:
+            write(self._waits)
+        else:
+            self._running = self._thread.submit(write, self._wrote)
 
     def wait(self) -> None:
-        """Return when all is written.
+        """Returns when everything is written.
 
         Raises:
-            Exception: what kept it from being written.
+            Exception: the error of `write`.
         """
-        running, seen = self._running, -1
-        while running is not None:
-            with contextlib.suppress(FutureTimeoutError):
-                self._running = None if running.done() else running
-                return running.result(_WAITS)
+        seen = -1
+        while (running := self._running) is not None:
+            if futures.wait([running], _WAITS).done:
+                self._running = None
+                return running.result()
             if seen != self._blocks:
                 seen = self._blocks
                 self._waits()
 
     def close(self) -> None:
-        """Give back the thread, and the memory of the copies."""
-        self._thread.shutdown()
-        self.copies = CopiesInMemory()
+        """Ends the thread, and frees the memory of the copies."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._buffers = {}
 
     def _wrote(self) -> None:
         self._blocks += 1
@@ -281,8 +233,8 @@ class BackgroundWriter:
 _WAITS = 1.0  # seconds
 
 
-def _in_the_background() -> None:
-    """Let the training have the processor where both want it; a thread has its own niceness."""
+def _lower_priority() -> None:
+    """Gives the training precedence; each thread has its own niceness."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -290,107 +242,172 @@ def _in_the_background() -> None:
 def save_checkpoint(
     model: keras.Model,
     reduction: Reduction,
-    path: AnyPath,
+    path: str,
     progress: Progress,
+    new_file: Callable[[], AbstractContextManager[Callable[[memoryview], None]]],
     *,
-    place: Callable[[AnyPath], AbstractContextManager[AnyPath]] = atomic_write,
-    attributes: Mapping[str, int | str] | None = None,
     callbacks: Callable[[], CallbackState] = dict,
-    writer: BackgroundWriter | None = None,
+    writer: Writer | None = None,
     written: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
-    """Write the model's state to one file; every task must call, and returns when it is there.
+    """Writes the model's state to one file; every task must call, and returns when it is written.
 
-    With a `writer` it returns when the state is copied; what is wrong with the file before is
-    raised then.
+    With a writer in the background it returns when the state is copied. An error of that file is
+    raised by the next call.
 
     Args:
-        place: on the chief: gives the file to write to, and puts it where it belongs.
-        attributes: on the chief: what else is written into the file.
-        callbacks: on the chief: gives what callbacks know.
-        writer: writes the file in the background.
+        path: of the file, for messages.
+        new_file: opens a scope of the new file on the chief, which yields `write(data)`.
+        callbacks: returns the state of callbacks, on the chief.
+        writer: writes the file; by default at once.
         written: called on the chief with the progress, when the file is there.
 
     Returns:
-        The progress that was saved, its step that of the optimizer.
+        The progress that was saved, with the step of the optimizer.
 
     Raises:
         TrainingError: the model has no variables, or `path` is a folder.
         OSError: the file cannot be written.
     """
-    _check_has_variables(model, "save_checkpoint")
+    check_has_variables(model, "save_checkpoint")
     optimizer = getattr(model, "optimizer", None)  # there is none before compile
     if optimizer is not None:
         progress = replace(progress, step=int(optimizer.iterations.numpy()))
-    fields = {**asdict(progress), **(attributes or {})}
 
-    def write(groups: Any, arrays: Any, kinds: Any, wrote: Callable[[], object]) -> None:
-        write_checkpoint(path, groups, kinds, fields, place, arrays, wrote)
+    if writer is None:
+        writer = Writer(functools.partial(reduction.peers.enters, "checkpoint"))
+
+    def encode(groups: Groups, metadata: dict[str, Any], wrote: Callable[[], object]) -> None:
+        with new_file() as write:
+            encode_checkpoint(write, groups, metadata, wrote)
         written(progress)
 
-    def act() -> None:
-        if writer is not None:
-            writer.wait()
-        seeds, kinds = kp.seed_state(), kinds_of(model)
-        arrays = {_CALLBACKS: callbacks(), _RANDOM: {} if seeds is None else {"state": seeds}}
-        if writer is None:
-            enters = functools.partial(reduction.peers.enters, "checkpoint")
-            write(state_of(model), arrays, kinds, enters)
-            return
-        arrays = {
-            name: {k: np.array(v) for k, v in group.items()} for name, group in arrays.items()
+    def save() -> None:
+        writer.wait()
+        seeds = kp.seed_state()
+        others = {_CALLBACKS: callbacks(), _RANDOM: {} if seeds is None else {"state": seeds}}
+        groups = {  # callbacks go on changing their arrays
+            group: {name: np.array(value) for name, value in arrays.items()}
+            for group, arrays in others.items()
         }
-        copied = writer.copies.of(state_of(model))
-        writer.begin(functools.partial(write, copied, arrays, kinds))
+        metadata = {"progress": asdict(progress), "kinds": kinds_of(model)}
+        state = writer.snapshot(state_of(model))
+        writer.begin(functools.partial(encode, {**state, **groups}, metadata))
 
-    run_on_chief(reduction, act, f"write the checkpoint {path}")
+    run_on_chief(reduction, save, f"write the checkpoint {path}")
     return progress
 
 
+@contextlib.contextmanager
+def _single_file(path: str) -> Iterator[Callable[[memoryview], None]]:
+    """Scope of a file of `save_checkpoint`; yields `write(data)`."""
+    folder, name = posixpath.split(path)
+    if not name or tf.io.gfile.isdir(path):
+        raise TrainingError(f"a checkpoint must be a file, got the folder {path}: add a file name.")
+    with os_errors(path):
+        tf.io.gfile.makedirs(folder or ".")
+    with atomic_write(path, posixpath.join(folder, f".{name}.unfinished")) as write:
+        yield write
+
+
 def restore_checkpoint(
-    model: keras.Model, reduction: Reduction, path: AnyPath, *, verified: bool = False
+    model: keras.Model, reduction: Reduction, path: str, *, verified: bool = False
 ) -> tuple[Progress, CallbackState]:
-    """Give the model the state that a checkpoint holds; every task must call.
+    """Restores the state in a checkpoint; every task must call.
 
     Args:
         verified: the checksums have been compared before.
 
     Returns:
-        The progress of the training, and what its callbacks knew.
+        The progress of the training, and the state of its callbacks.
 
     Raises:
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
-            damaged, or is of another model or optimizer; nothing is changed then.
+            damaged, or is of another model or optimizer; the model is unchanged then.
             Or the model has no variables yet.
     """
-    _check_has_variables(model, "restore_checkpoint")
-    progress, callbacks, random = Progress(), CallbackState(), CallbackState()
+    check_has_variables(model, "restore_checkpoint")
+    text, callbacks, random = "", CallbackState(), CallbackState()
 
     def read() -> None:
-        nonlocal progress, callbacks, random
+        nonlocal text, callbacks, random
         with CheckpointFile(path) as file:
-            pairs = matching(file, model, path)
-            progress = Progress.of(file)
+            pairs = _matching(file, model, path)
             if not verified:
-                file.verify()  # nothing is changed before all is known to be good
-            callbacks, random = file.arrays(_CALLBACKS), file.arrays(_RANDOM)
+                file.verify()  # before anything is changed
+            text = json.dumps(file.metadata["progress"])
+            callbacks, random = file.read_group(_CALLBACKS), file.read_group(_RANDOM)
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
-                    assign_rows(variable, start, file.rows(saved, start, stop))
+                    assign_rows(variable, start, file.read_rows(saved, start, stop))
 
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
-    numbers = reduction.from_chief(np.array([*progress.numbers.values()], np.int64)).tolist()
-    texts = (broadcast_text(reduction, text) for text in (progress.data, progress.trained))
-    progress = Progress(*numbers, *texts)
+    progress = Progress(**json.loads(broadcast_text(reduction, text)))
     for state in broadcast_arrays(reduction, random).values():
         kp.global_seed_generator().state.assign(state)
     return progress, broadcast_arrays(reduction, callbacks)
 
 
-def _check_has_variables(model: keras.Model, call: str) -> None:
-    if not model.built:
-        raise TrainingError(
-            f"the model must have variables before {call}(), got {model.name!r} without: begin it"
-            " with keras.Input(shape), or call build(), fit() or predict() first."
+def _matching(
+    file: CheckpointFile, model: keras.Model, path: str
+) -> list[tuple[SavedArray, keras.Variable]]:
+    """Returns (saved value, variable) of all variables to restore.
+
+    A model that is not compiled takes no optimizer's state. Metrics take what the file has.
+
+    Raises:
+        TrainingError: another model, or another optimizer.
+    """
+    state = state_of(model)
+    pairs = _pairs(
+        file.group(MODEL),
+        state[MODEL],
+        f"{path} must be a checkpoint of this model, got one of another model",
+    )
+    for name, kind in kinds_of(model).items():
+        saved_kind = file.metadata["kinds"].get(name)
+        if saved_kind is None:
+            continue  # the model that was saved was not compiled
+        if saved_kind != kind:
+            raise TrainingError(
+                f"{path} must have the state of {kind}, the optimizer of the model, got that of"
+                f" {saved_kind}: compile with {saved_kind}; or restore the weights alone, before"
+                " compile()."
+            )
+        pairs += _pairs(
+            file.group(name),
+            state[name],
+            f"{path} must have the state of this {kind}, got that of one with other slots, or set"
+            " up differently",
         )
+    metrics = file.group(METRICS)
+    for name, variable in state[METRICS].items():
+        saved = metrics.get(name)
+        if saved is not None and saved.shape == tuple(variable.shape):
+            pairs.append((saved, variable))
+    return pairs
+
+
+def _pairs(
+    saved: Mapping[str, SavedArray], here: Mapping[str, keras.Variable], what: str
+) -> list[tuple[SavedArray, keras.Variable]]:
+    pairs = [(saved[name], variable) for name, variable in here.items() if name in saved]
+    found = {
+        "the checkpoint lacks": [name for name in here if name not in saved],
+        "only the checkpoint has": [name for name in saved if name not in here],
+        "of another shape or dtype:": [
+            f"{new.path} (saved: {old.dtype} {old.shape}, here: {new.dtype} {tuple(new.shape)})"
+            for old, new in pairs
+            if old.shape != tuple(new.shape) or old.dtype != new.dtype
+        ],
+    }
+    differences = [f"{words} {_shown(names)}" for words, names in found.items() if names]
+    if differences:
+        raise TrainingError(f"{what}: {'; '.join(differences)}.")
+    return pairs
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

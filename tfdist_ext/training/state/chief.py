@@ -1,4 +1,4 @@
-"""What the chief does for all: write and read files, and give its state to the others."""
+"""What the chief does for all tasks: it writes and reads files, and sends its state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.file import BLOCK_BYTES, assign_rows, blocks, read_rows
-from tfdist_ext.training.checkpoints.state import state_of
 from tfdist_ext.training.protocols import Reduction
+from tfdist_ext.training.state.naming import state_of
+from tfdist_ext.training.state.values import BLOCK_BYTES, assign_rows, blocks, read_rows
 
 __all__ = [
     "broadcast_arrays",
@@ -24,16 +24,14 @@ __all__ = [
     "run_on_chief",
 ]
 
-
-_TEXT = 2000  # characters of an error message that travel to the other workers
-
+_TEXT = 2000  # characters of an error message that the other workers get
 
 # A variable, the first row, the rows' values here.
 Rows = tuple[keras.Variable | tf.Variable, int, np.ndarray]
 
 
 def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) -> None:
-    """Run `action` on the chief; every worker must call, and returns when it is done.
+    """Runs `action` on the chief; every worker must call, and returns when it is done.
 
     Raises:
         Exception: what the action raises, on the chief.
@@ -43,62 +41,42 @@ def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) 
     if reduction.is_chief:
         try:
             action()
-        except Exception as error:  # the others must not wait for what never comes
+        except Exception as error:  # the others must not wait for a chief that has failed
             failure = error
     if not reduction.any_worker(failure is not None):
         return
     words = broadcast_text(reduction, f"{type(failure).__name__}: {failure}"[:_TEXT])
     if failure is not None:
         raise failure
-    time.sleep(1)  # the chief's own error is the one to be seen first
+    time.sleep(1)  # the chief's own error is shown first
     raise TrainingError(f"the chief could not {what}. It says: {words}")
 
 
 def broadcast_text(reduction: Reduction, text: str) -> str:
-    """The chief's text, on every worker; every worker must call."""
-    return broadcast_bytes(reduction, text.encode()).decode(errors="replace")
+    """Returns the chief's text; every worker must call."""
+    return _broadcast_bytes(reduction, text.encode()).decode(errors="replace")
 
 
 def broadcast_arrays(
     reduction: Reduction, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The chief's arrays by name, on every worker; every worker must call."""
+    """Returns the chief's arrays by name; every worker must call."""
     if not reduction.multi_worker:
         return dict(arrays)
     head = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
     received = {}
     for name, (dtype, shape) in json.loads(broadcast_text(reduction, json.dumps(head))).items():
         mine = arrays[name].tobytes() if name in arrays else b""
-        data = broadcast_bytes(reduction, mine)
+        data = _broadcast_bytes(reduction, mine)
         like = tf.as_dtype(dtype).as_numpy_dtype  # bfloat16, too
         received[name] = np.frombuffer(bytearray(data), like).reshape(shape)
     return received
 
 
-def broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
-    """The chief's bytes, on every worker; every worker must call."""
-    if not reduction.multi_worker:
-        return data
-    size = int(reduction.from_chief(len(data)))
-    received = bytearray()
-    for start in range(0, size, BLOCK_BYTES):
-        count = min(size - start, BLOCK_BYTES)
-        mine = data[start : start + count] if reduction.is_chief else b""
-        received += _from_chief(reduction, mine.ljust(count, b"\0"))
-    return bytes(received)
-
-
-def _from_chief(reduction: Reduction, data: bytes) -> bytes:
-    """The chief's bytes, of as many on every worker."""
-    words = np.zeros(-(-len(data) // 4), np.int32)  # a dtype that every collective can sum
-    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    return reduction.from_chief(words).tobytes()[: len(data)]
-
-
 def broadcast_state(
     model: keras.Model, reduction: Reduction, others: Iterable[tf.Variable] = ()
 ) -> None:
-    """Give every worker the chief's state, to the bit; every worker must call.
+    """Gives every worker the chief's state, to the bit; every worker must call.
 
     Args:
         others: variables that need not belong to the model.
@@ -112,9 +90,9 @@ def broadcast_state(
 def broadcast_variables(
     reduction: Reduction, variables: Sequence[keras.Variable | tf.Variable]
 ) -> None:
-    """Give every worker the chief's values, to the bit; every worker must call.
+    """Gives every worker the chief's values, to the bit; every worker must call.
 
-    They travel in pieces, so that big models need little more memory than they have.
+    They are sent in pieces, so that a big model needs little more memory than it has.
     """
     for message in _messages(variables):
         values = [value for _, _, value in message]
@@ -126,8 +104,28 @@ def broadcast_variables(
             assign_rows(variable, start, part.view(value.dtype).reshape(value.shape))
 
 
+def _broadcast_bytes(reduction: Reduction, data: bytes) -> bytes:
+    """Returns the chief's bytes; every worker must call."""
+    if not reduction.multi_worker:
+        return data
+    size = int(reduction.from_chief(len(data)))
+    received = bytearray()
+    for start in range(0, size, BLOCK_BYTES):
+        count = min(size - start, BLOCK_BYTES)
+        mine = data[start : start + count] if reduction.is_chief else b""
+        received += _from_chief(reduction, mine.ljust(count, b"\0"))
+    return bytes(received)
+
+
+def _from_chief(reduction: Reduction, data: bytes) -> bytes:
+    """Returns the chief's bytes; every worker gives the same number of them."""
+    words = np.zeros(-(-len(data) // 4), np.int32)  # every collective can sum this dtype
+    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    return reduction.from_chief(words).tobytes()[: len(data)]
+
+
 def _messages(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[list[Rows]]:
-    """The rows of all variables, small variables together, up to about two blocks at once."""
+    """Yields the rows of all variables, up to about two blocks at once."""
     message: list[Rows] = []
     for variable in variables:
         for start, stop in blocks(variable):

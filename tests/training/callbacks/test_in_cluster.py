@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from warm_programs import run_workers
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+PROGRAMS = Path(__file__).parents[2] / "programs"
 sys.path.insert(0, str(PROGRAMS))
 
 
@@ -59,8 +59,8 @@ def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
     assert {"whole0", "parts0", "lost"} <= folders
     assert not {"whole1", "parts1"} & folders
     names = sorted(path.name for path in (workers.shared / "parts0").iterdir())
-    epochs = [f"epoch-0000{epoch}.h5" for epoch in (2, 3, 4)]
-    assert names == ["checkpoints.json", *epochs, "last-00004.h5", "owner-00002.json"]
+    epochs = [f"epoch-0000{epoch}.safetensors" for epoch in (2, 3, 4)]
+    assert names == [*epochs, "owner.json"]
 
 
 def test_all_take_over_what_the_chief_reads(workers: Workers) -> None:
@@ -72,7 +72,7 @@ def test_all_take_over_what_the_chief_reads(workers: Workers) -> None:
 def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
     for name, words in {
         "missing": "there is no checkpoint",
-        "file for a folder": "there is a file of that name",
+        "file for a folder": "one.safetensors is not a directory",
         "other": "got one of another model: only the checkpoint has",
     }.items():
         chief, other = (result[name] for result in workers.results)
@@ -103,7 +103,7 @@ def test_one_process_takes_over_a_clusters_checkpoint(workers: Workers) -> None:
 
     for strategy in (strategy_of("default"), mirrored(4), strategy_of("central_storage")):
         model = tfd.distribute(build, strategy, synchronize_batch_norm=False)
-        model.restore_checkpoint(workers.shared / "one.h5")
+        model.restore_checkpoint(workers.shared / "one.safetensors")
         weights = np.concatenate([np.ravel(w) for w in model.keras_model.get_weights()])
         np.testing.assert_array_equal(weights, np.float32(workers.same("resumed")))
         assert int(model.keras_model.optimizer.iterations.numpy()) == 4 * 8
@@ -184,9 +184,9 @@ def test_weights_that_cannot_be_loaded_are_an_error_on_all(workers: Workers) -> 
 
 def test_what_is_no_number_stops_all_and_is_not_saved(workers: Workers) -> None:
     assert workers.same("lost") == [1, 1]
-    index = json.loads((workers.shared / "lost" / "checkpoints.json").read_text())
-    assert index["checkpoints"] == {}
-    assert index["epochs_when_done"] == 4
+    assert [path.name for path in (workers.shared / "lost").iterdir()] == ["owner.json"]
+    owner = json.loads((workers.shared / "lost" / "owner.json").read_text())
+    assert (owner["epochs_when_done"], owner["last"]) == (4, None)
 
 
 def test_success_does_not_end_in_an_error(workers: Workers) -> None:

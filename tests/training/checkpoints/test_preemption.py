@@ -78,7 +78,7 @@ def test_all_workers_end_at_one_step_and_go_on_from_it(
         folder.mkdir()
     assert set(train(whole, kind, workers).values()) == {0}
     assert set(train(hurt, kind, workers, hurt="worker:1").values()) == {143}
-    (checkpoint,) = (hurt / "checkpoints").glob("epoch-*-batch-*.h5")  # saved once
+    (checkpoint,) = (hurt / "checkpoints").glob("epoch-*-batch-*.safetensors")  # saved once
     assert checkpoint.name.startswith("epoch-00001-batch-")
     assert set(train(hurt, kind, again).values()) == {0}
     expected, found = result(whole), result(hurt)

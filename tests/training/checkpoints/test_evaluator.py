@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
-from tfdist_ext.training.checkpoints.file import DamagedCheckpointError
-from tfdist_ext.training.checkpoints.folder import Index, Progress
+from tfdist_ext.training.checkpoints.folder import Owner, name_of
+from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 
 ROWS = (np.zeros((4, 2)), np.zeros(4), np.ones(4))
 
@@ -32,13 +34,14 @@ class Model:
         self.asked: list[dict[str, Any]] = []
         self.value = 0.0
 
-    def restore_checkpoint(self, path: str | Path) -> Progress:
+    def restore_checkpoint(self, path: str) -> Progress:
         if not Path(path).exists():
             raise tfd.TrainingError(f"there is no checkpoint {path}")
         if not Path(path).read_text():
             raise DamagedCheckpointError(f"{path} is empty")
-        self.value = float(Path(path).read_text())
-        return Index.read(self.folder).checkpoints[Path(path).name]
+        held = json.loads(Path(path).read_text())
+        self.value = held.pop("value")
+        return Progress(**held)
 
     def evaluate(self, **arguments: Any) -> dict[str, float]:
         self.asked.append({**arguments, "of": self.value})
@@ -67,24 +70,30 @@ def _follow(model: Model, chief: socket.socket, **options: Any) -> int:
     return end.value.code
 
 
-def _saved(folder: Path, *epochs: int, done: int | None = None) -> Index:
-    index = Index({f"epoch-{e:05d}.h5": Progress(e, 10 * e) for e in epochs}, done)
-    index.write(folder)
+def _saved(folder: Path, *epochs: int, done: int | None = None) -> None:
     for epoch in epochs:
-        (folder / f"epoch-{epoch:05d}.h5").write_text(str(epoch / 2))
-    return index
+        _write(folder, Progress(epoch, 10 * epoch), epoch / 2)
+    if done is not None:
+        owner = replace(Owner.this_job(), epochs_when_done=done)
+        (folder / "owner.json").write_text(json.dumps(asdict(owner)))
+
+
+def _write(folder: Path, progress: Progress, value: float) -> Path:
+    path = folder / name_of(progress)
+    path.write_text(json.dumps({**asdict(progress), "value": value}))
+    return path
 
 
 def test_each_checkpoint_once_until_the_training_is_done(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _saved(tmp_path, 1, 2)
+    _saved(tmp_path, 1, 2, done=2)  # of a shorter training before
     model = Model(tmp_path)
     evaluate = model.evaluate
 
     def evaluate_while_training_goes_on(**arguments: Any) -> dict[str, float]:
         if model.value == 1.0:
-            _saved(tmp_path, 1, 2, 3, done=3)
+            _saved(tmp_path, 3, done=3)
         return evaluate(**arguments)
 
     model.evaluate = evaluate_while_training_goes_on  # type: ignore[method-assign]
@@ -93,7 +102,7 @@ def test_each_checkpoint_once_until_the_training_is_done(
     assert model.asked[0]["batch_size"] == 2
     assert model.asked[0]["sample_weight"] is ROWS[2]
     said = capsys.readouterr().err
-    assert "evaluator:0: epoch 3: loss: 1.5000\n" in said
+    assert "evaluator:0: epoch 3 (step 30): loss: 1.5000\n" in said
 
 
 def test_scalars_go_beside_those_of_the_tensorboard_callback(
@@ -112,11 +121,10 @@ def test_scalars_go_beside_those_of_the_tensorboard_callback(
 def test_checkpoints_in_the_middle_of_an_epoch_are_evaluated_too(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    middle = "epoch-00001-batch-00000004.h5"
-    Index({middle: Progress(1, 14, batches=4)}, 1).write(tmp_path)
-    (tmp_path / middle).write_text("0.25")
+    _write(tmp_path, Progress(1, 14, batches=4), 0.25)
+    _saved(tmp_path, done=1)
     assert _follow(Model(tmp_path), chief, epochs=1) == 0
-    assert "evaluator:0: epoch 2, after 4 batches: loss: 0.2500\n" in capsys.readouterr().err
+    assert "evaluator:0: batch 4 of epoch 2 (step 14): loss: 0.2500\n" in capsys.readouterr().err
     (file,) = (tmp_path / "evaluator").iterdir()
     assert b"evaluation_loss_vs_iterations" in file.read_bytes()
     assert b"epoch_loss" not in file.read_bytes()
@@ -135,44 +143,24 @@ def test_scalars_that_cannot_be_written_are_refused_before_the_wait(
         _follow(Model(tmp_path), chief, checkpoint_dir="")
 
 
-def test_the_end_of_a_shorter_training_before_is_not_the_end(
-    tmp_path: Path, chief: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _saved(tmp_path, 1, 2, done=2)
-    model = Model(tmp_path)
-    looks = iter(range(3))
-
-    def done_at_the_third_look(*_: Any) -> None:
-        if next(looks) == 2:
-            _saved(tmp_path, 1, 2, 3, done=3)
-
-    monkeypatch.setattr(evaluator.Presence, "look", done_at_the_third_look)
-    assert _follow(model, chief) == 0
-    assert [asked["of"] for asked in model.asked] == [0.5, 1.0, 1.5]
-
-
-def test_a_checkpoint_that_is_gone_is_passed_over(
+def test_checkpoints_that_are_damaged_or_gone_are_skipped(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _saved(tmp_path, 1, 2, 3, done=3)
-    (tmp_path / "epoch-00002.h5").unlink()
+    (tmp_path / "epoch-00002.safetensors").write_bytes(b"")
     model = Model(tmp_path)
-    assert _follow(model, chief) == 0
-    assert [asked["of"] for asked in model.asked] == [0.5, 1.5]
-    assert "epoch-00002.h5 was removed before its turn came" in capsys.readouterr().err
+    restore = model.restore_checkpoint
 
+    def restore_after_the_first_is_removed(path: str) -> Progress:
+        (tmp_path / "epoch-00001.safetensors").unlink(missing_ok=True)
+        return restore(path)
 
-def test_a_checkpoint_that_is_damaged_is_passed_over(
-    tmp_path: Path,
-    chief: socket.socket,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _saved(tmp_path, 1, 2, 3, done=3)
-    (tmp_path / "epoch-00002.h5").write_bytes(b"")
-    model = Model(tmp_path)
+    model.restore_checkpoint = restore_after_the_first_is_removed  # type: ignore[method-assign]
     assert _follow(model, chief) == 0
-    assert [asked["of"] for asked in model.asked] == [0.5, 1.5]
-    assert "epoch-00002.h5 is not evaluated: " in capsys.readouterr().err
+    assert [asked["of"] for asked in model.asked] == [1.5]
+    said = capsys.readouterr().err
+    assert "epoch-00001.safetensors was removed before its turn came" in said
+    assert "epoch-00002.safetensors is not evaluated: " in said
 
 
 def test_a_training_that_crashes_ends_it_with_138(

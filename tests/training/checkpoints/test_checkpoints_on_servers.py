@@ -14,8 +14,8 @@ from task_programs import PROGRAMS, results_of
 from training_cases import mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints.file import whole_value
-from tfdist_ext.training.checkpoints.state import state_of
+from tfdist_ext.training.state.naming import state_of
+from tfdist_ext.training.state.values import whole_value
 
 sys.path.insert(0, str(PROGRAMS))
 
@@ -49,7 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Servers:
     folder = tmp_path_factory.mktemp("servers")
     model = tfd.distribute(tables.build, mirrored(2), synchronize_batch_norm=False)
     model.fit(*tables.data(), batch_size=tables.BATCH, verbose=0)
-    model.save_checkpoint(folder / "one_device.h5")
+    model.save_checkpoint(folder / "one_device.safetensors")
     (result,) = results_of("checkpoint_servers.py", str(folder), timeout=120)
     return Servers(result, folder, state(model))
 
@@ -78,7 +78,7 @@ def test_from_servers_to_replicas(servers: Servers, name: str, replicas: int) ->
 
     strategy = strategy_of(name, replicas)
     model = tfd.distribute(tables.build, strategy, synchronize_batch_norm=False)
-    progress = model.restore_checkpoint(servers.folder / "three.h5")
+    progress = model.restore_checkpoint(servers.folder / "three.safetensors")
     assert_same(servers.saved_state("three.npz"), state(model))
     assert progress.step == 6 + 2 * 6 + 6
 
@@ -93,7 +93,7 @@ def test_plain_keras_and_tensorflow_load_what_was_in_pieces(servers: Servers) ->
     ids, _ = tables.data()
     plain = strategy_of("default")
     model = tfd.distribute(tables.build, plain)
-    model.restore_checkpoint(servers.folder / "three.h5")
+    model.restore_checkpoint(servers.folder / "three.safetensors")
     expected = model.predict(ids, verbose=0)
     for name in ("model.keras", "saved.keras"):
         loaded = keras.models.load_model(servers.folder / name)

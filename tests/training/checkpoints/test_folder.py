@@ -1,0 +1,227 @@
+"""A checkpoint folder between jobs: its list of files, its owner, and damaged files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import folder, paths
+from tfdist_ext.training.checkpoints.folder import (
+    CheckpointFolder,
+    FolderTakenError,
+    Owner,
+    name_of,
+    owner_of,
+)
+from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
+
+EPOCHS = 5
+
+
+class Job:
+    """A fit as its folder sees it: checkpoints of one array, of 10 steps an epoch."""
+
+    def __init__(self, path: Path, epochs: int = EPOCHS):
+        self.folder = CheckpointFolder(str(path))
+        self.folder.open(epochs)
+        self.epoch = self.folder.progress.epoch
+
+    def train(self, *, until: int) -> Job:
+        while self.epoch < until:
+            self.save(self.epoch + 1)
+        return self
+
+    def save(self, epoch: int, batches: int = 0) -> None:
+        progress = Progress(epoch, 10 * epoch + batches, seed=7, batches=batches)
+        metadata = {"progress": asdict(progress), "kinds": {}}
+        with self.folder.new_file(name_of(progress)) as write:
+            encode_checkpoint(write, {"model": {"w": np.full(9, epoch)}}, metadata)
+        self.epoch = epoch
+
+    def end(self) -> Job:
+        self.folder.finish(EPOCHS, saved=True)
+        self.folder.close()
+        return self
+
+
+def epochs_in(folder: Path) -> list[int]:
+    return [int(path.name[6:11]) for path in tfd.finished_checkpoints(folder)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def file(epoch: int) -> str:
+    return f"epoch-{epoch:05d}.safetensors"
+
+
+def test_the_last_three_stay_in_the_order_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "epoch-00001.weights.h5").write_bytes(b"of a callback")
+    job = Job(tmp_path)
+    job.save(1)
+    job.save(1, batches=120)
+    job.save(1, batches=30)
+    names = [path.name for path in tfd.finished_checkpoints(tmp_path)]
+    middle = "epoch-00001-batch-{:08d}.safetensors"
+    assert names == [file(1), middle.format(30), middle.format(120)]
+    job.train(until=4)
+    assert epochs_in(tmp_path) == [2, 3, 4]
+    assert not tfd.training_is_done(tmp_path)
+    job.train(until=5).end()
+    assert tfd.training_is_done(tmp_path)
+    names = ["epoch-00001.weights.h5", *map(file, (3, 4, 5)), "owner.json"]
+    assert sorted(content(tmp_path)) == names
+    assert tfd.finished_checkpoints(tmp_path / "nowhere") == []
+    assert not tfd.training_is_done(tmp_path / "nowhere")
+
+
+def test_an_older_job_names_the_newer_one_and_changes_nothing(tmp_path: Path) -> None:
+    older = Job(tmp_path).train(until=3)
+    newer = Job(tmp_path)
+    assert newer.epoch == 3
+    with pytest.raises(FolderTakenError):  # the newer one has written nothing yet
+        older.save(4)
+    newer.train(until=5).end()
+    before = content(tmp_path)
+    pattern = rf"Another job writes to {tmp_path}: host {socket.gethostname()}, process"
+    for change in (lambda: older.save(4), older.end):
+        with pytest.raises(FolderTakenError, match=rf"{pattern} {os.getpid()}, since 20\d\d-"):
+            change()
+    older.folder.close()
+    assert content(tmp_path) == before
+    assert tfd.training_is_done(tmp_path)
+
+
+def test_a_job_that_is_paused_while_it_writes_destroys_nothing(tmp_path: Path) -> None:
+    older = Job(tmp_path).train(until=1)
+    writing = older.folder.new_file(file(2))
+    write = writing.__enter__()
+    write(memoryview(b"half of it"))
+    (unfinished,) = tmp_path.glob(".epoch-00002*")
+    Job(tmp_path).train(until=2)
+    assert not unfinished.exists()
+    before = content(tmp_path)
+    write(memoryview(b"the rest"))
+    with pytest.raises(FolderTakenError):
+        writing.__exit__(None, None, None)
+    assert content(tmp_path) == before
+
+
+def test_a_folder_that_was_emptied_is_filled_again(tmp_path: Path) -> None:
+    job = Job(tmp_path / "D").train(until=3)
+    shutil.rmtree(tmp_path / "D")
+    job.save(4)
+    assert epochs_in(tmp_path / "D") == [4]
+    shutil.rmtree(tmp_path / "D")
+    Job(tmp_path / "D").train(until=1)
+    with pytest.raises(FolderTakenError):
+        job.save(5)
+    assert epochs_in(tmp_path / "D") == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "running"),
+    [
+        pytest.param({"pid": os.getppid()}, True, id="alive, or paused"),
+        pytest.param({"pid": os.getppid(), "ended": True}, False, id="ended"),
+        pytest.param({"pid": 2**22 + 1}, False, id="killed"),
+        pytest.param({"pid": os.getppid(), "started": "1"}, False, id="its pid is reused"),
+        pytest.param({}, False, id="an earlier fit of this process"),
+        pytest.param({"host": "far"}, True, id="another machine"),
+    ],
+)
+def test_a_job_warns_if_another_one_may_be_running(
+    changes: dict[str, Any], running: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    before = Job(tmp_path)
+    owner = replace(Owner.this_job(), **changes)
+    if changes.get("pid") == os.getppid() and "started" not in changes:
+        owner = replace(owner, started=folder._started(owner.pid))
+    before.folder._owner = owner
+    before.folder._write_owner()
+    Job(tmp_path).train(until=1)
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == running
+    if running:
+        assert f"may still write to {tmp_path}: host {owner.host}, process {owner.pid}," in said[0]
+
+
+def test_a_lost_or_damaged_owner_file_costs_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path).train(until=2)
+    for held in (None, b"", b'{"gener', b"[]"):
+        (tmp_path / "owner.json").unlink()
+        if held is not None:
+            (tmp_path / "owner.json").write_bytes(held)
+        assert owner_of(str(tmp_path)) is None
+        job.save(job.epoch + 1)
+    (tmp_path / "owner.json").unlink()
+    assert Job(tmp_path).epoch == 6
+
+
+def test_a_training_that_is_done_is_only_read(tmp_path: Path, monkeypatch: Any) -> None:
+    Job(tmp_path).train(until=5).end()
+    before = content(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(paths, "atomic_write", lambda *_: 1 / 0)
+        job = Job(tmp_path)
+        job.folder.close()
+    assert (job.folder.complete_after, job.epoch) == (EPOCHS, 5)
+    assert content(tmp_path) == before
+    longer = Job(tmp_path, epochs=7)
+    assert (longer.folder.complete_after, longer.epoch) == (None, 5)
+    assert not tfd.training_is_done(tmp_path)
+
+
+def test_a_job_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=4)
+    newest, held = tmp_path / file(4), (tmp_path / file(4)).read_bytes()
+    newest.write_bytes(held[:-1])
+    (tmp_path / f".{file(5)}.{'0' * 32}.unfinished").write_bytes(b"of a job that was killed")
+    words = r"epoch-00004\.safetensors is not a complete.*resumes from epoch-00003"
+    with pytest.warns(UserWarning, match=words):
+        job = Job(tmp_path)
+    assert job.epoch == 3
+    assert (tmp_path / "epoch-00004.damaged").read_bytes() == held[:-1]
+    assert not list(tmp_path.glob(".*"))
+    job.train(until=5).end()
+    (tmp_path / file(5)).write_bytes(b"")  # the training is not complete any more
+    with pytest.warns(UserWarning, match=r"resumes from epoch-00004"):
+        assert Job(tmp_path).folder.complete_after is None
+
+
+def test_without_a_complete_checkpoint_nothing_is_changed(tmp_path: Path) -> None:
+    Job(tmp_path).train(until=3)
+    for path in tfd.finished_checkpoints(tmp_path):
+        path.write_bytes(b"")
+    for _ in range(2):  # a restart refuses as well
+        with pytest.raises(tfd.TrainingError, match=r"has no complete checkpoint: .*Move these"):
+            Job(tmp_path)
+        assert epochs_in(tmp_path) == [1, 2, 3]
+    for path in tfd.finished_checkpoints(tmp_path):
+        path.unlink()
+    assert Job(tmp_path).epoch == 0
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: Any) -> None:
+    """The disk may work again; a restart must not go back by an epoch."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    Job(tmp_path).train(until=3)
+    before = sorted(tmp_path.glob("epoch-*"))
+    with monkeypatch.context() as patch:
+        patch.setattr("tfdist_ext.training.checkpoints.format.open_file", fails)
+        with pytest.raises(tfd.TrainingError, match="cannot be read: Input/output error"):
+            Job(tmp_path)
+    assert sorted(tmp_path.glob("epoch-*")) == before
+    assert Job(tmp_path).epoch == 3

@@ -1,0 +1,186 @@
+"""The file of a checkpoint: safetensors with checksums; a changed byte is detected."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from training_cases import X, Y, classifier, mirrored, strategy_of
+
+import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints.format import CheckpointFile, DamagedCheckpointError
+from tfdist_ext.training.state import values
+from tfdist_ext.training.state.naming import state_of
+from tfdist_ext.training.state.values import assign_whole, whole_value
+
+
+def variables_of(model: tfd.DistributedModel) -> list[Any]:
+    return [v for group in state_of(model.keras_model).values() for v in group.values()]
+
+
+def copies_of(model: tfd.DistributedModel) -> list[np.ndarray]:
+    """The value of each variable on each replica."""
+    local = model.strategy.experimental_local_results
+    return [copy.numpy() for v in variables_of(model) for copy in local(v.value)]
+
+
+def fill(model: tfd.DistributedModel, value: int) -> None:
+    for variable in variables_of(model):
+        assign_whole(variable, np.full(variable.shape, value, whole_value(variable).dtype))
+
+
+@pytest.fixture(scope="module")
+def model() -> tfd.DistributedModel:
+    """On two replicas, with everything that a checkpoint can hold."""
+    model = tfd.distribute(classifier("adam"), mirrored())
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(model: tfd.DistributedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "saved"
+    model.save_checkpoint(path)
+    return path
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """(the header, place of the first value), by the description of safetensors."""
+    held = path.read_bytes()
+    length = int.from_bytes(held[:8], "little")
+    return json.loads(held[8 : 8 + length]), 8 + length
+
+
+def test_the_file_is_in_the_safetensors_format(model: tfd.DistributedModel, saved: Path) -> None:
+    header, begin = header_of(saved)
+    assert begin % 8 == 0
+    assert all(isinstance(text, str) for text in header.pop("__metadata__").values())
+    held, end, found = saved.read_bytes(), 0, {}
+    codes = {"F32": "<f4", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U8": "u1"}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        assert start == end  # one after another, without holes
+        end = stop
+        data = held[begin + start : begin + stop]
+        found[name] = np.frombuffer(data, codes[entry["dtype"]]).reshape(entry["shape"])
+    assert begin + end == len(held)
+    for group, named in state_of(model.keras_model).items():
+        for name, variable in named.items():
+            np.testing.assert_array_equal(found[f"{group}/{name}"], whole_value(variable))
+    checksums = [zlib.crc32(held[8:begin])]
+    checksums += [zlib.crc32(found[name].tobytes()) for name in found if name != "crc32"]
+    assert found["crc32"].tolist() == checksums
+
+
+def test_a_changed_byte_is_detected_before_the_model_changes(
+    model: tfd.DistributedModel, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "BLOCK_BYTES", 16)  # most arrays have several blocks
+    good, held = copies_of(model), saved.read_bytes()
+    header, begin = header_of(saved)
+    ends = [begin + entry["data_offsets"][1] for n, entry in header.items() if n[0] != "_"]
+    places = [*range(0, begin, 37), *(end - 1 for end in ends), *range(begin, len(held), 211)]
+    fill(model, 7)
+    before, path = copies_of(model), tmp_path / "damaged"
+    for place in places:
+        changed = bytearray(held)
+        changed[place] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(DamagedCheckpointError, match="is not a complete checkpoint"):
+            model.restore_checkpoint(path)
+    for length in (0, 5, begin // 2, begin, len(held) // 2, len(held) - 1):
+        path.write_bytes(held[:length])
+        with pytest.raises(DamagedCheckpointError, match="is not a complete checkpoint"):
+            model.restore_checkpoint(path)
+    np.testing.assert_equal(copies_of(model), before)
+    progress = model.restore_checkpoint(saved)
+    np.testing.assert_equal(copies_of(model), good)
+    assert (progress.epoch, progress.step) == (1, 4)
+
+
+def test_the_damaged_array_is_named(saved: Path, tmp_path: Path) -> None:
+    header, begin = header_of(saved)
+    name = next(name for name in header if name.startswith("model/"))
+    changed = bytearray(saved.read_bytes())
+    changed[begin + header[name]["data_offsets"][0]] ^= 1
+    (tmp_path / "damaged").write_bytes(changed)
+    with (
+        CheckpointFile(str(tmp_path / "damaged")) as file,
+        pytest.raises(DamagedCheckpointError, match=f"the checksum of {name} is wrong"),
+    ):
+        file.verify()
+
+
+def safetensors(metadata: dict[str, str]) -> bytes:
+    checksums = {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({"__metadata__": metadata, "crc32": checksums}).encode()
+    return len(text).to_bytes(8, "little") + text + zlib.crc32(text).to_bytes(4, "little")
+
+
+def test_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    def refused(name: str, words: str, content: bytes | None = None) -> None:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(tfd.TrainingError, match=words):
+            CheckpointFile(str(tmp_path / name))
+
+    (tmp_path / "one").write_bytes(b"")
+    refused("missing", r"there is no checkpoint .*missing\. The folder has: one")
+    refused("nowhere/missing", "The folder has no files")
+    refused(".", r"must be a file, got the folder .*one")
+    refused("text", "not a complete safetensors file", b"weights of something else")
+    refused("of another", "save_checkpoint.. has not written it", safetensors({"format": "pt"}))
+    newer = safetensors({"tfdist_ext": json.dumps({"version": 9})})
+    refused("newer", "has version 9 of the format.*Install a newer version", newer)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_every_float_is_restored_to_the_bit(dtype: str, tmp_path: Path) -> None:
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, dtype=dtype)])
+
+    model, other = (tfd.distribute(build, strategy_of(n)) for n in ("mirrored", "central_storage"))
+    model.save_checkpoint(tmp_path / "one")
+    other.restore_checkpoint(tmp_path / "one")
+    for one, restored in zip(variables_of(model), variables_of(other), strict=True):
+        assert whole_value(restored).dtype == whole_value(one).dtype
+        np.testing.assert_array_equal(whole_value(restored), whole_value(one))
+
+
+def test_big_variables_are_read_and_written_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than a block is in memory: an embedding may need several servers."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Embedding(1000, 8)])
+        model.compile("sgd", "mse")
+        return model
+
+    def counted(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def call(*args: Any) -> np.ndarray:
+            rows = function(*args)
+            sizes.append(rows.nbytes)
+            return rows
+
+        return call
+
+    sizes: list[int] = []
+    model, other = (tfd.distribute(build, strategy_of(n)) for n in ("mirrored", "central_storage"))
+    monkeypatch.setattr(values, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(
+        "tfdist_ext.training.checkpoints.format.read_rows", counted(values.read_rows)
+    )
+    monkeypatch.setattr(CheckpointFile, "read_rows", counted(CheckpointFile.read_rows))
+    model.save_checkpoint(tmp_path / "one")
+    other.restore_checkpoint(tmp_path / "one")
+    assert sum(sizes) > 2 * 32_000
+    assert max(sizes) == 1024
+    for one, restored in zip(variables_of(model), variables_of(other), strict=True):
+        np.testing.assert_array_equal(whole_value(restored), whole_value(one))

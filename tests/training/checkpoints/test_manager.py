@@ -1,0 +1,407 @@
+"""Trainings that go on where they ended, with the numbers of one without a break."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from checkpoint_cases import FIT, FailsIn, assert_same_state, dense, train
+from training_cases import (
+    X,
+    Y,
+    assert_same_weights,
+    classifier,
+    mirrored,
+    of_unknown_length,
+    steps_taken,
+    strategy_of,
+)
+
+import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import paths
+from tfdist_ext.training.checkpoints.folder import finished_checkpoints, training_is_done
+
+
+def momentum() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def with_much_state(dtype: str = "float32", **of_adam: Any) -> Callable[[], keras.Model]:
+    """Moving statistics, dropout's seeds, Adam's slots, metrics, and a loss scale if asked for."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6, activation="tanh", dtype=dtype),
+                keras.layers.BatchNormalization(momentum=0.8),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1, activation="sigmoid", dtype="float32"),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(0.02, **of_adam)
+        if dtype == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
+        # Eager: what is saved is the same, and few steps take less time than making a graph of one.
+        model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], run_eagerly=True)
+        return model
+
+    return build
+
+
+def as_left_by_a_kill(folder: Path, copy: Path) -> keras.callbacks.Callback:
+    """Copies the folder as a job that is killed before its third epoch leaves it."""
+
+    def look(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            shutil.copytree(folder, copy)
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=look)
+
+
+def train_in_parts(
+    whole: tfd.DistributedModel,
+    resumed: tfd.DistributedModel,
+    data: Callable[[], tuple[Any, ...]],
+    folder: Path,
+    **arguments: Any,
+) -> None:
+    """Train one without a break; the other goes on from how that was before its last two epochs.
+
+    It starts from other weights, and would shuffle otherwise by itself.
+    """
+    arguments = {"epochs": 4, "verbose": 0, **arguments}
+    kill = as_left_by_a_kill(folder / "whole", folder / "killed")
+    keras.utils.set_random_seed(3)
+    whole.fit(*data(), checkpoint_dir=folder / "whole", callbacks=[kill], **arguments)
+    assert not training_is_done(folder / "killed")
+    keras.utils.set_random_seed(3)  # TensorFlow's own shuffle goes by it
+    random.seed(99)
+    np.random.seed(99)
+    history = resumed.fit(*data(), checkpoint_dir=folder / "killed", **arguments)
+    assert history.epoch == [0, 1, 2, 3]  # of the whole training
+    assert steps_taken(resumed) == steps_taken(whole)
+
+
+def two_models(build: Callable[[], keras.Model], *strategies: Any) -> list[tfd.DistributedModel]:
+    """One for each strategy, with weights of their own."""
+    keras.utils.set_random_seed(3)
+    return [
+        tfd.distribute(build, strategy, synchronize_batch_norm=False) for strategy in strategies
+    ]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tfd.DistributedModel]:
+    """How two models began: what is compiled for one test is there for the next."""
+    folder = tmp_path_factory.mktemp("start")
+    models = two_models(dense(4, 1, optimizer=momentum), mirrored(2), mirrored(2))
+    starts = {folder / str(number): model for number, model in enumerate(models)}
+    for path, model in starts.items():
+        model.save_checkpoint(path)
+    return starts
+
+
+@pytest.fixture
+def two(compiled: dict[Path, tfd.DistributedModel]) -> list[tfd.DistributedModel]:
+    """Two of `dense(4, 1, optimizer=momentum)` on two replicas, with weights of their own."""
+    for path, model in compiled.items():
+        model.restore_checkpoint(path)
+    return list(compiled.values())
+
+
+@pytest.mark.long("loss scale")
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(with_much_state("mixed_float16"), id="loss scale"),
+        pytest.param(
+            with_much_state(use_ema=True, ema_overwrite_frequency=3, gradient_accumulation_steps=3),
+            id="averaged weights, accumulated gradients",
+        ),
+    ],
+)
+def test_all_of_an_optimizers_state_is_in_it(build: Any, tmp_path: Path) -> None:
+    whole, resumed = two_models(build, mirrored(), mirrored())
+    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
+    assert_same_state(whole, resumed, tolerance=1e-6)
+
+
+def test_with_another_number_of_replicas(tmp_path: Path) -> None:
+    build = dense(4, 1, optimizer=momentum)
+    whole, resumed = two_models(build, mirrored(4), strategy_of("default"))
+    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
+    assert_same_weights(whole, resumed)
+
+
+class Shuffles(keras.utils.PyDataset):
+    """Batches in an order that the end of each epoch changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = list(range(4))
+        self.random = random.Random(5)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        rows = slice(16 * self.order[i], 16 * self.order[i] + 16)
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+def shuffled() -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
+
+
+@pytest.mark.long("shuffled data set", "epochs inside", "endless", "PyDataset")
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        pytest.param(lambda: (X, Y), {"steps_per_epoch": 3}, id="epochs inside of passes"),
+        pytest.param(lambda: (shuffled(),), {}, id="shuffled data set"),
+        pytest.param(lambda: (of_unknown_length(shuffled()),), {}, id="unknown length"),
+        pytest.param(lambda: (shuffled().repeat(),), {"steps_per_epoch": 5}, id="endless"),
+        pytest.param(lambda: (Shuffles(),), {"shuffle": False}, id="PyDataset"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the data ended after")
+def test_the_order_of_examples_goes_on(data: Any, arguments: Any, two: Any, tmp_path: Path) -> None:
+    train_in_parts(*two, data, tmp_path, **arguments)
+    assert_same_weights(*two)
+
+
+def test_longer_training_later_is_one_long_training(
+    two: Any, compiled: Any, tmp_path: Path
+) -> None:
+    model, longer = two
+    start = next(iter(compiled))
+    keras.utils.set_random_seed(3)
+    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
+    assert training_is_done(tmp_path)
+    history = longer.fit(X, Y, epochs=5, checkpoint_dir=tmp_path, **FIT)
+    assert history.epoch == [0, 1, 2, 3, 4]
+    model.restore_checkpoint(start)
+    keras.utils.set_random_seed(3)
+    model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
+    assert_same_weights(model, longer)
+
+
+def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path) -> None:
+    """EarlyStopping takes back the best weights after the last epoch was saved."""
+
+    def fit() -> tuple[tfd.DistributedModel, list[int]]:
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+        model = tfd.distribute(classifier(run_eagerly=True), mirrored())
+        worse = (X[48:], 1 - Y[48:])
+        history = model.fit(
+            X, Y, epochs=9, validation_data=worse, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
+        )
+        return model, history.epoch
+
+    keras.utils.set_random_seed(1)
+    model, epochs = fit()
+    assert 1 < len(epochs) < 9
+    assert training_is_done(tmp_path)
+    again, same = fit()
+    assert same == epochs
+    assert_same_weights(model, again)
+    last = tfd.distribute(classifier(run_eagerly=True), mirrored())
+    last.restore_checkpoint(finished_checkpoints(tmp_path)[-1])
+    with pytest.raises(AssertionError):
+        assert_same_weights(model, last)
+
+
+class AddsOneAtTheEnd(keras.callbacks.Callback):
+    def on_train_end(self, logs: Any = None) -> None:
+        kernel = self.model.trainable_variables[0]
+        kernel.assign_add(keras.ops.ones_like(kernel))
+
+
+class StopsAfterOneEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = True
+
+
+def test_the_state_at_the_end_is_more_than_that_of_the_last_epoch(tmp_path: Path) -> None:
+    """Averaged weights, and callbacks that change them; a restart ends with the same state."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse")
+        return model
+
+    def fit() -> tfd.DistributedModel:
+        model = tfd.distribute(build, mirrored(2))
+        callbacks = [AddsOneAtTheEnd(), StopsAfterOneEpoch()]
+        history = model.fit(
+            X, Y, epochs=3, callbacks=callbacks, checkpoint_dir=tmp_path / "D", **FIT
+        )
+        assert history.epoch == [0]
+        return model
+
+    model = fit()
+    for owner_is_lost in (False, True):  # as of a job that is killed before its end
+        if owner_is_lost:
+            (tmp_path / "D" / "owner.json").unlink()
+        again = fit()
+        assert steps_taken(again) == 4
+        assert_same_weights(model, again)
+        assert training_is_done(tmp_path / "D")
+
+
+@pytest.mark.filterwarnings("ignore:Compiled the loaded model:UserWarning")
+def test_what_is_no_number_is_not_saved(two: Any, tmp_path: Path) -> None:
+    model, good = two
+    model.fit(X, Y, checkpoint_dir=tmp_path, **FIT)
+    lost = np.where(np.arange(64)[:, None] == 50, np.float32("nan"), X)
+    stop = keras.callbacks.TerminateOnNaN()
+    with pytest.warns(UserWarning, match="the loss of epoch 2 is nan: no checkpoint is written"):
+        history = model.fit(
+            lost, Y, epochs=4, shuffle=False, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
+        )
+    assert history.epoch == [0, 1]
+    assert steps_taken(model) == 4 + 4  # row 50 is in the fourth batch
+    assert [path.name for path in finished_checkpoints(tmp_path)] == ["epoch-00001.safetensors"]
+    assert training_is_done(tmp_path)
+    history = good.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, **FIT)
+    assert history.epoch == [0, 1, 2, 3]
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_fit_refuses_before_it_begins(two: Any, tmp_path: Path) -> None:
+    model, _ = two
+    model.fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    with pytest.raises(tfd.TrainingError, match="another model"):
+        tfd.distribute(dense(3, 1), mirrored()).fit(X, Y, checkpoint_dir=tmp_path / "D", **FIT)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(tfd.TrainingError, match="give one of them"):
+        model.fit(X, Y, checkpoint_dir=tmp_path / "D", callbacks=[backup], **FIT)
+    assert steps_taken(model) == 4
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["", " ", 0, True, b"bytes", [], "a\0b"],
+    ids=["empty", "blank", "zero", "bool", "bytes", "list", "null"],
+)
+def test_what_is_no_folder_is_refused(
+    folder: Any, two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be .* got "):
+        two[0].fit(X, Y, checkpoint_dir=folder, **FIT)
+    assert not list(tmp_path.iterdir())
+    assert steps_taken(two[0]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = two
+    file = tmp_path / "file"
+    file.write_text("what somebody keeps")
+    denied = tmp_path / "denied"
+    denied.mkdir()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for folder, words in {
+        file: "got '.*file': .* is not a directory",
+        file / "below": "is not a directory",
+        Path("/proc/checkpoints"): "No such file or directory",
+        tmp_path / ("x" * 300): "File name too long",
+        denied: "Permission denied",
+    }.items():
+        with monkeypatch.context() as patch:
+            if folder == denied:  # root is denied nothing
+                patch.setattr(paths, "open_file", refuse)
+            with pytest.raises(tfd.TrainingError, match=words) as raised:
+                model.fit(X, Y, checkpoint_dir=folder, **FIT)
+        raised.match("checkpoint_dir must be a folder")
+    assert steps_taken(model) == 0
+    assert file.read_text() == "what somebody keeps"
+    assert not list(denied.iterdir())
+
+
+def test_a_complete_training_is_read_where_nothing_can_be_written(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, archived = two
+    model.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    monkeypatch.setattr(paths, "atomic_write", lambda *_: 1 / 0)
+    assert archived.fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **FIT).epoch == [0, 1]
+    assert_same_weights(model, archived)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    said = f"training in {tmp_path} is complete after 2 epochs; nothing to do\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, resumed = two
+    arguments = {"epochs": 4, "checkpoint_dir": tmp_path, **FIT}
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--name", "a b"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--name", "a b"])
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(X, Y, callbacks=[FailsIn(0, KeyboardInterrupt)], **arguments)
+    assert capsys.readouterr().err == (
+        f"\ntraining stopped by KeyboardInterrupt. There is no checkpoint in {tmp_path} yet.\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(X, Y, callbacks=[FailsIn(3, KeyboardInterrupt)], **arguments)
+    assert capsys.readouterr().err == (
+        "\ntraining stopped by KeyboardInterrupt. The last checkpoint is"
+        f" {tmp_path / 'epoch-00003.safetensors'}, after epoch 3 (step 12). To resume from it, run"
+        " again: python train.py --name 'a b'\n"
+    )
+    monkeypatch.setenv("TFDIST_COMMAND", "tfdist run --workers 2 -- python train.py")
+
+    failing = FailsIn(3, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError, match="in a callback"):
+        resumed.fit(X, Y, callbacks=[failing], **arguments)
+    first, _, last = capsys.readouterr().err.splitlines()
+    assert first == f"resuming from epoch 4, step 12, of {tmp_path / 'epoch-00003.safetensors'}"
+    assert last.startswith("training stopped by ZeroDivisionError. The last checkpoint is")
+    assert last.endswith("run again: tfdist run --workers 2 -- python train.py")
+    monkeypatch.setenv("TFDIST_STARTS_AGAIN", "1")  # the launcher does, without a person
+    with pytest.raises(ZeroDivisionError, match="in a callback"):
+        resumed.fit(X, Y, callbacks=[failing], **arguments)
+    assert capsys.readouterr().err.endswith("after epoch 3 (step 12).\n")
+    resumed.fit(X, Y, **arguments)
+    assert capsys.readouterr().err == first + "\n"
+    resumed.fit(X, Y, **FIT)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("every", [None, 3], ids=["epochs", "steps"])
+def test_a_training_resumes_from_the_newest_complete_checkpoint(
+    every: int | None, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="in a callback"):
+        train(tmp_path / "D", FailsIn(2 if every else 3), checkpoint_every=every)
+    before, newest = tfd.finished_checkpoints(tmp_path / "D")[-2:]
+    assert ("-batch-" in before.name) == (every is not None)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match=rf"{newest.name} is not a .*resumes from {before.name}"):
+        resumed = train(tmp_path / "D")
+    assert resumed.history.epoch == [0, 1, 2, 3]
+    assert_same_weights(train(tmp_path / "whole"), resumed)

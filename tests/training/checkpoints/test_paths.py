@@ -1,0 +1,99 @@
+"""Checkpoints in a store that only TensorFlow opens: ram:// stands for gs:// and the others."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from checkpoint_cases import FailsIn, adam, train
+from training_cases import assert_same_weights, mirrored
+
+import tfdist_ext as tfd
+from tfdist_ext.training.checkpoints import paths
+from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture
+def remote() -> str:
+    return f"ram://bucket-{uuid.uuid4().hex}/run"
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_training_goes_on_as_if_it_had_never_ended(
+    tmp_path: Path, remote: str, in_background: bool
+) -> None:
+    expected = train(tmp_path / "local", epochs=5)
+    options = {"epochs": 5, "checkpoint_async": in_background, "checkpoint_every": 2}
+    with pytest.raises(RuntimeError, match="in a callback"):
+        train(remote, FailsIn(3), **options)
+    before = tfd.finished_checkpoints(remote)
+    assert before[-1] == f"{remote}/epoch-00003.safetensors"
+    found = train(remote, **options)
+    assert found.history.epoch == [0, 1, 2, 3, 4]
+    assert_same_weights(found, expected)
+    assert tfd.training_is_done(remote)
+    names = sorted(tf.io.gfile.listdir(remote))
+    assert [name.partition("-")[0] for name in names] == ["epoch"] * 3 + ["owner.json"]
+    other = tfd.distribute(adam, mirrored(2))
+    assert other.restore_checkpoint(tfd.finished_checkpoints(remote)[-1]).step == 20
+    assert_same_weights(found, other)
+
+
+def test_one_file(remote: str) -> None:
+    model, other = (tfd.distribute(adam, mirrored(2)) for _ in range(2))
+    model.save_checkpoint(f"{remote}/one")
+    other.restore_checkpoint(f"{remote}/one")
+    assert_same_weights(other, model)
+    with pytest.raises(tfd.TrainingError, match=r"there is no checkpoint .*run/two.* has: one"):
+        other.restore_checkpoint(f"{remote}/two")
+
+
+def test_a_store_that_tensorflow_does_not_know_is_an_error_at_the_start() -> None:
+    with pytest.raises(tfd.TrainingError, match=r"got 's3://bucket/run': .*'s3' not implemented"):
+        train("s3://bucket/run")
+
+
+def test_a_job_that_comes_later_has_the_folder(remote: str) -> None:
+    older, newer = CheckpointFolder(remote), CheckpointFolder(remote)
+    older.open(1)
+    newer.open(1)
+    with pytest.raises(FolderTakenError, match="Another job writes to ram://"):
+        older.finish(1, saved=False)
+    newer.finish(1, saved=False)
+
+
+def test_a_file_that_cannot_be_written_costs_no_checkpoint(
+    remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(remote, epochs=2)
+    before = tfd.finished_checkpoints(remote)
+
+    def full(path: str, new: str) -> None:
+        if "epoch" in path:
+            raise OSError(None, "the quota is used up")
+        ordinary(path, new)
+
+    ordinary = paths.rename
+    monkeypatch.setattr(paths, "rename", full)
+    with pytest.raises(tfd.TrainingError, match=r"written to ram://.*quota is used up"):
+        train(remote, epochs=3)
+    assert tfd.finished_checkpoints(remote) == before
+    assert not [name for name in tf.io.gfile.listdir(remote) if "unfinished" in name]
+
+
+def test_a_damaged_file_is_set_aside(tmp_path: Path, remote: str) -> None:
+    train(remote, epochs=3)
+    newest = tfd.finished_checkpoints(remote)[-1]
+    with tf.io.gfile.GFile(newest, "rb") as file:
+        held = file.read()
+    tf.io.gfile.remove(newest)  # ram:// does not shorten files
+    with tf.io.gfile.GFile(newest, "wb") as file:
+        file.write(held[:-1000])
+    with pytest.warns(UserWarning, match=r"It is renamed to epoch-00003\.damaged"):
+        found = train(remote)
+    assert_same_weights(train(tmp_path / "local"), found)
+    assert tf.io.gfile.exists(f"{remote}/epoch-00003.damaged")

@@ -1,0 +1,88 @@
+"""Exports a model: a copy of it without a strategy.
+
+A model cannot be exported as it is if its variables are partitioned. One on parameter servers is
+traced with variables of other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.building.build import build
+from tfdist_ext.training.building.cloning import (
+    clone_model,
+    copy_flags_and_assets,
+    truncate_message,
+)
+from tfdist_ext.training.protocols import Specs
+from tfdist_ext.training.state.naming import MODEL, check_has_variables, state_of
+from tfdist_ext.training.state.values import assign_whole, whole_value
+
+__all__ = ["Builder", "export"]
+
+# Makes a model again; None if there is only the model itself.
+Builder: TypeAlias = Callable[[], keras.Model] | None
+
+_NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
+
+
+def export(
+    model: keras.Model, filepath: str, builder: Builder, spec: Specs, **arguments: Any
+) -> None:
+    """Exports a model as `keras.Model.export` does, on this task alone.
+
+    Args:
+        builder: makes the model again, if it cannot be copied from its config.
+        spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
+        arguments: those of `keras.Model.export`.
+
+    Raises:
+        TrainingError: the model has no variables yet, or it cannot be copied.
+    """
+    policy = keras.config.dtype_policy()
+
+    def copy_and_export() -> None:
+        keras.config.set_dtype_policy(policy)  # a setting of each thread
+        copy = _plain_copy(model, builder, spec)
+        if not kp.is_graph_of_layers(model) and spec is not None:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+            arguments.setdefault("input_signature", [inputs])
+        copy.export(filepath, **arguments)
+
+    # A new thread is outside of every strategy's scope.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copy_and_export).result()
+
+
+def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Model:
+    """Returns a copy with ordinary variables of this process, not compiled."""
+    check_has_variables(model, "export")
+    try:
+        copy = clone_model(model)
+    except _NO_COPY as error:
+        if builder is None:
+            raise TrainingError(
+                f"the model {model.name!r} ({type(model).__name__}) cannot be copied for export:"
+                f" {truncate_message(error)} Give its class a get_config()."
+            ) from error
+        copy = builder()
+    if len(copy.variables) != len(model.variables) and spec is not None:
+        build(copy, spec, tf.distribute.get_strategy(), kind="predict")
+    copy_flags_and_assets(model, copy)
+    values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
+    if list(values) != list(targets):
+        differs = sorted({*values} ^ {*targets})
+        raise TrainingError(
+            f"the copy of {model.name!r} to export must have the model's own variables, got other"
+            f" ones: {', '.join(differs[:6])}. Give its class a complete get_config()."
+        )
+    for name, target in targets.items():
+        assign_whole(target, whole_value(values[name]))
+    return copy

@@ -1,0 +1,160 @@
+"""What callbacks know: saved in each checkpoint, and given back to a job that resumes.
+
+Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has waited, the best
+loss so far, the history. A callback of the user gives its state with `get_state()`, and takes it
+back with `set_state(state)` after its `on_train_begin`. A state holds numbers, texts, NumPy arrays,
+and lists and dicts of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist_ext.errors import TrainingError
+from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.user_frames import warn
+
+__all__ = ["CallbackState", "callback_state", "continue_log_files", "restore_callbacks"]
+
+CallbackState = dict[str, np.ndarray]  # "state": JSON as bytes; the arrays in it by their numbers
+
+Callbacks = Iterable[keras.callbacks.Callback]
+
+_JSON = "state"
+_ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
+
+# Settings that tell two callbacks of one class apart, in this job and in the next.
+_SETTINGS = ("monitor", "filepath", "filename", "log_dir")
+
+
+def callback_state(callbacks: Callbacks, *, stopped: bool) -> CallbackState:
+    """Returns the state of callbacks.
+
+    Args:
+        stopped: one of them has told the training to stop.
+
+    Raises:
+        TrainingError: a `get_state` returns something that cannot be stored.
+    """
+    arrays: CallbackState = {}
+    states = {name: _state_of(callback, name, arrays) for name, callback in _named(callbacks)}
+    text = json.dumps({"stopped": stopped, "callbacks": states})
+    return {_JSON: np.frombuffer(text.encode(), np.uint8), **arrays}
+
+
+def restore_callbacks(state: CallbackState, callbacks: Callbacks) -> bool:
+    """Gives callbacks their state, after their `on_train_begin`.
+
+    A callback that was not there when the state was saved starts from nothing.
+
+    Returns:
+        Whether one of them had told the training to stop.
+    """
+    saved = _read(state)
+    for name, callback in _named(callbacks):
+        found = saved["callbacks"].get(name, {})
+        for attribute in kp.remembered_by(callback):
+            if attribute in found.get("known", {}):
+                setattr(callback, attribute, found["known"][attribute])
+        if "own" in found and hasattr(callback, "set_state"):
+            callback.set_state(found["own"])
+    return bool(saved["stopped"])
+
+
+def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
+    """Before `on_train_begin`: cuts the file of each CSVLogger after the checkpoint's last row."""
+    saved = _read(state)["callbacks"]
+    for name, callback in _named(callbacks):
+        if isinstance(callback, keras.callbacks.CSVLogger) and name in saved:
+            callback.append = True
+            path = Path(callback.filename)
+            if path.is_file() and path.stat().st_size > saved[name]["bytes"]:
+                with path.open("r+b") as file:
+                    file.truncate(saved[name]["bytes"])
+
+
+def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """Yields (class and settings, with #1 for the second one of the same name; callback)."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
+        name = " ".join([type(callback).__qualname__, *filter(None, settings)])
+        yield (f"{name}#{seen[name]}" if seen[name] else name), callback
+        seen[name] += 1
+
+
+def _state_of(
+    callback: keras.callbacks.Callback, name: str, arrays: CallbackState
+) -> dict[str, Any]:
+    known = {each: getattr(callback, each, None) for each in kp.remembered_by(callback)}
+    state: dict[str, Any] = {"known": _storable_part(known, arrays, name)}
+    if hasattr(callback, "get_state"):
+        state["own"] = _stored(callback.get_state(), arrays, f"get_state() of {name}")
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        if callback.csv_file is not None and not callback.csv_file.closed:
+            callback.csv_file.flush()
+        path = Path(callback.filename)
+        state["bytes"] = path.stat().st_size if path.is_file() else 0
+    return state
+
+
+def _storable_part(known: Mapping[str, Any], arrays: CallbackState, name: str) -> dict[str, Any]:
+    """Returns what can be stored of a callback of Keras; warns of the rest.
+
+    The history of a training may hold anything that a user's metric returns.
+    """
+    stored: dict[str, Any] = {}
+    for key, value in known.items():
+        if isinstance(value, dict):
+            stored[key] = _storable_part(value, arrays, name)
+            continue
+        try:
+            stored[key] = _stored(value, arrays, name)
+        except TrainingError:
+            warn(
+                f"{key!r} of {name} is not in the checkpoint, because a checkpoint cannot hold a"
+                f" {type(value).__name__} of this content. A job that resumes begins without it."
+            )
+    return stored
+
+
+def _stored(value: Any, arrays: CallbackState, where: str) -> Any:
+    """Returns the value as JSON can hold it; its arrays go to `arrays`."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise _cannot_be_stored(where, f"the key {key!r}")
+        return {key: _stored(each, arrays, where) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stored(each, arrays, where) for each in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.kind in "USMm":
+        raise _cannot_be_stored(where, f"a {type(value).__name__}")
+    if not array.shape and array.dtype.kind in "biuf":
+        return array.item()
+    key = str(len(arrays))
+    arrays[key] = array
+    return {_ARRAY: key}
+
+
+def _cannot_be_stored(where: str, what: str) -> TrainingError:
+    return TrainingError(
+        f"{where} must be numbers, texts, arrays of numbers, and lists and dicts of them by texts,"
+        f" got {what}. Leave it out, or return what it can be made of again."
+    )
+
+
+def _read(state: CallbackState) -> dict[str, Any]:
+    def with_array(found: dict[str, Any]) -> Any:
+        return state[found[_ARRAY]] if set(found) == {_ARRAY} else found
+
+    return json.loads(state[_JSON].tobytes(), object_hook=with_array)

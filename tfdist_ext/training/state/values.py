@@ -1,0 +1,165 @@
+"""Whole values of Keras variables, whatever the strategy made of them.
+
+A mirrored variable has a copy on each replica. A partitioned one has pieces of its rows on several
+parameter servers. Both are read and written in blocks of rows, so a table that needs several
+servers never has to fit into this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tfdist_ext.strategies import StrategyTemplate
+from tfdist_ext.training import _keras_private as kp
+
+__all__ = [
+    "BLOCK_BYTES",
+    "assign_rows",
+    "assign_whole",
+    "block_ranges",
+    "blocks",
+    "copy_value",
+    "read_rows",
+    "whole_value",
+]
+
+BLOCK_BYTES = 64 * 2**20
+
+
+def whole_value(variable: keras.Variable) -> np.ndarray:
+    """Returns the value of a variable: its first copy, its pieces joined.
+
+    A strategy with its own way of reading variables reads it.
+    """
+    shape = tuple(variable.shape)
+    ranges = list(blocks(variable))
+    if len(ranges) == 1:
+        return read_rows(variable, *ranges[0]).reshape(shape)
+    whole = np.empty(shape, kp.raw_value(variable).dtype.as_numpy_dtype)
+    for start, stop in ranges:
+        whole[start:stop] = read_rows(variable, start, stop)
+    return whole
+
+
+def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
+    """Assigns a value to every copy and every piece of a variable.
+
+    Raises:
+        ValueError: `value` has another shape.
+    """
+    value = np.asarray(value)
+    if value.shape != tuple(variable.shape):
+        raise ValueError(
+            f"the value of {variable.path!r} must have shape {tuple(variable.shape)}, got"
+            f" {value.shape}."
+        )
+    rows = np.atleast_1d(value)
+    for start, stop in blocks(variable):
+        assign_rows(variable, start, rows[start:stop])
+
+
+def copy_value(variable: keras.Variable, buffer: np.ndarray | None) -> np.ndarray:
+    """Returns a copy of a value, in `buffer` if that fits: new memory would cost time."""
+    value = _value_in_place(variable)
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        buffer = np.empty(value.shape, value.dtype)
+    np.copyto(buffer, value)
+    return buffer
+
+
+def _value_in_place(variable: keras.Variable) -> np.ndarray:
+    """Returns a view of the variable's memory, or a copy if its memory cannot be viewed."""
+    pieces = [copies for _, _, copies in _pieces(variable)]
+    if len(pieces) == 1 and not _has_own_reading(variable) and "CPU" in pieces[0][0].device:
+        try:
+            return np.asarray(memoryview(pieces[0][0].read_value()))
+        except (TypeError, ValueError, BufferError):  # NumPy has no such dtype
+            pass
+    return whole_value(variable)
+
+
+def blocks(variable: keras.Variable | tf.Variable) -> Iterator[tuple[int, int]]:
+    """Returns the ranges of rows in which a variable is read and written."""
+    return block_ranges(tuple(variable.shape), kp.raw_value(variable).dtype.size)
+
+
+def block_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields (first row, row after the last) of blocks of at most BLOCK_BYTES.
+
+    A scalar is one row. A block has at least one row, however big that is.
+    """
+    rows, *rest = shape or (1,)
+    row_bytes = int(np.prod(rest, dtype=np.int64)) * item_bytes
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def read_rows(variable: keras.Variable | tf.Variable, start: int, stop: int) -> np.ndarray:
+    """Returns the rows from `start` up to `stop`; of a scalar, an array of one value."""
+    if _has_own_reading(variable):
+        return np.atleast_1d(kp.raw_value(variable).numpy())[start:stop]
+    parts = []
+    for first, rows, copies in _pieces(variable):
+        low, high = max(start - first, 0), min(stop - first, rows)
+        if (low, high) == (0, rows):
+            parts.append(np.atleast_1d(copies[0].numpy()))
+        elif low < high:
+            copy = copies[0]
+            # A gather runs where the variable is: only these rows are moved.
+            taken = tf.raw_ops.ResourceGather(
+                resource=copy.handle, indices=tf.range(low, high), dtype=copy.dtype
+            )
+            parts.append(taken.numpy())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def assign_rows(variable: keras.Variable | tf.Variable, start: int, values: np.ndarray) -> None:
+    """Assigns the rows from `start` on, in every copy and every piece."""
+    for first, rows, copies in _pieces(variable):
+        low, high = max(start - first, 0), min(start + len(values) - first, rows)
+        if low >= high:
+            continue
+        part = tf.constant(values[low + first - start : high + first - start], copies[0].dtype)
+        for copy in copies:
+            if (low, high) == (0, rows):
+                copy.assign(tf.reshape(part, copy.shape))
+            else:
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=copy.handle, indices=tf.range(low, high), updates=part
+                )
+
+
+def _has_own_reading(variable: keras.Variable | tf.Variable) -> bool:
+    strategy = getattr(kp.raw_value(variable), "distribute_strategy", None)
+    return isinstance(strategy, StrategyTemplate) and strategy.has_own_reading
+
+
+def _pieces(
+    variable: keras.Variable | tf.Variable,
+) -> Iterator[tuple[int, int, Sequence[tf.Variable]]]:
+    """Yields (first row, rows, plain variables that are its local copies) of each piece."""
+    raw = kp.raw_value(variable)
+    first = 0
+    for piece in getattr(raw, "variables", [raw]):  # those of a partitioned variable
+        rows = piece.shape[0] if piece.shape.rank else 1
+        yield first, rows, _copies(piece)
+        first += rows
+
+
+def _copies(piece: tf.Variable) -> list[tf.Variable]:
+    strategy = getattr(piece, "distribute_strategy", None)
+    copies = [piece] if strategy is None else strategy.experimental_local_results(piece)
+    return [_unwrapped(copy) for copy in copies]
+
+
+def _unwrapped(variable: tf.Variable) -> tf.Variable:
+    # Central storage and parameter servers wrap their variables to aggregate, or to cache.
+    while hasattr(variable, "get"):
+        variable = variable.get()
+    return variable
