@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from task_programs import CLUSTERS
 
-from tfdist_ext.testing.tasks import in_task
-
 collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
 os.environ.pop("PYTEST_ADDOPTS", None)  # was for this pytest, and not for those that tests start
 # Processes inherit ignored signals (nohup, a background job of a script), but no handlers: each
@@ -78,9 +76,14 @@ DESELECTED = pytest.StashKey[int]()
 
 
 def is_everything_run(config: pytest.Config) -> bool:
-    """With --long, for a test that is named, and in a task, which runs the one test it is for."""
+    """With --long, and for a test that is named, as in a task, which runs the one it is for."""
     named = any("::" in argument for argument in config.args)
-    return config.getoption("--long") or named or in_task.supervisor() is not None
+    return config.getoption("--long") or named
+
+
+def is_task(config: pytest.Config) -> bool:
+    """Whether this pytest runs one test in a task of a cluster."""
+    return config.getoption("tfdist_folder", None) is not None
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -114,9 +117,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """No test sees a cluster that it did not describe itself, or that its mark asks for."""
-    if in_task.supervisor() is not None:
+    if is_task(pytestconfig):
         return
     for name in os.environ:
         if name.startswith(CLUSTERS):
@@ -132,12 +135,12 @@ def quick_garbage_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def four_cpus() -> None:
+def four_cpus(pytestconfig: pytest.Config) -> None:
     """TensorFlow in this process, with four logical CPUs: fixed once it has started.
 
     In a task of a cluster the test starts it, by its strategy.
     """
-    if in_task.supervisor() is not None:
+    if is_task(pytestconfig):
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf

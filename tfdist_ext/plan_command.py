@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
+from tfdist_ext.launch.startup_noise import without_startup_noise
 from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=1, metavar="N", help=devices)
     lookups = "with --compare: ids a step looks up in each embedding: batch size x ids per example"
     add("--lookups", type=int, default=1024, metavar="N", help=f"{lookups} (default 1024)")
-    add_raw_option(parser)
 
 
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
@@ -65,7 +64,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
             )
     if options.picture is not None:
         require_matplotlib()  # before a model is built for nothing
-    with without_startup_noise(raw=options.raw):
+    with without_startup_noise():
         plan = _planned(options, rules)
     print(plan)
     if options.compare:

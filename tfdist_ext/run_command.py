@@ -26,9 +26,11 @@ from tfdist_ext.launch.exit_codes import (
 )
 from tfdist_ext.launch.options import seconds as seconds_of
 from tfdist_ext.launch.options import stop_signal
-from tfdist_ext.launch.restarting import Limits, run_with_restarts
+from tfdist_ext.launch.restarting import run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
+from tfdist_ext.launch.run import Limits
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
+from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["EPILOG", "add_run_options", "run_run_command"]
 
@@ -106,11 +108,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     to_grow = "with fewer workers: try all again after this time, and twice as long each time"
     seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
-        "--raw",
-        action="store_true",
-        help="show and keep all that tasks write, also what TensorFlow writes at every start",
-    )
-    run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
 
@@ -131,15 +128,7 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         options.restart_on,
         options.grow_after,
     )
-    limits = Limits(
-        options.grace,
-        options.linger,
-        options.timeout,
-        stall_timeout(env),
-        options.preemption_signal,
-        options.raw,
-        say_started=True,
-    )
+    limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
     planned = functools.partial(_planned, command, tasks, shares, env)
     if options.dry_run:
@@ -151,7 +140,9 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        status = run_with_restarts(planned, policy, log_dir=log_dir, env=env, limits=limits)
+        stop = StopSignals(options.preemption_signal)
+        ended = run_with_restarts(planned, policy, log_dir, env, limits, stop, names_pids=True)
+        status = ended.exit_status
     finally:
         if options.log_dir is None and status == 0:
             shutil.rmtree(log_dir, ignore_errors=True)

@@ -255,7 +255,7 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     text = section(run, "test_one_fails")
     assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
     assert "At index 1 diff: 2 != 3" in text
-    assert "---- output of worker:0\nhello from 0\n" in text
+    assert re.search(r"Captured output of worker:0 call -*\nhello from 0\n", text)
 
 
 @pytest.mark.parametrize(
@@ -267,19 +267,19 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     ],
 )
 def test_the_summary_shows_the_assertion(run: str, test: str, summary: str) -> None:
-    assert re.search(rf"^FAILED test_it\.py::{test} - {summary}", run, re.M), run
+    assert re.search(rf"^FAILED test_it\.py::{test} - Failed: {summary}", run, re.M), run
 
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
     text = section(run, "test_hangs")
-    assert "worker:0: had not ended after 12 s" in text
+    assert "worker:0, worker:1 had not ended after 12 s" in text
     assert text.count("in test_hangs") == 2
     assert "_pytest" not in text
 
 
 def test_an_output_is_kept_of_what_passes(run: str) -> None:
     for index in (0, 1):
-        pattern = rf"Captured output of worker:{index} -*\n(?:.*\n)*?seen by worker:{index}"
+        pattern = rf"Captured output of worker:{index} call -*\n(?:.*\n)*?seen by worker:{index}"
         assert re.search(pattern, run), run
 
 
