@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,34 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files of few tests that take long: were they the last, one core would wait for the other. Before
-# them come folders of quick tests, which also get TensorFlow's files from the disk for all others.
-QUICK = ("cluster", "launch", "data", "strategies")
-LONG = (
-    "test_docs.py",
-    "test_parameter_server.py",
-    "test_preemption.py",
-    "test_one_trace.py",
-    "test_stalls.py",
-    "test_exactness.py",
-    "test_workers.py",
-    "test_exact_steps.py",
-    "test_checkpoints.py",
-    "test_plugin.py",
-    "test_peers.py",
-    "test_sharded_workers.py",
-    "test_parameter_server_exact.py",
-    "test_callbacks_in_cluster.py",
-    "test_frozen_tasks.py",
-    "test_sample_project.py",
-    "test_configs.py",
-    "test_keras_hub.py",
-    "test_memory_of_servers.py",
-    "test_roles_of_tasks.py",
-    "test_example_image_classifier.py",
-    "test_example_recommender.py",
-    "test_example_sync_async.py",
-)
+# Rooms whose files take long come first: were they the last, one core would wait for the other.
+LONG_ROOMS = ("training", "testing", "examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,10 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate((*QUICK, *LONG))}
-
     def place(item: pytest.Item) -> int:
-        return places.get(item.path.parent.name, places.get(item.path.name, len(places)))
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG_ROOMS.index(room) if room in LONG_ROOMS else len(LONG_ROOMS)
 
     items.sort(key=place)
     if not is_everything_run(config):

@@ -6,13 +6,11 @@ import os
 import re
 import signal
 import threading
-from typing import NamedTuple
 
 import pytest
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, TaskPlan, output, run, run_plan
-from tfdist_ext.launch.report import Blame, failure_report
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -59,10 +57,6 @@ def test_codes_for_terminals_reach_no_file(run_tasks, tmp_path):
     assert (tmp_path / "worker-0.log").read_bytes() == b"1/2 --\r\r2/2 done\n"
 
 
-def test_a_last_line_without_newline_is_shown(run_tasks):
-    assert run_tasks({"worker:0": "echo a; printf half"}).lines("worker:0") == ["a", "half"]
-
-
 def test_an_unfinished_line_is_shown_when_it_is_quiet(run_tasks, monkeypatch):
     monkeypatch.setattr(output, "_QUIET", 0.2)
     ran = run_tasks({"worker:0": "printf 'Loading... '; sleep 0.7; echo done"})
@@ -88,13 +82,6 @@ def test_a_line_of_a_megabyte_arrives_whole_in_pieces(run_tasks, tmp_path):
     assert "".join(pieces) == "x" * 1_000_000
     assert max(map(len, pieces)) <= 65_536
     assert (tmp_path / "worker-0.log").stat().st_size == 1_000_007
-
-
-def test_a_task_that_closes_its_output_is_waited_for(run_tasks):
-    ran = run_tasks({"worker:0": "echo a; exec >&- 2>&-; sleep 0.4; exit 7"})
-    assert ran.result.exit_status == 7
-    assert ran.lines("worker:0") == ["a"]
-    assert ran.seconds >= 0.4
 
 
 def test_tasks_get_their_additions_no_keyboard_and_unbuffered_python(mark):
@@ -207,52 +194,6 @@ def test_a_task_that_is_not_of_this_run_is_no_cause(run_tasks):
     assert "because of" not in ran.err
 
 
-class Task(NamedTuple):
-    """A task that has ended."""
-
-    name: str
-    returncode: int | None
-    ended_after: float
-    killed_because: str = ""
-    log: str = ""
-    began: float = 0.0
-
-
-@pytest.mark.parametrize(
-    ("cause", "verb", "how"),
-    [
-        (Task("worker:1", 3, 9.0), "failed first", "9.0 s: exit code 3"),
-        # It told the others before its process ended: never later than what came of it.
-        (Task("worker:1", 3, 9.3), "failed first", "9.2 s: exit code 3"),
-        (Task("worker:1", None, 0.0), "does not answer", "9.2 s: its process was still running"),
-        (Task("worker:1", -9, 14.0), "does not answer", "9.2 s: its process was still running"),
-        (Task("worker:1", 0, 4.0), "left", "4.0 s: exit code 0, and the others still needed it"),
-        (Task("worker:1", -9, 9.5, "stopped"), "failed first", "9.2 s: stopped"),
-    ],
-)
-def test_a_report_names_the_cause_first_and_then_what_came_of_it(cause, verb, how):
-    victim = Task("worker:0", 1, 9.2), Blame("worker:1", "worker:1 is gone")
-    others = [Task("worker:2", -15, 9.9)]
-    lines = failure_report(cause, verb, ["Epoch 1"], others, victim).splitlines()
-    assert lines == [
-        f"tfdist: worker:1 {verb}, after {how}",
-        "tfdist: the last lines of worker:1:",
-        "    Epoch 1",
-        "tfdist: worker:0 failed because of worker:1, after 9.2 s: exit code 1",
-        "    worker:1 is gone",
-        "tfdist: then the others ended: worker:2 killed by SIGTERM (signal 15)",
-    ]
-
-
-def test_an_exit_code_given_on_sigterm_is_not_the_root_cause(run_tasks):
-    ran = run_tasks(
-        {"worker:0": "trap 'exit 5' TERM; sleep 60 & wait", "worker:1": "sleep 0.2; exit 3"}
-    )
-    assert ran.result.exit_status == 3
-    assert ran.result.returncodes["worker:0"] == 5
-    assert "worker:0 exit code 5" in ran.err
-
-
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGSEGV, 139), (signal.SIGKILL, 137), (signal.SIGTERM, 143)]
 )
@@ -270,19 +211,6 @@ def test_a_task_that_is_stopped_is_killed_and_the_cause(run_tasks):
     assert (ran.result.exit_status, ran.result.failed_task) == (137, "worker:0")
     assert "s: killed by tfdist, as it was stopped (SIGSTOP) for 2 s (--stall-timeout)" in ran.err
     assert "out of memory" not in ran.err
-
-
-def test_a_task_that_goes_on_in_time_is_not_killed(run_tasks):
-    goes_on = "(sleep 1.5; kill -CONT $$) & kill -STOP $$; sleep 2; echo done"
-    ran = run_tasks({"worker:0": goes_on}, stall_timeout=3.0)
-    assert ran.result.exit_status == 0
-    assert ran.lines("worker:0") == ["done"]
-
-
-def test_a_task_that_is_done_does_not_end_the_others(run_tasks):
-    ran = run_tasks({"worker:0": "exit 0", "worker:1": "sleep 0.4; echo still here"})
-    assert ran.lines("worker:1") == ["still here"]
-    assert ran.result.returncodes == {"worker:0": 0, "worker:1": 0}
 
 
 # How the others are ended
@@ -341,20 +269,7 @@ def test_after_the_coordinator_the_others_may_end_by_themselves_even_badly(run_t
     assert ran.seconds < 3, "nobody was left to wait for"
 
 
-def test_the_success_of_another_is_not_the_end(run_tasks):
-    ran = run_tasks(
-        {"chief:0": "sleep 0.4; exit 2", "ps:0": "exit 0"}, coordinator="chief:0", linger=0
-    )
-    assert (ran.result.failed_task, ran.result.exit_status) == ("chief:0", 2)
-
-
 # Nothing is left (run_tasks itself looks for leftovers at the end)
-
-
-def test_grandchildren_end_with_the_run(run_tasks):
-    ran = run_tasks({"worker:0": "sleep 60 & sleep 60 & exit 0"})
-    assert ran.result.exit_status == 0
-    assert ran.seconds < 3
 
 
 def test_a_daemon_that_left_the_group_and_ignores_sigterm_ends_too(run_tasks):
@@ -379,13 +294,6 @@ def test_what_a_task_leaves_behind_is_told_while_the_others_go_on(run_tasks, tmp
     assert ran.result.exit_status == 0
 
 
-def test_what_is_left_at_the_end_has_the_grace_too(run_tasks, tmp_path):
-    saved = tmp_path / "saved"
-    daemon = f"trap 'sleep 0.2; : > {saved}; exit' TERM; sleep 60 & wait"
-    run_tasks({"worker:0": f'setsid sh -c "{daemon}" & sleep 0.3; exit 0'})
-    assert saved.exists()
-
-
 def test_who_evades_every_means_does_not_hold_the_launcher(run_tasks, tmp_path):
     # Out of the group and with an empty environment: this one cannot be found.
     ran = run_tasks(
@@ -404,13 +312,6 @@ def test_what_could_not_be_started_ends_what_was(mark, tmp_path):
     plan = LaunchPlan((TaskPlan("worker:0", ("sleep", "60")), TaskPlan("worker:1", (str(broken),))))
     with pytest.raises(LaunchError, match=r"worker:1 could not be started: .*broken"):
         run_plan(plan, env=mark.env)
-    assert mark.pids() == []
-
-
-def test_a_log_file_that_cannot_be_written_ends_what_was_started(run_tasks, tmp_path, mark):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(LaunchError, match=r"log file of worker:0 .*--log-dir"):
-        run_tasks({"worker:0": SLEEP}, log_dir=tmp_path / "file")
     assert mark.pids() == []
 
 

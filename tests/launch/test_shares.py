@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.shares import Share, gpus_of, shares_of
@@ -30,14 +28,6 @@ def test_shares(workers: int | None, gpus: list[str], cores: list[int], shares: 
     found = shares_of(workers, gpus=gpus, cores=cores)
     expected = [Share(each) if isinstance(each, dict) else Share(cores=each) for each in shares]
     assert found == expected
-
-
-@given(st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))
-def test_every_core_has_one_worker_and_shares_are_equal(numbers: tuple[int, int]) -> None:
-    workers, count = numbers
-    shares = [share.cores for share in shares_of(workers, gpus=[], cores=range(count))]
-    assert [core for share in shares for core in share] == list(range(count))
-    assert {len(share) for share in shares} <= {count // workers, -(-count // workers)}
 
 
 @pytest.mark.parametrize(
@@ -99,9 +89,3 @@ def test_each_worker_sees_its_own_gpu() -> None:
     prints = ["--", "python", "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     done = tfdist("--process-per-device", *prints, CUDA_VISIBLE_DEVICES="5,7")
     assert sorted(done.stdout.splitlines()) == ["[worker:0] 5", "[worker:1] 7"]
-
-
-def test_other_tasks_are_refused() -> None:
-    done = tfdist("--workers", "1", "--ps", "1", "--process-per-device", *PRINTS)
-    assert done.returncode == 2
-    assert "--process-per-device must come with workers alone" in done.stderr

@@ -86,7 +86,6 @@ class TaskOutput:
         write_end: the descriptor of the pipe into which the process writes.
         last_lines: the last lines that were shown.
         blame: whom the task blames for its failure, by its last words about it.
-        log_error: why the log file lacks what came after.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class TaskOutput:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.blame: Blame | None = None
-        self.log_error: OSError | None = None
         self._prefix = prefix
         self._log = None if log_file is None else _opened(name, log_file, append)
         self._fd, self.write_end = os.pipe()
@@ -190,9 +188,8 @@ class TaskOutput:
             while self._log is not None and data:
                 data = data[self._log.write(data) :]  # a disk that gets full takes a part
         except OSError as error:  # no reason to end the training; it is reported
-            self.log_error = error
             self._close_log()
-            self._report.write(log_report({self.name: error}))
+            self._report.write(log_report(self.name, error))
 
     def _close_log(self) -> None:
         if self._log is not None:
