@@ -10,8 +10,8 @@ import time
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.cards import card_of, tasks_of
 from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, preflight
+from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.launch.options import seconds
-from tfdist_ext.launch.shares import gpus_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]
 

@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 
 from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.startup_noise import without_startup_noise
 
 __all__ = ["relevant_variables", "run_env_command"]
 
@@ -43,11 +42,10 @@ _SECRET = re.compile(
 def run_env_command(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
-    with without_startup_noise():
-        for title, lines in _sections(env):
-            print(title)
-            for line in lines:
-                print(f"  {line}")
+    for title, lines in _sections(env):
+        print(title)
+        for line in lines:
+            print(f"  {line}")
     return 0
 
 

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.launch.startup_noise import without_startup_noise
 from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
             )
     if options.picture is not None:
         require_matplotlib()  # before a model is built for nothing
-    with without_startup_noise():
-        plan = _planned(options, rules)
+    plan = _planned(options, rules)
     print(plan)
     if options.compare:
         print(f"\n{compare(plan.specs, options.devices, options.ps, options.lookups)}")

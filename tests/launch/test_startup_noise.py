@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,27 +110,3 @@ def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
     assert ran.lines("worker:0") == ["Epoch 1/2 uses oneDNN"]
     assert ran.result.last_lines == {"worker:0": ("Epoch 1/2 uses oneDNN",)}
     assert (tmp_path / "worker-0.log").read_text() == text.read_text()
-
-
-@pytest.mark.parametrize("words", [["env"], ["plan", "mine.py:build", "--ps", "2"]])
-def test_commands_that_import_tensorflow_do_not_show_it(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import os, keras\n"
-        "def build():\n"
-        "    os.write(2, b'mine\\n')\n"
-        "    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
-    )
-    command = [sys.executable, "-m", "tfdist_ext.cli", *words]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 50}
-    quiet = subprocess.run(command, **options)
-    assert (quiet.returncode, quiet.stderr) == (0, "mine\n" if words[0] == "plan" else "")
-
-
-def test_what_a_process_writes_before_it_crashes_is_shown() -> None:
-    code = (
-        "import os\nfrom tfdist_ext.launch.startup_noise import without_startup_noise\n"
-        f"with without_startup_noise():\n    os.write(2, {(ABSL + chr(10)).encode()!r})\n"
-        "    os.write(2, b'no memory')\n    os.abort()\n"
-    )
-    crashed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
-    assert (crashed.returncode, crashed.stderr) == (-6, b"no memory")

@@ -14,7 +14,7 @@ from tfdist_ext.strategies.cores import cores_of_each
         (2, 8, 8, 4),
         (3, 8, 8, 2),
         (16, 8, 8, 1),
-        (2, 8, 4, None),  # bound to its share, by `tfdist run --process-per-device` or Slurm
+        (2, 8, 4, None),  # bound to its share, by Slurm
     ],
 )
 def test_processes_of_a_machine_share_its_cores(

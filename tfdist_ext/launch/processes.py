@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -179,8 +178,7 @@ class Tasks:
         )
         env = {"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env}
         try:
-            with _on_cores(plan.cores):
-                process = self._start_process(self._argv(plan), env, output.write_end)
+            process = self._start_process(self._argv(plan), env, output.write_end)
             if self._names_pids:
                 self._report.write(f"tfdist: {plan.name} started, pid {process.pid}\n")
         except (OSError, ValueError) as error:
@@ -264,20 +262,6 @@ class Tasks:
             while not task.output.wait(0.05) and not give_up():
                 pass
         self._guard.dismiss()
-
-
-@contextlib.contextmanager
-def _on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Scope in which this thread, and what it starts, runs on these cores alone; empty: on all."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _group_of(pid: int) -> int | None:

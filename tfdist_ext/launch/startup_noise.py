@@ -1,21 +1,13 @@
 """The lines that TensorFlow writes at every start, kept from the screen.
 
-TF_CPP_MIN_LOG_LEVEL does not hide them: they are written before TensorFlow reads it. Run as a
-program, this file copies its standard input to standard error without them. Only the standard
-library is imported, to start in milliseconds.
+TF_CPP_MIN_LOG_LEVEL does not hide them: they are written before TensorFlow reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 
-__all__ = ["StartupNoise", "without_startup_noise"]
+__all__ = ["StartupNoise"]
 
 # "I0000 00:00:1795702528.736741    2947 port.cc:153] ", and
 # "2026-11-26 12:13:14.567890: I tensorflow/core/util/port.cc:153] ". I: only information.
@@ -57,38 +49,3 @@ class StartupNoise:
         found = (lines for end, lines in _FOLLOWING.items() if noise and end in line)
         self._following = next(found, None)
         return noise
-
-
-@contextlib.contextmanager
-def without_startup_noise() -> Iterator[None]:
-    """Scope in which what this process writes to standard error comes without these lines."""
-    sys.stderr.flush()
-    # A process, not a thread: it shows what was written also where this one crashes.
-    words = [sys.executable, "-S", "-E", __file__]
-    copier = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
-    assert copier.stdin is not None
-    before = os.dup(2)
-    os.dup2(copier.stdin.fileno(), 2)
-    copier.stdin.close()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(before, 2)
-        os.close(before)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of ours may go on writing
-            copier.wait(timeout=5.0)
-
-
-def main() -> None:
-    for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    noise = StartupNoise()
-    for line in sys.stdin.buffer:
-        if not noise.has(line.decode(errors="replace").rstrip("\r\n")):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

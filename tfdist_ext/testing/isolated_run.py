@@ -21,6 +21,7 @@ import pytest
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.function_task import DONE, PID
 from tfdist_ext.testing.matrix import logical_cpus
 from tfdist_ext.testing.needs import Needs
 from tfdist_ext.testing.tasks import run_function
@@ -29,8 +30,7 @@ __all__ = ["Cluster", "run_isolated"]
 
 # Behind the name of a task: files by which the tasks of a test know of each other. A task that was
 # killed is started again, and waits until it is asked to restart, or until all others are done.
-_REPORTS, _PID, _STARTS, _DONE = ".reports", ".pid", ".starts", ".done"
-_KILLED, _RESTART = ".killed", ".restart"
+_REPORTS, _STARTS, _KILLED, _RESTART = ".reports", ".starts", ".killed", ".restart"
 _LOOK_EVERY = 0.02  # seconds
 
 
@@ -90,7 +90,7 @@ class Cluster:
 def _kill(task: Path) -> None:
     """Kill a task and all that it has started, once it is there."""
     Path(f"{task}{_KILLED}").touch()
-    file = Path(f"{task}{_PID}")
+    file = Path(f"{task}{PID}")
     while not file.exists() or not (text := file.read_text()):
         time.sleep(_LOOK_EVERY)
     with contextlib.suppress(ProcessLookupError):
@@ -109,7 +109,9 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
             return ("start" if (folder / f"{task}{_KILLED}").exists() else "fail"), None
 
         arguments = (str(folder), _test_of(item), _options(item.config), needs.logical_cpus)
-        ended = run_function(_run, arguments, needs.cluster, needs.timeout, replaces=replaces)
+        ended = run_function(
+            _run, arguments, needs.cluster, needs.timeout, folder=folder, replaces=replaces
+        )
         found = {file.stem: _reports_in(file, item) for file in folder.glob(f"*{_REPORTS}")}
     for task, text in ended.outputs.items():
         if text:
@@ -212,7 +214,6 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> bool:
         return False
     with open(f"{task}{_STARTS}", "ab") as file:
         file.write(b".")
-    Path(f"{task}{_PID}").write_text(str(os.getpid()))
     if cpus > 1:
         logical_cpus(cpus)
     os.chdir(options.pop("invocation_dir"))
@@ -224,7 +225,6 @@ def _run(folder: str, test: str, options: dict[str, Any], cpus: int) -> bool:
     with open(f"{task}{_REPORTS}", "ab") as file:
         session.pluginmanager.register(_Reporter(file))
         status = session.hook.pytest_cmdline_main(config=session)
-    Path(f"{task}{_DONE}").touch()
     if status != pytest.ExitCode.OK:
         sys.exit(1)
     return True
@@ -236,10 +236,9 @@ def _is_wanted(task: Path, others: list[Path]) -> bool:
     while killed.exists():
         if restart.exists():
             restart.unlink()
-            Path(f"{task}{_PID}").unlink(missing_ok=True)
             killed.unlink()
             return True
-        ended = [_DONE, _KILLED]
+        ended = [DONE, _KILLED]
         if all(any(Path(f"{each}{end}").exists() for end in ended) for each in others):
             return False
         time.sleep(_LOOK_EVERY)

@@ -74,7 +74,8 @@ def run_tasks(
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
         TaskError: a task raised (its traceback is in the message), was killed, or hung.
     """
-    ended = run_function(fn, args, cluster, timeout, env=env)
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
+        ended = run_function(fn, args, cluster, timeout, folder=Path(folder), env=env)
     if ended.failed:
         lines = [ended.message]
         for name, text in ended.outputs.items():
@@ -112,12 +113,14 @@ def run_function(
     cluster: Mapping[str, int] | int | None,
     timeout: float,
     *,
+    folder: Path,
     env: Mapping[str, str] | None = None,
     replaces: Replaces | None = None,
 ) -> Ended:
     """`run_tasks`, whose failure is not raised.
 
     Args:
+        folder: for files; those of `function_task` are below it.
         replaces: what becomes of a task that ends badly, as of `run_plan`.
 
     Raises:
@@ -127,25 +130,25 @@ def run_function(
     tasks = None if cluster is None else tasks_of(cluster)
     env = dict(os.environ if env is None else env)
     stop = StopSignals()
-    with tempfile.TemporaryDirectory(prefix="tfdist-") as made, stop.handled():
-        folder = Path(made)
-        with function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan:
-            nowhere = io.StringIO()
-            replaceable = frozenset(task.name for task in plan.tasks if replaces is not None)
-            ended = run_plan(
-                dataclasses.replace(plan, replaceable=replaceable),
-                Limits(grace=1.0, timeout=timeout + _STACKS),
-                env=env,
-                stream=nowhere,
-                report=nowhere,
-                stop=stop,
-                replaces=replaces,
-                start=warm.start,
-            )
-        raise_stop_signal(stop.first)
-        outputs = {task.name: _output(task.log_file) for task in plan.tasks}
-        failed, message = _failure(ended, folder, timeout)
-        return Ended(failed, message, results_in(folder, ended), outputs)
+    with (
+        stop.handled(),
+        function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan,
+    ):
+        nowhere = io.StringIO()
+        replaceable = frozenset(task.name for task in plan.tasks if replaces is not None)
+        ended = run_plan(
+            dataclasses.replace(plan, replaceable=replaceable),
+            Limits(grace=1.0, timeout=timeout + _STACKS),
+            env=env,
+            stream=nowhere,
+            report=nowhere,
+            stop=stop,
+            replaces=replaces,
+            start=warm.start,
+        )
+    raise_stop_signal(stop.first)
+    outputs = {task.name: _output(task.log_file) for task in plan.tasks}
+    return Ended(*_failure(ended, folder, timeout), results_in(folder, ended), outputs)
 
 
 def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str, ...], str]:
