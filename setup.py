@@ -23,7 +23,8 @@ setup(
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.
         "tensorboard": ["tensorboard"],
-        "pytest": ["pytest"],
+        # run_tasks and the plugin's tests in processes of their own: cloudpickle.
+        "pytest": ["cloudpickle", "pytest"],
         # tfd.data.from_tfrecords: checksums, which TensorFlow does not give to Python.
         "records": ["google-crc32c"],
         # tfd.launch: functions of notebook cells, which pickle does not send to another process.

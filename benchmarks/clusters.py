@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch.run import Limits
 
 __all__ = ["output_of_chief", "outputs_of_tasks"]
 
@@ -33,6 +34,7 @@ def outputs_of_tasks(
         reserve_ports(addresses_needed(workers=workers, ps=ps)) as ports,
     ):
         plan = plan_local(command, workers=workers, ps=ps, ports=ports, log_dir=folder, env=env)
-        result = run_plan(plan, env=env, stream=nowhere, grace=1, linger=0, timeout=1800)
+        limits = Limits(grace=1, linger=0, timeout=1800)
+        result = run_plan(plan, limits, env=env, stream=nowhere)
         logs = {path.stem: path.read_text() for path in Path(folder).glob("*.log")}
         return result.exit_status, logs

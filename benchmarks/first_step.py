@@ -70,7 +70,7 @@ def measure(how: str, model: str, replicas: int) -> Measured:
     command = [sys.executable, str(PROGRAM), how, model, str(replicas), str(ROWS)]
     if how == PROCESSES:
         launcher = str(Path(sys.executable).with_name("tfdist"))
-        options = ["--process-per-device", "--workers", str(replicas)]
+        options = ["--workers", str(replicas)]
         command = [launcher, "run", *options, "--", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     figures = re.findall(r"first (\S+) megabytes (\S+)", done.stdout)

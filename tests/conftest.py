@@ -6,12 +6,11 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from task_programs import CLUSTERS
-
-from tfdist_ext.testing.tasks import in_task
 
 collect_ignore = ["sample_project"]  # a project of its own: testing/test_sample_project.py
 os.environ.pop("PYTEST_ADDOPTS", None)  # was for this pytest, and not for those that tests start
@@ -23,34 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files of few tests that take long: were they the last, one core would wait for the other. Before
-# them come folders of quick tests, which also get TensorFlow's files from the disk for all others.
-QUICK = ("cluster", "launch", "data", "strategies")
-LONG = (
-    "test_docs.py",
-    "test_parameter_server.py",
-    "test_preemption.py",
-    "test_one_trace.py",
-    "test_stalls.py",
-    "test_exactness.py",
-    "test_workers.py",
-    "test_exact.py",
-    "test_manager.py",
-    "test_plugin.py",
-    "test_peers.py",
-    "test_sharded_workers.py",
-    "test_parameter_server_exact.py",
-    "test_in_cluster.py",
-    "test_frozen_tasks.py",
-    "test_sample_project.py",
-    "test_configs.py",
-    "test_keras_hub.py",
-    "test_memory_of_servers.py",
-    "test_roles_of_tasks.py",
-    "test_example_image_classifier.py",
-    "test_example_recommender.py",
-    "test_example_sync_async.py",
-)
+# Rooms whose files take long come first: were they the last, one core would wait for the other.
+LONG_ROOMS = ("training", "testing", "examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,10 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate((*QUICK, *LONG))}
-
     def place(item: pytest.Item) -> int:
-        return places.get(item.path.parent.name, places.get(item.path.name, len(places)))
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG_ROOMS.index(room) if room in LONG_ROOMS else len(LONG_ROOMS)
 
     items.sort(key=place)
     if not is_everything_run(config):
@@ -78,9 +50,14 @@ DESELECTED = pytest.StashKey[int]()
 
 
 def is_everything_run(config: pytest.Config) -> bool:
-    """With --long, for a test that is named, and in a task, which runs the one test it is for."""
+    """With --long, and for a test that is named, as in a task, which runs the one it is for."""
     named = any("::" in argument for argument in config.args)
-    return config.getoption("--long") or named or in_task.supervisor() is not None
+    return config.getoption("--long") or named
+
+
+def is_task(config: pytest.Config) -> bool:
+    """Whether this pytest runs one test in a task of a cluster."""
+    return config.getoption("tfdist_folder", None) is not None
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -114,9 +91,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """No test sees a cluster that it did not describe itself, or that its mark asks for."""
-    if in_task.supervisor() is not None:
+    if is_task(pytestconfig):
         return
     for name in os.environ:
         if name.startswith(CLUSTERS):
@@ -132,12 +109,12 @@ def quick_garbage_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def four_cpus() -> None:
+def four_cpus(pytestconfig: pytest.Config) -> None:
     """TensorFlow in this process, with four logical CPUs: fixed once it has started.
 
     In a task of a cluster the test starts it, by its strategy.
     """
-    if in_task.supervisor() is not None:
+    if is_task(pytestconfig):
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf

@@ -251,7 +251,7 @@ def test_the_check_of_defaults_sees_live_objects() -> None:
 def test_public_names_are_what_all_says() -> None:
     import tfdist_ext as tfd
 
-    assert sorted({*tfd._HOME, *tfd._ROOMS}) == sorted(tfd.__all__)
+    assert sorted({*tfd._HOME, *tfd._ROOMS, "launch"}) == sorted(tfd.__all__)
     for name in tfd.__all__:
         assert getattr(tfd, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -8,11 +8,8 @@ each import of TensorFlow would take four seconds of a core.
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 from task_programs import CLUSTERS
 
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports
-from tfdist_ext.testing.tasks import in_task, warm
+from tfdist_ext.testing import warm
 
 
 class Program:
@@ -41,27 +38,20 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ):
-        python, *words = command
-        assert python == sys.executable
-        env = dict(os.environ if env is None else env)
-        for file in (output, errors or output):
-            file.touch()
-        files = str(output), str(errors or output)
-        self._process = warm.start(_run, words, files, env, str(cwd or Path.cwd()), env=env)
+        env = os.environ if env is None else env
+        with open(output, "ab") as out, open(errors or output, "ab") as err:
+            self._process = warm.start(command, env, out.fileno(), err.fileno(), cwd)
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self._process.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        status = self._process.join(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return status
+        return self._process.wait(timeout)
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -137,34 +127,3 @@ def run_workers(
         f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
     )
     return list(logs.values())
-
-
-def _run(words: Sequence[str], files: tuple[str, str], env: dict[str, str], cwd: str) -> None:
-    """What the process does: as Python does with these words on its command line."""
-    in_task.begin_process(*files, env)
-    os.chdir(cwd)
-    status: Any = 0
-    try:
-        if words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-        elif words[0] == "-m":
-            sys.argv = list(words[1:])
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(words)
-            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as error:
-        status = error.code
-        if not isinstance(status, int | None):
-            print(status, file=sys.stderr)
-            status = 1
-    except BaseException as error:
-        sys.last_value = error  # as Python does, for who asks at exit
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    in_task.exit_process(status or 0)

@@ -6,14 +6,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
-from typing import TextIO
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.cards import card_of, tasks_of
 from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, preflight
+from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.launch.options import seconds
-from tfdist_ext.launch.shares import gpus_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]
 
@@ -24,8 +22,7 @@ has not started. It needs the ports of the job.
 example:
   srun tfdist check && srun python train.py"""
 
-_EACH = 10.0  # seconds between two lines, where the output is no terminal
-_SHOWN = 20  # tasks in a table
+_EACH = 10.0  # seconds between two lines
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
@@ -47,55 +44,28 @@ def run_check_command(options: argparse.Namespace, _: list[str]) -> int:
         print("an evaluator takes no part in the cluster; nothing to check")
         return 0
     card = card_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
-    table = _Table(tasks, sys.stdout)
     try:
-        preflight(card, wait=options.wait, show=table.show)
+        preflight(card, wait=options.wait, show=_Progress().show)
     except PreflightError as error:
-        table.end({})
         within = f" within {options.wait:g} s" if error.missing else ""
         print(f"tfdist check: {card.task}: {error}{within}", file=sys.stderr)
         return 1
-    table.end(dict.fromkeys(tasks, "ready"))
     versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
     print(f"all {len(tasks)} tasks are ready, with the same cluster and {versions}")
     return 0
 
 
-class _Table:
-    """The tasks and their states: rewritten in place on a terminal, else a line now and then."""
+class _Progress:
+    """Says now and then which tasks are late."""
 
-    def __init__(self, tasks: Mapping[str, str], stream: TextIO) -> None:
-        self._tasks = tasks
-        self._stream = stream
-        self._rewrites = stream.isatty()
-        self._lines = 0
+    def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
     def show(self, late: Late, tasks: int) -> None:
         """Show who is late; all others are ready."""
-        if self._rewrites:
-            self._draw({task: late.get(task, "ready") for task in self._tasks})
-        elif late and time.monotonic() - self._said >= _EACH:
+        if late and time.monotonic() - self._said >= _EACH:
             self._said = time.monotonic()
             names = ", ".join(
                 f"{task} ({state})" for task, state in late.items() if state != UNKNOWN
             )
-            waited = time.monotonic() - self._began
-            print(f"after {waited:.0f} s not ready: {names}", file=self._stream, flush=True)
-
-    def end(self, states: Mapping[str, str]) -> None:
-        """The last state of the table."""
-        if self._rewrites and states:
-            self._draw(states)
-
-    def _draw(self, states: Mapping[str, str]) -> None:
-        late = [task for task, state in states.items() if state != "ready"]
-        shown = (late + [task for task in states if task not in late])[:_SHOWN]
-        width = max(map(len, shown))
-        lines = [f"  {task:<{width}}  {states[task]:<9}  {self._tasks[task]}" for task in shown]
-        if len(states) > len(shown):
-            lines.append(f"  and {len(states) - len(shown)} more")
-        back = f"\x1b[{self._lines}A" if self._lines else ""
-        self._stream.write(back + "".join(f"\x1b[2K{line}\n" for line in lines))
-        self._stream.flush()
-        self._lines = len(lines)
+            print(f"after {self._said - self._began:.0f} s not ready: {names}", flush=True)

@@ -15,12 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tfdist_ext import __version__, check_command, run_command
-from tfdist_ext.check_command import add_check_options, run_check_command
-from tfdist_ext.env_command import add_env_options, run_env_command
+from tfdist_ext import __version__, check_command, env_command, plan_command, run_command
 from tfdist_ext.errors import LaunchError, TfDistError
-from tfdist_ext.plan_command import EPILOG, add_plan_options, run_plan_command
-from tfdist_ext.run_command import add_run_options, run_run_command
 
 __all__ = ["main"]
 
@@ -140,29 +136,29 @@ _COMMANDS = {
     "run": _Command(
         summary="start a cluster on this machine, watch it, and end it",
         epilog=run_command.EPILOG,
-        add_options=add_run_options,
-        run=run_run_command,
+        add_options=run_command.add_run_options,
+        run=run_command.run_run_command,
         usage="run [options] -- command",
     ),
     "check": _Command(
         summary="is this task's cluster right, and are the other tasks there",
         epilog=check_command.EPILOG,
-        add_options=add_check_options,
-        run=run_check_command,
+        add_options=check_command.add_check_options,
+        run=check_command.run_check_command,
         usage="check [options]",
     ),
     "env": _Command(
         summary="what this machine has, to paste into a bug report",
         epilog="",
-        add_options=add_env_options,
-        run=run_env_command,
+        add_options=lambda parser: None,
+        run=env_command.run_env_command,
         usage="env",
     ),
     "plan": _Command(
         summary="where each variable of a model would live on parameter servers",
-        epilog=EPILOG,
-        add_options=add_plan_options,
-        run=run_plan_command,
+        epilog=plan_command.EPILOG,
+        add_options=plan_command.add_plan_options,
+        run=plan_command.run_plan_command,
         usage="plan module:builder [options]",
     ),
 }

@@ -14,9 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
 
-__all__ = ["add_env_options", "relevant_variables", "run_env_command"]
+__all__ = ["relevant_variables", "run_env_command"]
 
 _PACKAGES = ("tfdist_ext", "tensorflow", "keras", "numpy", "h5py", "protobuf", "grpcio")
 # Other programs have variables of these prefixes, too, as Terraform has TF_CLI_CONFIG_FILE.
@@ -40,19 +39,13 @@ _SECRET = re.compile(
 )
 
 
-def add_env_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tfdist env`."""
-    add_raw_option(parser)
-
-
-def run_env_command(options: argparse.Namespace, _: list[str]) -> int:
+def run_env_command(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
-    with without_startup_noise(raw=options.raw):
-        for title, lines in _sections(env):
-            print(title)
-            for line in lines:
-                print(f"  {line}")
+    for title, lines in _sections(env):
+        print(title)
+        for line in lines:
+            print(f"  {line}")
     return 0
 
 

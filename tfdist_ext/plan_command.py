@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.launch.startup_noise import add_raw_option, without_startup_noise
 from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=1, metavar="N", help=devices)
     lookups = "with --compare: ids a step looks up in each embedding: batch size x ids per example"
     add("--lookups", type=int, default=1024, metavar="N", help=f"{lookups} (default 1024)")
-    add_raw_option(parser)
 
 
 def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
@@ -64,8 +62,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
             )
     if options.picture is not None:
         require_matplotlib()  # before a model is built for nothing
-    with without_startup_noise(raw=options.raw):
-        plan = _planned(options, rules)
+    plan = _planned(options, rules)
     print(plan)
     if options.compare:
         print(f"\n{compare(plan.specs, options.devices, options.ps, options.lookups)}")

@@ -24,11 +24,13 @@ from tfdist_ext.launch.exit_codes import (
     RestartOn,
     stall_timeout,
 )
+from tfdist_ext.launch.gpus import gpus_of, one_gpu_each
 from tfdist_ext.launch.options import seconds as seconds_of
 from tfdist_ext.launch.options import stop_signal
-from tfdist_ext.launch.restarting import Limits, run_with_restarts
+from tfdist_ext.launch.restarting import run_with_restarts
 from tfdist_ext.launch.restarts import RestartPolicy
-from tfdist_ext.launch.shares import Share, gpus_of, shares_of
+from tfdist_ext.launch.run import Limits
+from tfdist_ext.launch.stop_signals import StopSignals
 
 __all__ = ["EPILOG", "add_run_options", "run_run_command"]
 
@@ -49,8 +51,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--process-per-device",
         action="store_true",
-        help="a worker for each GPU, which it alone sees; without GPUs, --workers that divide the"
-        " cores among them",
+        help="a worker for each GPU, which it alone sees",
     )
     tasks.add_argument(
         "--chief",
@@ -106,11 +107,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     to_grow = "with fewer workers: try all again after this time, and twice as long each time"
     seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
-        "--raw",
-        action="store_true",
-        help="show and keep all that tasks write, also what TensorFlow writes at every start",
-    )
-    run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
 
@@ -122,8 +118,8 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     if options.stall_timeout is not None:
         env[STALL_TIMEOUT] = f"{options.stall_timeout:g}"
     env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
-    shares = _shares(options, env) if options.process_per_device else []
-    workers = len(shares) or (1 if options.workers is None else options.workers)
+    gpus = _gpus(options, env) if options.process_per_device else []
+    workers = len(gpus) or (1 if options.workers is None else options.workers)
     policy = RestartPolicy(
         options.max_restarts,
         workers,
@@ -131,17 +127,9 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         options.restart_on,
         options.grow_after,
     )
-    limits = Limits(
-        options.grace,
-        options.linger,
-        options.timeout,
-        stall_timeout(env),
-        options.preemption_signal,
-        options.raw,
-        say_started=True,
-    )
+    limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
-    planned = functools.partial(_planned, command, tasks, shares, env)
+    planned = functools.partial(_planned, command, tasks, gpus, env)
     if options.dry_run:
         with planned(range(workers), options.log_dir) as plan:
             for task in plan.tasks:
@@ -151,7 +139,9 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        status = run_with_restarts(planned, policy, log_dir=log_dir, env=env, limits=limits)
+        stop = StopSignals(options.preemption_signal)
+        ended = run_with_restarts(planned, policy, log_dir, env, limits, stop, names_pids=True)
+        status = ended.exit_status
     finally:
         if options.log_dir is None and status == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
@@ -164,24 +154,22 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
 def _planned(
     command: Sequence[str],
     tasks: Mapping[str, Any],
-    shares: Sequence[Share],
+    gpus: Sequence[str],
     env: Mapping[str, str],
     workers: Sequence[int],
     log_dir: Path | None,
 ) -> Iterator[LaunchPlan]:
     """The plan of one start of these workers, its ports reserved meanwhile."""
     tasks = {**tasks, "workers": len(workers)}
-    theirs = [shares[number] for number in workers] if shares else []
+    theirs = [gpus[number] for number in workers] if gpus else []
     with reserve_ports(addresses_needed(**tasks)) as ports:
-        yield plan_local(command, **tasks, shares=theirs, ports=ports, env=env, log_dir=log_dir)
+        yield plan_local(command, **tasks, gpus=theirs, ports=ports, env=env, log_dir=log_dir)
 
 
-def _shares(options: argparse.Namespace, env: Mapping[str, str]) -> list[Share]:
+def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
     if options.ps or options.chief or options.evaluator:
         raise LaunchError(
             "--process-per-device must come with workers alone, got --ps, --chief or --evaluator;"
             " leave one of them out"
         )
-    bound = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = sorted(os.sched_getaffinity(0)) if bound else []
-    return shares_of(options.workers, gpus=gpus_of(env), cores=cores)
+    return one_gpu_each(options.workers, gpus_of(env))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
+from tfdist_ext.launch.run import Limits
 
 TASK = Path(__file__).with_name("loss_curves_task.py")
 KILLED_AT = 44  # in the middle of the second epoch, 4 steps after a checkpoint
@@ -104,7 +105,8 @@ def _train(name: str, workers: int, pattern: str, folder: Path, kill_at: int = 0
         reserve_ports(addresses_needed(workers=workers)) as ports,
     ):
         plan = plan_local([*command, str(report)], workers=workers, ports=ports, env=env)
-        ended = run_plan(plan, env=env, stream=output, report=output, timeout=300, grace=1)
+        limits = Limits(grace=1, timeout=300)
+        ended = run_plan(plan, limits, env=env, stream=output, report=output)
     if kill_at:
         if not ended.exit_status:
             sys.exit(f"{name}: nobody was killed")

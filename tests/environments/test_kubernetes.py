@@ -17,7 +17,7 @@ import namespaces
 import pytest
 import yaml
 from conftest import ROOT, Result, assert_equal, result_in, training
-from kubernetes_controllers import JobController, JobSetController, Manifest, Pod
+from kubernetes_controllers import JobController, JobSetController, Manifest
 from kubernetes_pods import played
 
 from tfdist_ext.cluster import ClusterConfig
@@ -134,14 +134,6 @@ def test_what_the_controller_of_a_job_makes_of_statuses() -> None:
     assert (controller.state, controller.reason) == ("Failed", "MaxFailedIndexesExceeded")
 
 
-def test_the_first_worker_ends_a_job() -> None:
-    controller = JobController("train", manifests("job")[-1]["spec"])
-    first, second = controller.wanted
-    controller.ended(second, 137, False)  # it dies when all is written
-    controller.ended(first, 0, False)
-    assert controller.state == "Complete"
-
-
 def jobset(**keys: Any) -> JobSetController:
     return JobSetController("train", manifests("jobset", **keys)[-1]["spec"])
 
@@ -178,15 +170,6 @@ def test_what_the_controller_of_a_jobset_makes_of_statuses(
     for hostname, status in ends:
         end(controller, hostname, status)
     assert (controller.state, controller.restarts) == (state, restarts)
-
-
-def test_a_restart_makes_every_pod_anew() -> None:
-    controller = jobset()
-    before = set(controller.wanted)
-    end(controller, CHIEF, 137)
-    assert {pod.hostname for pod in before} == {pod.hostname for pod in controller.wanted}
-    assert not before & set(controller.wanted)
-    assert Pod("train-ps-0", 0, (0, 0)) in before
 
 
 # The image, and the page.
@@ -291,19 +274,6 @@ tfd.run(main)
 
 
 @on_hosts
-def test_a_permanent_failure_ends_all(tmp_path: Path) -> None:
-    """Whichever pod is seen to end first: the other one fails because of it, and says so."""
-    (tmp_path / "train.py").write_text(_FAILS)
-    with played(manifests("job", [sys.executable, "train.py"]), tmp_path, 4) as pods:
-        assert pods.until_ended() == "Failed"
-        assert pods.controller.reason == "PodFailurePolicy"
-        ends = dict(pods.ends)
-        assert ends.pop("train-1") == 1
-        assert ends in ({"train-0": 138}, {"train-0": 143})  # ended by Kubernetes meanwhile
-        assert "ValueError: no such column" in pods.output("train-1")
-
-
-@on_hosts
 @pytest.mark.long("chief", "train-ps")
 @pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])
 def test_all_roles(killed: str, tmp_path: Path) -> None:
@@ -316,19 +286,4 @@ def test_all_roles(killed: str, tmp_path: Path) -> None:
         assert state == "Completed", pods.told("")
         assert pods.controller.restarts == (0 if "worker" in killed else 1)
         assert pods.ends[0] == (killed, 137)
-    assert result_in(tmp_path)["iterations"] == 4 * STEPS
-
-
-@on_hosts
-def test_a_chief_that_is_preempted_is_not_counted(tmp_path: Path) -> None:
-    """Its servers and the evaluator end because of it, and come back with it."""
-    command = training(tmp_path, 4, STEPS, 0.1)
-    documents = manifests("jobset", command, max_restarts=0, grace=20)
-    with played(documents, tmp_path, 12) as pods:
-        pods.until("train-chief-0-0", "STEP 10\n")
-        pods.evict("train-chief-0-0")
-        assert pods.until_ended() == "Completed", pods.told("")
-        assert pods.ends[0] == ("train-chief-0-0", 143)
-        assert {status for _, status in pods.ends} <= {0, 138, 143}
-        assert "STEP 1\n" not in pods.logs["train-chief-0-0"][1].read_text()
     assert result_in(tmp_path)["iterations"] == 4 * STEPS

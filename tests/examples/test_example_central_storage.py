@@ -87,13 +87,3 @@ def counted_by_replicas(strategy: Any) -> list[float]:
         count()
         found.append(float(metric.result()))
     return found
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(3)
-def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
-    first, plain, ours = capsys.readouterr().out.splitlines()
-    assert first == "computing on CPU:0 CPU:1 CPU:2"
-    assert plain.startswith("plain: variables on {'CPU:0'}, loss 0.")
-    assert ours.split(": ")[1] == plain.split(": ")[1]

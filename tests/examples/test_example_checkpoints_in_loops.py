@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints_in_loops as example
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -37,21 +36,6 @@ def assert_same(weights: Any, losses: list[float], wanted: tuple[Any, list[float
     np.testing.assert_allclose(losses, wanted[1], rtol=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(4)
-def test_two_replicas_then_three(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    _, first = example.plain(mirrored(2), folder, epochs=2)
-    assert len(list(tmp_path.glob("*.index"))) == 2
-    weights, then = example.plain(mirrored(3), folder, epochs=3)
-    assert (len(first), len(then)) == (2, 1)
-    assert_same(weights, first + then, by_keras(in_order(3)))
-    again, nothing = example.plain(mirrored(2), folder, epochs=3)
-    assert nothing == []
-    for found, wanted in zip(again, weights, strict=True):
-        np.testing.assert_array_equal(found, wanted)
-
-
 @pytest.mark.tfdist_logical_cpus(4)
 def test_broken_off_in_the_middle_of_a_shuffled_epoch(tmp_path: Path) -> None:
     """4 steps on two replicas, the first of the second epoch among them; 2 more on three."""
@@ -76,18 +60,3 @@ def test_two_workers_then_one_process(tfdist_cluster: Any, tmp_path: Path) -> No
         assert_same(weights, first + then, by_keras(in_order(2)))
     # Nobody leaves while another one is at work.
     strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
-
-
-def test_tensorflow_takes_no_metric_of_keras() -> None:
-    """What the example gets around."""
-    with pytest.raises(ValueError, match="was expecting loss to be a trackable object"):
-        tf.train.Checkpoint(loss=keras.metrics.Mean())
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(2)
-def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
-    lines = [line.partition(":") for line in capsys.readouterr().out.splitlines()]
-    assert [len(line[2].split()) for line in lines if "replicas" in line[0]] == [2, 1]
-    assert len(lines) == 4

@@ -53,17 +53,6 @@ def test_numbers_of_one_device(loop: Callable[..., Any], one_device: Any) -> Non
     assert_same(loop(strategy), one_device)
 
 
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(4)
-def test_a_shuffled_order_is_the_same_on_any_number_of_replicas() -> None:
-    three = tfd.create_strategy("mirrored", devices=["CPU:0", "CPU:1", "CPU:2"])
-    weights, history = example.with_tfdist_ext(three, seed=5)
-    one, logs = example.fit_with_tfdist_ext(tfd.create_strategy("default"), seed=5)
-    assert_same((weights, history), (one, {"loss": [epoch["loss"] for epoch in logs]}))
-    unshuffled, _ = example.with_tfdist_ext(three)
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(weights, unshuffled, strict=True))
-
-
 @pytest.mark.tfdist_cluster(worker=2)
 def test_on_two_workers() -> None:
     strategy = tfd.create_strategy()
@@ -71,12 +60,3 @@ def test_on_two_workers() -> None:
     wanted = on_one_device()
     for name in ("sharded", "ours"):
         assert_same(LOOPS[name](strategy), wanted)
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(2)
-def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
-    assert len({line.partition("epoch")[2] for line in lines}) == 3

@@ -78,12 +78,3 @@ def test_only_replicas_that_compute_together_may_all_reduce() -> None:
     template = example.OneCopy(DEVICES)
     found = template.experimental_local_results(template.run(of_all))
     assert [float(value) for value in found] == [3.0] * 3
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(3)
-def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["plain", "with_tfdist_ext", "fit_with_tfdist_ext"]
-    assert lines[0][1:] == lines[1][1:] == lines[2][1:]

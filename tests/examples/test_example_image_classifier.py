@@ -91,12 +91,3 @@ def test_its_main_on_two_workers(
     is_chief = tfdist_cluster.task.index == 0
     assert ("on 50 images held out" in capsys.readouterr().out) == is_chief
     assert not is_chief or (folder / "model.keras").exists()
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(1)
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_on_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example.main(tmp_path, rows=500, copies=1, epochs=1)
-    assert "on 50 images held out" in capsys.readouterr().out
-    assert (tmp_path / "model.keras").exists()

@@ -63,14 +63,3 @@ def test_what_the_page_says_is_wrong() -> None:
     update()
     assert outside.numpy() == 2.0  # once for each replica
     assert list(example.copies(strategy, apart).values()) == [0.0, 1.0]
-
-
-@pytest.mark.long
-@pytest.mark.tfdist_logical_cpus(2)
-def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 * 3 + 2 * 2
-    for one, other in zip(lines[::2], lines[1::2], strict=True):
-        assert "CPU:0" in one
-        assert other == one.replace("CPU:0", "CPU:1")

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import sync_async as example
 
-from tfdist_ext.testing import run_tasks
-
 Curves = dict[str, example.Curve]
 
 
@@ -64,25 +62,6 @@ def test_asynchronous_steps_are_more_in_the_same_time(drawn: tuple[Curves, Path]
         for name, curve in curves.items()
     }
     assert 1.25 * quickest["asynchronous"] < quickest["synchronous"]
-
-
-def test_the_plot_has_what_was_measured(drawn: tuple[Curves, Path]) -> None:
-    curves, file = drawn
-    figure = example.plot(curves)
-    for axes, column in zip(figure.axes, (0, 1), strict=True):
-        assert axes.get_yscale() == "log"
-        for line, (name, curve) in zip(axes.lines, curves.items(), strict=True):
-            assert line.get_label() == name
-            points = np.array(curve)[:, [column, 2]]
-            np.testing.assert_array_equal(line.get_xydata(), points)
-    assert file.read_text().startswith("<?xml")
-
-
-@pytest.mark.long
-def test_plain_synchronous() -> None:
-    found = run_tasks(example.plain_synchronous, {"worker": 2}, args=(40,))
-    for curve in found.values():
-        check_synchronous(curve)
 
 
 @pytest.mark.long

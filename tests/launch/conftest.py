@@ -13,11 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tfdist_ext.launch import LaunchPlan, RunResult, TaskPlan, run_plan
+from tfdist_ext.launch.run import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TFDIST_TEST_MARK"
@@ -93,9 +93,9 @@ def run_tasks(mark: Mark) -> Callable[..., Ran]:
         scripts: dict[str, str],
         *,
         coordinator: str | None = None,
-        **options: Any,
+        log_dir: Path | None = None,
+        **limits: float,
     ) -> Ran:
-        log_dir = options.pop("log_dir", None)
         plan = LaunchPlan(
             tasks=tuple(
                 TaskPlan(
@@ -109,7 +109,7 @@ def run_tasks(mark: Mark) -> Callable[..., Ran]:
         )
         out, err = io.StringIO(), io.StringIO()
         start = time.monotonic()
-        result = run_plan(plan, env=mark.env, stream=out, report=err, **options)
+        result = run_plan(plan, Limits(**limits), env=mark.env, stream=out, report=err)
         seconds = time.monotonic() - start
         assert mark.pids() == [], "run_plan came back before everything had ended"
         return Ran(result, out.getvalue(), err.getvalue(), seconds)

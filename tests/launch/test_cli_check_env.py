@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -48,34 +44,6 @@ def test_who_is_missing_or_differs(tfdist) -> None:
             _, err = task.communicate(timeout=30)
             assert task.returncode == 1
             assert "worker:1 was started with another cluster (differs in cluster.worker: 3" in err
-
-
-def test_the_table_on_a_terminal(mark) -> None:
-    """It is written again in its place."""
-    with reserve_ports(2) as ports:
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
-        ours, theirs = pty.openpty()
-        task = subprocess.Popen(
-            [sys.executable, "-m", "tfdist_ext.cli", "check", "--wait", "1.5"],
-            env={**mark.env, "TF_CONFIG": json.dumps(config)},
-            stdout=theirs,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(theirs)
-        assert task.wait(30) == 1
-        shown = os.read(ours, 65_536).decode()
-        os.close(ours)
-    assert f"  worker:0  ready      {addresses[0]}" in shown
-    assert f"  worker:1  waiting    {addresses[1]}" in shown
-    assert "\x1b[2A" in shown
-
-
-def test_a_process_alone_has_nothing_to_check(tfdist) -> None:
-    task = tfdist("check")
-    out, _ = task.communicate(timeout=30)
-    assert task.returncode == 0
-    assert out.startswith("no cluster in the environment: this process is alone\n  TF_CONFIG: ")
 
 
 def test_env_is_for_bug_reports(tfdist) -> None:

@@ -45,10 +45,6 @@ def test_sessions(mark, tmp_path, words, output):
     assert normal(done.stdout) == normal(output)
 
 
-def test_there_are_sessions():
-    assert len(SESSIONS) == 2
-
-
 def test_the_program(mark, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run(

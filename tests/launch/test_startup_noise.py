@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,20 +68,15 @@ def test_what_tensorflow_writes_at_every_start_is_known(lines: list[str]) -> Non
     "lines",
     [
         [""],
-        ["oneDNN custom operations are on"],
         [f"I have read: {ONEDNN}"],
-        [f"{GLOG}{ONEDNN} And more."],
-        [f"{GLOG}port.cc:153] oneDNN is off."],
         [f"{GLOG}train.py:3] {ABSL}"],
-        [f"step 3: {ABSL}"],
-        ["WARNING: All log messages are written to STDERR"],
         ["To enable the following instructions: call mom, in other operations"],
         # A GPU that does not work is no noise.
         [
             f"E{GLOG[1:]}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed"
             " call to cuInit: CUDA_ERROR_UNKNOWN: unknown error"
         ],
-        [f"{GLOG}coordination_service.cc:502] Waiting for 2/3 tasks to leave."],
+        [f"W{GLOG[1:]}coordination_service.cc:502] a task is late"],
         ["/job:worker/replica:0/task:1"],
         [
             f"E{GLOG[1:]}base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort"
@@ -110,42 +103,10 @@ def test_what_follows_a_line_of_it_is_shown_again() -> None:
     ]
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_a_run_shows_it_only_when_asked(run_tasks, tmp_path: Path, raw: bool) -> None:
+def test_a_run_does_not_show_it(run_tasks, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(f"{ABSL}\n{GLOG}{ONEDNN}\nEpoch 1/2 uses oneDNN\n")
-    ran = run_tasks({"worker:0": f"cat {text}; kill -9 $$"}, log_dir=tmp_path, raw=raw)
-    lines = text.read_text().splitlines()
-    shown = lines if raw else lines[2:]
-    assert ran.lines("worker:0") == shown
-    assert ran.result.last_lines == {"worker:0": tuple(shown)}
-    report = ran.err.partition("the last lines of worker:0:\n")[2]
-    assert report.startswith("".join(f"    {line}\n" for line in shown))
+    ran = run_tasks({"worker:0": f"cat {text}; kill -9 $$"}, log_dir=tmp_path)
+    assert ran.lines("worker:0") == ["Epoch 1/2 uses oneDNN"]
+    assert ran.result.last_lines == {"worker:0": ("Epoch 1/2 uses oneDNN",)}
     assert (tmp_path / "worker-0.log").read_text() == text.read_text()
-
-
-@pytest.mark.parametrize("words", [["env"], ["plan", "mine.py:build", "--ps", "2"]])
-def test_commands_that_import_tensorflow_do_not_show_it(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import os, keras\n"
-        "def build():\n"
-        "    os.write(2, b'mine\\n')\n"
-        "    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
-    )
-    command = [sys.executable, "-m", "tfdist_ext.cli", *words]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 50}
-    quiet = subprocess.run(command, **options)
-    assert (quiet.returncode, quiet.stderr) == (0, "mine\n" if words[0] == "plan" else "")
-    raw = subprocess.run([*command, "--raw"], **options)
-    assert ABSL in raw.stderr.splitlines()
-    assert raw.stdout.splitlines()[:5] == quiet.stdout.splitlines()[:5]
-
-
-def test_what_a_process_writes_before_it_crashes_is_shown() -> None:
-    code = (
-        "import os\nfrom tfdist_ext.launch.startup_noise import without_startup_noise\n"
-        f"with without_startup_noise(raw=False):\n    os.write(2, {(ABSL + chr(10)).encode()!r})\n"
-        "    os.write(2, b'no memory')\n    os.abort()\n"
-    )
-    crashed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
-    assert (crashed.returncode, crashed.stderr) == (-6, b"no memory")

@@ -92,13 +92,12 @@ def setting(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def checks_without_pytest() -> list[str]:
-    """The verdicts of two checks in a process in which nothing can import pytest."""
+def checks_without_pytest() -> None:
+    """Two checks in a process in which nothing can import pytest."""
     assert "tfdist_ext.testing.conformance.suite" not in sys.modules
     sys.modules["pytest"] = None
     import tfdist_ext as tfd
     from tfdist_ext.testing import StrategyConformance, logical_cpus
-    from tfdist_ext.testing.conformance.suite import run_checks
 
     logical_cpus(2)
 
@@ -106,4 +105,5 @@ def checks_without_pytest() -> list[str]:
         def strategy(self) -> Any:
             return tfd.strategies.StrategyTemplate(2)
 
-    return [result.verdict for result in run_checks(Mine, ["test_scope", "test_reduce"])]
+    Mine().test_scope()
+    Mine().test_reduce()

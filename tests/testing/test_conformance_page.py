@@ -23,12 +23,11 @@ def test_the_table_is_of_these_checks_and_faults() -> None:
     for row, check in zip(rows, checks, strict=True):
         for verdict, tests in zip(row[1:], MATRIX.values(), strict=True):
             known = check in tests.known_faults
-            assert verdict in ({"known fault"} if known else {"passed", "does not apply"})
+            assert verdict == ("known fault" if known else "passed")
     for tests in MATRIX.values():
         for reason in tests.known_faults.values():
             assert reason in between
 
 
 def test_pytest_is_not_needed() -> None:
-    verdicts = run_tasks(task_bodies.checks_without_pytest, None)["process"]
-    assert verdicts == ["passed", "passed"]
+    run_tasks(task_bodies.checks_without_pytest, None)

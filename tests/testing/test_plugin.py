@@ -35,7 +35,7 @@ def slow_end():
 
 
 @pytest.mark.tfdist_cluster(worker=2)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("offset", [1.0])
 def test_sum(tfdist_cluster, offset, prepared):
     import tensorflow as tf
 
@@ -53,7 +53,7 @@ def test_one_fails(tfdist_cluster):
     time.sleep(100)
 
 
-@pytest.mark.tfdist_cluster(worker=2, timeout=12)
+@pytest.mark.tfdist_cluster(worker=2, timeout=6)
 def test_hangs(tfdist_cluster):
     time.sleep(100)
 
@@ -88,8 +88,9 @@ def test_killed_and_started_again(tfdist_cluster):
         while not os.path.exists(os.path.join(folder, "2-1")):
             time.sleep(0.01)
         assert {"2-0", "2-1"} <= {*os.listdir(folder)}
-        with pytest.raises(Exception, match="there is no task worker:7"):
-            tfdist_cluster.kill("worker", 7)
+        for index, message in ((7, "there is no task worker:7"), (0, "cannot kill itself")):
+            with pytest.raises(Exception, match=message):
+                tfdist_cluster.kill("worker", index)
     elif not tfdist_cluster.attempt:
         time.sleep(100)
 
@@ -117,14 +118,8 @@ def test_failed_before_it_was_killed(tfdist_cluster, slow_end):
         assert slow_end == "never"
     while not os.path.exists(sign):
         time.sleep(0.01)
-    time.sleep(5)  # it has to say that it failed
+    time.sleep(1)  # it has to say that it failed
     tfdist_cluster.kill("worker", 1)
-
-
-@pytest.mark.tfdist_cluster(worker=2)
-def test_of_its_own_end(tfdist_cluster):
-    with pytest.raises(Exception, match="cannot kill itself"):
-        tfdist_cluster.kill(tfdist_cluster.task.type, tfdist_cluster.task.index)
 
 
 @pytest.mark.tfdist_cluster(worker=2)
@@ -185,7 +180,6 @@ def pytest_addoption(parser):
     parser.addoption("--width", type=int, default=4)
 """
 OUTCOMES = {
-    "test_sum[0.0]": "PASSED",
     "test_sum[1.0]": "PASSED",
     "test_one_fails": "FAILED",
     "test_hangs": "FAILED",
@@ -196,13 +190,11 @@ OUTCOMES = {
     "test_with_servers": "PASSED",
     "test_options_of_the_command_line": "PASSED",
     "test_failed_before_it_was_killed": "FAILED",
-    "test_of_its_own_end": "PASSED",
     "test_leaves_processes": "PASSED",
     "test_one_leaves": "FAILED",
     "test_three": "PASSED",
     "test_two_in_a_process_of_its_own": "PASSED",
     "test_strategy[mirrored_2]": "PASSED",
-    "test_strategy[placed_3]": "PASSED",
     "test_strategy[multi_worker_2]": "PASSED",
     "test_a_strategy_of_its_own[mirrored_4]": "PASSED",
     "test_a_strategy_of_another_cluster[multi_worker_2]": "ERROR",
@@ -224,7 +216,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> str:
     options = "--strict-markers -W error -ra --verbosity=0 --ff -m 'not slow'"
     (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nmarkers = slow\n")
     command = [sys.executable, "-m", "pytest", "-vv", "-rA", "-m", "", "--width", "5"]
-    command += ["--tfdist-strategies=mirrored_2,placed_3,multi_worker_2", "-n", "2"]
+    command += ["--tfdist-strategies=mirrored_2,multi_worker_2", "-n", "2"]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -255,7 +247,7 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     text = section(run, "test_one_fails")
     assert re.search(r"^worker:1: AssertionError: .*\n\ntfdist_cluster = <", text, re.M)
     assert "At index 1 diff: 2 != 3" in text
-    assert "---- output of worker:0\nhello from 0\n" in text
+    assert re.search(r"Captured output of worker:0 call -*\nhello from 0\n", text)
 
 
 @pytest.mark.parametrize(
@@ -267,19 +259,19 @@ def test_a_failure_names_the_task_and_shows_the_values(run: str) -> None:
     ],
 )
 def test_the_summary_shows_the_assertion(run: str, test: str, summary: str) -> None:
-    assert re.search(rf"^FAILED test_it\.py::{test} - {summary}", run, re.M), run
+    assert re.search(rf"^FAILED test_it\.py::{test} - Failed: {summary}", run, re.M), run
 
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
     text = section(run, "test_hangs")
-    assert "worker:0: had not ended after 12 s" in text
+    assert "worker:0, worker:1 had not ended after 6 s" in text
     assert text.count("in test_hangs") == 2
     assert "_pytest" not in text
 
 
 def test_an_output_is_kept_of_what_passes(run: str) -> None:
     for index in (0, 1):
-        pattern = rf"Captured output of worker:{index} -*\n(?:.*\n)*?seen by worker:{index}"
+        pattern = rf"Captured output of worker:{index} call -*\n(?:.*\n)*?seen by worker:{index}"
         assert re.search(pattern, run), run
 
 

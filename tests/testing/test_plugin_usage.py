@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 # What the plugin may import, in a process that has imported pytest.
-LOADED = {"tfdist_ext", "tfdist_ext.testing", "tfdist_ext.testing.plugin"}
+LOADED = {
+    "tfdist_ext",
+    "tfdist_ext.launch",
+    "tfdist_ext.launch.functions",
+    "tfdist_ext.testing",
+    "tfdist_ext.testing.plugin",
+    "tfdist_ext.user_frames",
+}
 
 OWN_NAMES = """
 import pytest

@@ -5,29 +5,46 @@
         result = run_plan(plan)
 
 A plan is made by a pure function and says everything: one command, one TF_CONFIG and one log file
-a task. Running it is another matter, and lives in another module. Nothing here imports TensorFlow.
+for each task. Running it is another matter, and lives in another module. Nothing here imports
+TensorFlow.
 
-The package is a function, too: `tfd.launch(fn)` runs a function in the tasks of a cluster. Python
-binds a package's name to the package, whatever is imported first, so that both are one object.
+`tfd.launch` is the function of `functions`, so write `from tfdist_ext.launch import run_plan`.
+Names are looked up when they are first used, because `import tfdist_ext` imports this package.
 """
 
-import inspect
-import sys
-from types import ModuleType
+from __future__ import annotations
 
-from tfdist_ext.launch.functions import launch
-from tfdist_ext.launch.plan import (
-    LaunchPlan,
-    TaskPlan,
-    addresses_needed,
-    plan_local,
-    shell_line,
-)
-from tfdist_ext.launch.ports import reserve_ports
-from tfdist_ext.launch.run import RunResult, run_plan
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist_ext.launch.functions import launch
+    from tfdist_ext.launch.plan import (
+        LaunchPlan,
+        TaskPlan,
+        addresses_needed,
+        plan_local,
+        shell_line,
+    )
+    from tfdist_ext.launch.ports import reserve_ports
+    from tfdist_ext.launch.run import Limits, RunResult, run_plan
+
+_HOME = {
+    "LaunchPlan": "plan",
+    "Limits": "run",
+    "RunResult": "run",
+    "TaskPlan": "plan",
+    "addresses_needed": "plan",
+    "launch": "functions",
+    "plan_local": "plan",
+    "reserve_ports": "ports",
+    "run_plan": "run",
+    "shell_line": "plan",
+}
 
 __all__ = [
     "LaunchPlan",
+    "Limits",
     "RunResult",
     "TaskPlan",
     "addresses_needed",
@@ -39,9 +56,7 @@ __all__ = [
 ]
 
 
-class _CallablePackage(ModuleType):
-    __call__ = staticmethod(launch)
-    __signature__ = inspect.signature(launch)  # `tfd.launch?` of a notebook shows it
-
-
-sys.modules[__name__].__class__ = _CallablePackage
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

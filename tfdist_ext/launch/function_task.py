@@ -1,33 +1,43 @@
-"""The process of a task that runs a function of another process; see `functions.launch`.
+"""The program of a task that runs a function of another process; see `functions`.
 
 It is started by its path, and can import what the other process can once it has read the call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import linecache
+import os
 import pickle
 import sys
+import time
 import traceback
 from pathlib import Path
 
-RESULT, TRACEBACK = ".result", ".traceback"  # behind the name of a task: files of its answer
+# Behind the name of a task: the files of its answer. A task that is done has ended its function.
+RESULT, TRACEBACK, DONE, PID = ".result", ".traceback", ".done", ".pid"
+_LOOK_EVERY = 0.02  # seconds
 
 
 def main(call_file: str, answer: str) -> None:
     """Run the function, and write its result, or the traceback of its exception.
 
     Args:
-        call_file: the call that `launch` has written.
+        call_file: the call that `functions.write_call` has written.
         answer: where to write, without the suffix.
     """
     call = pickle.loads(Path(call_file).read_bytes())
+    Path(answer + PID).write_text(str(os.getpid()), encoding="ascii")
     sys.path[:] = call["path"]
     del sys.argv[1:]
     linecache.cache.update(call["sources"])
+    if call["deadline"] is not None:  # who hangs shows where, just before it is ended
+        seconds = max(0.1, call["deadline"] - time.time())
+        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or 2)
     try:
         function, args = pickle.loads(call["call"])
-        result = _pickled(function(*args))
+        Path(answer + RESULT).write_bytes(_pickled(function(*args)))
     except Exception as error:
         # As Python ends a program, but without the frame of this module, and with the lines of
         # cells. Exit functions read `last_value`.
@@ -37,7 +47,24 @@ def main(call_file: str, answer: str) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         print(text, end="", file=sys.stderr)
         sys.exit(1)
-    Path(answer + RESULT).write_bytes(result)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        Path(answer + DONE).touch()
+    # TensorFlow's connections between workers break when the first of them exits.
+    while any(_is_at_work(Path(call_file).parent / name) for name in call["wait_for"]):
+        time.sleep(_LOOK_EVERY)
+
+
+def _is_at_work(answer: Path) -> bool:
+    """Whether a task has not ended its function; one that has died does not count."""
+    if Path(f"{answer}{DONE}").exists():
+        return False
+    with contextlib.suppress(FileNotFoundError, ValueError):  # it has not started yet
+        try:
+            os.kill(int(Path(f"{answer}{PID}").read_text(encoding="ascii")), 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def _pickled(result: object) -> bytes:

@@ -1,38 +1,36 @@
-"""`tfd.launch`: a function of a notebook, a REPL or a script as the tasks of a cluster."""
+"""`tfd.launch`, and what it shares with `testing.run_tasks`: functions as the tasks of a cluster.
+
+A function and its arguments are written to a file. Each task is a process of `function_task`, which
+reads that file and writes its answer beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
-import json
 import linecache
 import marshal
 import os
-import pickle
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfdist_ext.errors import LaunchError, TaskError
-from tfdist_ext.launch import function_task
-from tfdist_ext.launch.command_line import COMMAND
-from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.launch.plan import LaunchPlan, addresses_needed, plan_local, task_counts
-from tfdist_ext.launch.ports import reserve_ports
-from tfdist_ext.launch.restarting import RESULT, Limits, run_with_restarts
-from tfdist_ext.launch.restarts import RestartPolicy
-from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.tracebacks import without_own_frames
-from tfdist_ext.messages import optional_module
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["launch"]
+# `import tfdist_ext` imports this module: what it needs is imported when a function is launched.
+if TYPE_CHECKING:
+    import pickle
+
+    from tfdist_ext.launch.plan import LaunchPlan
+    from tfdist_ext.launch.run import RunResult
+
+__all__ = ["function_plan", "launch", "results_in", "said_by", "write_call"]
 
 
 @filter_traceback
@@ -74,48 +72,100 @@ def launch(
         TaskError: a task failed; names it, and has the traceback of its exception.
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
+    from tfdist_ext.errors import TaskError
+    from tfdist_ext.launch.command_line import COMMAND
+    from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
+    from tfdist_ext.launch.restarting import run_with_restarts
+    from tfdist_ext.launch.restarts import RestartPolicy
+    from tfdist_ext.launch.run import Limits
+    from tfdist_ext.launch.stop_signals import StopSignals
+
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
-    counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
-    names = [f"{job}:{index}" for job, count in counts.items() for index in range(count)]
     policy = RestartPolicy(max_restarts, workers, workers)
+    given = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
     env = dict(os.environ)
-    env.setdefault(COMMAND, _call(fn, tasks))
+    env.setdefault(COMMAND, f"tfd.launch({getattr(fn, '__name__', fn)}, {given})")
     env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
     stop = StopSignals()
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:  # no one else may write there
         folder = Path(made)
-        (folder / "call").write_bytes(_pickled(fn, args))
-        result_dir = folder if log_dir is None else Path(log_dir)
-        status = run_with_restarts(
-            functools.partial(_planned, tasks, folder, env, log_dir is not None),
-            policy,
-            log_dir=result_dir,
-            env=env,
-            limits=Limits(stall_timeout=stall_timeout(env)),
-            stop=stop,
+
+        def planned(_: Sequence[int], logs: Path) -> contextlib.AbstractContextManager[LaunchPlan]:
+            return function_plan(fn, args, tasks, folder, env, None if log_dir is None else logs)
+
+        logs = folder if log_dir is None else Path(log_dir)
+        limits = Limits(stall_timeout=stall_timeout(env))
+        ended = run_with_restarts(planned, policy, logs, env, limits, stop)
+        raise_stop_signal(stop.first)
+        if ended.exit_status:
+            error = TaskError(said_by(ended, folder))
+            error.failed = (str(ended.failed_task),)
+            raise error
+        return results_in(folder, ended)
+
+
+@contextlib.contextmanager
+def function_plan(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    tasks: Mapping[str, Any] | None,
+    folder: Path,
+    env: Mapping[str, str],
+    log_dir: Path | None,
+    *,
+    timeout: float | None = None,
+) -> Iterator[LaunchPlan]:
+    """The plan of tasks that run a function, their ports reserved meanwhile.
+
+    Args:
+        tasks: as of `plan_local`; None: one process without TF_CONFIG, named "process".
+        folder: for the call, and the answers of the tasks; those of an earlier start are removed.
+        timeout: seconds from now after which each task writes its stacks to its output.
+
+    Raises:
+        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+    """
+    from tfdist_ext.launch import function_task
+    from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, addresses_needed, plan_local
+    from tfdist_ext.launch.ports import reserve_ports
+
+    call = folder / "call"
+    # By its path, because this process may know a path to the package that others do not.
+    command = (sys.executable, "-P", function_task.__file__, str(call))
+    with reserve_ports(addresses_needed(**tasks) if tasks else 0) as ports:
+        if tasks is None:
+            log_file = None if log_dir is None else log_dir / "process.log"
+            plan = LaunchPlan((TaskPlan("process", command, log_file=log_file),))
+        else:
+            plan = plan_local(command, **tasks, ports=ports, env=env, log_dir=log_dir)
+        names = [task.name for task in plan.tasks]
+        for answer in folder.glob("*:*.*"):
+            answer.unlink()
+        deadline = None if timeout is None else time.time() + timeout
+        call.write_bytes(write_call(fn, args, [] if plan.coordinator else names, deadline))
+        started = (
+            dataclasses.replace(task, argv=(*task.argv, str(folder / task.name)))
+            for task in plan.tasks
         )
-        if status and stop.first is None:
-            ended = json.loads((result_dir / RESULT).read_text(encoding="utf-8"))
-            raise _task_error(ended, folder)
-        results = {} if status else _results(folder, names)
-    if stop.first is not None:
-        signal.raise_signal(stop.first)  # for who handles it when nothing is launched
-        raise KeyboardInterrupt
-    return results
+        yield dataclasses.replace(plan, tasks=tuple(started))
 
 
-def _call(fn: Callable[..., Any], tasks: Mapping[str, Any]) -> str:
-    """What a person types to start it again."""
-    given = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
-    return f"tfd.launch({getattr(fn, '__name__', fn)}, {given})"
-
-
-def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def write_call(
+    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], deadline: float | None
+) -> bytes:
     """What `function_task` reads.
+
+    Args:
+        wait_for: the tasks without whose end none exits.
+        deadline: when each task writes its stacks, in seconds of `time.time`; None: never.
 
     Raises:
         LaunchError: something cannot be sent to another process.
     """
+    import pickle
+
+    from tfdist_ext.errors import LaunchError
+
     if not callable(fn):
         raise LaunchError(
             f"fn must be a function, got {fn!r}; write: tfd.launch(train, args=(...))"
@@ -130,7 +180,15 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         ) from error
     # The text of a notebook's cells is in no file. Tracebacks show it, and tf.function reads it.
     cells = {name: entry for name, entry in linecache.cache.items() if _is_cell(entry)}
-    return pickle.dumps({"path": sys.path, "sources": cells, "call": buffer.getvalue()})
+    return pickle.dumps(
+        {
+            "path": sys.path,
+            "sources": cells,
+            "call": buffer.getvalue(),
+            "wait_for": list(wait_for),
+            "deadline": deadline,
+        }
+    )
 
 
 def _pickler_class() -> type[pickle.Pickler]:
@@ -138,6 +196,9 @@ def _pickler_class() -> type[pickle.Pickler]:
     Raises:
         LaunchError: cloudpickle is not installed.
     """
+    from tfdist_ext.errors import LaunchError
+    from tfdist_ext.messages import optional_module
+
     use = "Sending a function to another process"
     cloudpickle = optional_module("cloudpickle", "cloudpickle", use, error=LaunchError)
 
@@ -157,52 +218,37 @@ def _is_cell(entry: Sequence[Any]) -> bool:
     return len(entry) == 4 and entry[1] is None
 
 
-@contextlib.contextmanager
-def _planned(
-    tasks: Mapping[str, Any],
-    folder: Path,
-    env: Mapping[str, str],
-    logs: bool,
-    workers: Sequence[int],
-    log_dir: Path,
-) -> Iterator[LaunchPlan]:
-    for answer in folder.glob("*:*"):  # of the start before this one
-        answer.unlink()
-    # By its path, because this process may know a path to the package that others do not.
-    command = [sys.executable, "-P", function_task.__file__, str(folder / "call")]
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(command, **tasks, ports=ports, env=env, log_dir=log_dir if logs else None)
-        yield dataclasses.replace(
-            plan,
-            tasks=tuple(
-                dataclasses.replace(task, argv=(*task.argv, str(folder / task.name)))
-                for task in plan.tasks
-            ),
-        )
+def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:
+    """What the tasks have returned, of those that have, in the order of tasks."""
+    import pickle
 
+    from tfdist_ext.launch.function_task import RESULT
 
-def _results(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """What the tasks have returned, of those that have."""
-    files = {name: folder / (name + function_task.RESULT) for name in names}
+    files = {name: folder / (name + RESULT) for name in ended.returncodes}
     return {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
 
 
-def _task_error(ended: Mapping[str, Any], folder: Path) -> TaskError:
-    """The error for a run that has failed.
+def said_by(ended: RunResult, folder: Path) -> str:
+    """The root cause of a failed run, with the traceback of its exception or its last lines."""
+    from tfdist_ext.launch.function_task import TRACEBACK
 
-    Args:
-        ended: how, as `run_with_restarts` has written it.
-        folder: where the tasks have left their tracebacks.
-    """
-    cause = ended["failed_task"]
-    tracebacks = {file.stem: file for file in folder.glob("*" + function_task.TRACEBACK)}
+    cause = str(ended.failed_task)
+    tracebacks = {file.stem: file for file in folder.glob("*" + TRACEBACK)}
     # A task that was killed, or has left, has none: then that of the one which needed it.
     named = cause if cause in tracebacks else next(iter(tracebacks), None)
-    said = "\n".join(ended["last_lines"])
+    said = "\n".join(ended.last_lines[cause])
     if named is not None:
-        lines = tracebacks[named].read_text(encoding="utf-8").splitlines()
-        said = "\n".join(without_own_frames(lines))
+        said = tracebacks[named].read_text(encoding="utf-8")
         said = said if named == cause else f"{named} failed because of it:\n{said}"
-    error = TaskError(f"{cause} failed first, exit status {ended['status']}:\n{said}".rstrip())
-    error.failed = (cause,)
-    return error
+    return f"{cause} failed first, exit status {ended.exit_status}:\n{said}".rstrip()
+
+
+def raise_stop_signal(number: signal.Signals | None) -> None:
+    """Do what a signal that has ended the tasks does where nothing is launched; None: nothing.
+
+    Raises:
+        KeyboardInterrupt: its handler has returned.
+    """
+    if number is not None:
+        signal.raise_signal(number)
+        raise KeyboardInterrupt

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.shares import Share
 
 __all__ = [
     "LaunchPlan",
@@ -34,14 +33,12 @@ class TaskPlan:
         argv: its command.
         env: what is added to the environment that it gets.
         log_file: where its output goes; None: nowhere but the terminal.
-        cores: numbers of the cores that it runs on; empty: all.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     log_file: Path | None = None
-    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def plan_local(
     chief: bool | None = None,
     ps: int = 0,
     evaluator: bool = False,
-    shares: Sequence[Share] = (),
+    gpus: Sequence[str] = (),
     ports: Sequence[int],
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str],
@@ -89,7 +86,7 @@ def plan_local(
         chief: whether there is a chief. None: exactly when there are parameter servers, which
             need one as their coordinator.
         evaluator: whether there is an evaluator beside the cluster.
-        shares: what each worker gets of the machine; empty: they share it.
+        gpus: the GPU that each worker sees; empty: each sees all.
         ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
         env: the environment the tasks will have; its PATH is where the program is looked for.
@@ -115,12 +112,13 @@ def plan_local(
     tasks = []
     for job, addresses in everyone.items():
         for index in range(len(addresses)):
-            share = shares[index] if shares and job == "worker" else Share()
             seen = everyone if job == "evaluator" else cluster
             config = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
             log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
-            task_env = {**share.env, "TF_CONFIG": config}
-            tasks.append(TaskPlan(f"{job}:{index}", argv, task_env, log_file, share.cores))
+            task_env = {"TF_CONFIG": config}
+            if gpus and job == "worker":
+                task_env["CUDA_VISIBLE_DEVICES"] = gpus[index]
+            tasks.append(TaskPlan(f"{job}:{index}", argv, task_env, log_file))
     has_servers = "ps" in cluster
     return LaunchPlan(
         tasks=tuple(tasks),
@@ -146,8 +144,7 @@ def task_counts(
 def shell_line(task: TaskPlan) -> str:
     """The task as one line that can be pasted into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
-    bound = ["taskset", "--cpu-list", ",".join(map(str, task.cores))] if task.cores else []
-    return " ".join([*settings, shlex.join([*bound, *task.argv])])
+    return " ".join([*settings, shlex.join(task.argv)])
 
 
 def _with_chief(chief: bool | None, ps: int) -> bool:

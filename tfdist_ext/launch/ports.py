@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import random
-import re
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,22 +70,17 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
 
 
 def _candidates() -> list[int]:
-    low, high = _ephemeral_range()
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+        low, high = map(int, text.split())
+    except (OSError, ValueError):
+        low, high = _USUAL_RANGE
     ports = list(range(_LOWEST, 65_536))
     # Random, so that a port that was in use a moment ago is rarely the next; SystemRandom, so
     # that the caller's seed neither decides nor is disturbed.
     random.SystemRandom().shuffle(ports)
     # Inside only where a machine's range is so wide that nothing else is left.
     return sorted(ports, key=lambda port: low <= port <= high)
-
-
-def _ephemeral_range() -> tuple[int, int]:
-    try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
-    except OSError:
-        return _USUAL_RANGE
-    match = re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", text)
-    return (int(match[1]), int(match[2])) if match else _USUAL_RANGE
 
 
 def _is_free(port: int) -> bool:

@@ -61,7 +61,9 @@ def outcome(returncode: int | None) -> str:
         return "still running"
     if returncode >= 0:
         return f"exit code {returncode}"
-    return f"killed by {_signal_name(-returncode)} (signal {-returncode})"
+    known = -returncode in set(map(int, signal.Signals))  # others are real-time signals
+    name = signal.Signals(-returncode).name if known else f"SIG{-returncode}"
+    return f"killed by {name} (signal {-returncode})"
 
 
 def failure_report(
@@ -122,22 +124,14 @@ def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> s
     )
 
 
-def log_report(errors: Mapping[str, OSError]) -> str:
-    """The tasks whose log files are incomplete, and why; no text where all are complete."""
+def log_report(name: str, error: OSError) -> str:
+    """Why the log file of a task is incomplete."""
     return _text(
         [
             f"the log file of {name} is incomplete: {error}; the run continues: free some space or"
             " give another folder with --log-dir"
-            for name, error in errors.items()
         ]
     )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"SIG{number}"
 
 
 def _text(lines: list[str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,15 +17,10 @@ from tfdist_ext.launch.exit_codes import FAILED, outcome_of
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
-from tfdist_ext.launch.run import RunResult, run_plan
+from tfdist_ext.launch.run import Limits, RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = [
-    "RESTARTS",
-    "RESULT",
-    "Limits",
-    "run_with_restarts",
-]
+__all__ = ["RESTARTS", "RESULT", "run_with_restarts"]
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
 RESULT = "result.json"  # beside the logs: how the run has ended
@@ -35,29 +29,17 @@ RESULT = "result.json"  # beside the logs: how the run has ended
 Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How a run is ended and shown; see `run_plan`. `timeout` is that of all starts together."""
-
-    grace: float = 30.0
-    linger: float = 5.0
-    timeout: float | None = None
-    stall_timeout: float = 0.0
-    preemption_signal: signal.Signals = signal.SIGTERM
-    raw: bool = False
-    say_started: bool = False
-
-
 def run_with_restarts(
     planned: Planned,
     policy: RestartPolicy,
-    *,
     log_dir: Path,
     env: Mapping[str, str],
     limits: Limits,
-    stop: StopSignals | None = None,
-) -> int:
-    """The exit status of the last start.
+    stop: StopSignals,
+    *,
+    names_pids: bool = False,
+) -> RunResult:
+    """Run a plan, and start it again as the policy says; how the last start has ended.
 
     Args:
         planned: gives the plan of one start, its ports reserved meanwhile: of these workers, by
@@ -65,65 +47,50 @@ def run_with_restarts(
         log_dir: gets the logs of the first start, those of the others in folders
             `restart-1`, ..., and `result.json` where one has failed: the root cause, and how each
             start has ended.
-        stop: the signals that end the run, where others take note of them, too.
+        stop: the signals that end the run.
+        names_pids: as of `run_plan`.
 
     Raises:
-        LaunchError: a start could not be made.
+        LaunchError: the first start could not be made.
     """
     began = time.monotonic()
     speaks = policy.max_restarts and not env.get(STARTS_AGAIN)  # else a scheduler may start it
     history = _History(policy, env[COMMAND] if speaks else "")
     if policy.max_restarts:
         env = {**env, STARTS_AGAIN: "1"}
-    stop = StopSignals(limits.preemption_signal) if stop is None else stop
     (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
-        return _until_the_end(planned, history, stop, log_dir, env, limits, began)
-
-
-def _until_the_end(
-    planned: Planned,
-    history: _History,
-    stop: StopSignals,
-    log_dir: Path,
-    env: Mapping[str, str],
-    limits: Limits,
-    began: float,
-) -> int:
-    while True:
-        number = len(history.starts)
-        left = limits.timeout
-        if left is not None and number:
-            left = max(0.0, round(left - (time.monotonic() - began), 1))
-        history.begin()
-        folder = log_dir / f"restart-{number}" if number else log_dir
-        try:
-            with planned(history.workers, folder) as plan:
-                result = run_plan(
-                    plan,
-                    env={**env, RESTARTS: str(number)},
-                    grace=limits.grace,
-                    linger=limits.linger,
-                    timeout=left,
-                    stall_timeout=limits.stall_timeout,
-                    limit=history.seconds_with(history.workers),
-                    stop=stop,
-                    replaces=history.replaces,
-                    raw=limits.raw,
-                    say_started=limits.say_started,
-                )
-        except LaunchError as error:
-            if not number:
-                raise
-            history.say(f"not started again: {error}")
-            return FAILED
-        goes_on = history.ended(result)
-        if goes_on or number or result.exit_status:
-            _write_result(log_dir, result, history.starts)
-        if not goes_on:
-            return result.exit_status
-        if stop.first is not None:  # in this moment
-            return stop.status
+        while True:
+            number = len(history.starts)
+            folder = log_dir / f"restart-{number}" if number else log_dir
+            left = limits
+            if limits.timeout is not None and number:
+                seconds = round(limits.timeout - (time.monotonic() - began), 1)
+                left = dataclasses.replace(limits, timeout=max(0.0, seconds))
+            history.begin()
+            try:
+                with planned(history.workers, folder) as plan:
+                    result = run_plan(
+                        plan,
+                        left,
+                        env={**env, RESTARTS: str(number)},
+                        restart_after=history.seconds_with(history.workers),
+                        stop=stop,
+                        replaces=history.replaces,
+                        names_pids=names_pids,
+                    )
+            except LaunchError as error:
+                if not number:
+                    raise
+                history.say(f"not started again: {error}")
+                return dataclasses.replace(result, exit_status=FAILED)
+            goes_on = history.ended(result)
+            if goes_on or number or result.exit_status:
+                _write_result(log_dir, result, history.starts)
+            if not goes_on:
+                return result
+            if stop.first is not None:  # in this moment
+                return dataclasses.replace(result, exit_status=stop.status)
 
 
 class _History:

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import os
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -17,24 +16,20 @@ from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
-from tfdist_ext.launch.output import OutputPump, Printer, wants_color
+from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
-from tfdist_ext.launch.processes import TaskProcess
+from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
 from tfdist_ext.launch.report import (
     Blame,
     failure_report,
-    log_report,
     shell_status,
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.tasks import Tasks
 
-__all__ = ["RunResult", "run_plan"]
+__all__ = ["Limits", "RunResult", "run_plan"]
 
 _TIMED_OUT = 124  # as coreutils' timeout does
-_FILES_PER_TASK = 4  # its output twice, its log, the lock of its port
-_FILES_BESIDE = 64
 _SETTLE = 5.0  # seconds for the task that another one blames to end by itself
 # Seconds from SIGTERM to SIGKILL at most: after a failure, as the others cannot save without the
 # task that has failed; and after Ctrl-C, as a person waits.
@@ -48,6 +43,34 @@ Replaces: TypeAlias = Callable[
     [str, int, str, float], tuple[Literal["start", "leave out", "fail"], float | None]
 ]
 EndedBy: TypeAlias = Literal["tasks", "signal", "timeout", "limit"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a run waits for what.
+
+    Attributes:
+        grace: seconds between SIGTERM and SIGKILL where the tasks may have something to save: at
+            most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
+        linger: seconds between the coordinator's success and SIGTERM for the others.
+        timeout: seconds that all starts together may take; None: any time.
+        stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
+
+    Raises:
+        LaunchError: a number of seconds that is none.
+    """
+
+    grace: float = 30.0
+    linger: float = 5.0
+    timeout: float | None = None
+    stall_timeout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
+                raise LaunchError(
+                    f"{name} must be a number of seconds of at least 0, got {seconds}"
+                )
 
 
 @dataclass(frozen=True)
@@ -78,77 +101,51 @@ class RunResult:
 
 def run_plan(
     plan: LaunchPlan,
+    limits: Limits | None = None,
     *,
     env: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
     report: TextIO | None = None,
-    grace: float = 30.0,
-    linger: float = 5.0,
-    timeout: float | None = None,
-    limit: float | None = None,
-    stall_timeout: float = 0.0,
+    restart_after: float | None = None,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
-    raw: bool = False,
-    say_started: bool = False,
+    start: StartProcess = start_process,
+    names_pids: bool = False,
 ) -> RunResult:
     """Run every task of a plan to its end, and end every process that came of it.
 
     The first task that ends with anything but 0 is the root cause, unless its output names another
-    one that it failed because of. The others get SIGTERM, and SIGKILL after `grace`. The same
-    happens on SIGINT, SIGTERM and SIGHUP, when this is called in the main thread, and when
-    `timeout` is over; a second signal kills at once. Where the plan has a coordinator, its success
-    ends the run: the others have `linger` to end by themselves.
+    one that it failed because of. The others get SIGTERM, and SIGKILL after the grace. The same
+    happens on SIGINT, SIGTERM and SIGHUP, when this is called in the main thread, and when the time
+    is up; a second signal kills at once. Where the plan has a coordinator, its success ends the
+    run.
 
     Args:
+        limits: None: those of `Limits()`.
         env: what the tasks' environment starts from; None: this process's.
         stream: where the tasks' lines go; None: standard output.
         report: where the launcher itself speaks; None: standard error.
-        grace: seconds between SIGTERM and SIGKILL where the tasks may have something to save: at
-            most 5 after Ctrl-C and at the end of the time, 1 where a task has failed.
-        linger: seconds between the coordinator's success and SIGTERM for the others.
-        timeout: seconds the whole run may take; None: any time.
-        stall_timeout: seconds after which a task that is stopped (SIGSTOP) is killed; 0: never.
+        restart_after: seconds after which the tasks are ended to be started anew, which is no
+            failure; None: never.
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
-        limit: seconds after which the tasks are ended to be started anew, which is no failure.
-        raw: shows everything that tasks write, including TensorFlow's start-up messages, and
-            terminal codes even if the stream is not a terminal.
-        say_started: names each task that starts, with its pid, on standard error.
+        start: starts the process of a task.
+        names_pids: names each task that starts, with its process id, on standard error.
 
     Raises:
         LaunchError: a program could not be started, or a log file not be written. What had
             started by then has been ended.
     """
-    limits = {"grace": grace, "linger": linger, "timeout": timeout, "limit": limit}
-    limits["stall_timeout"] = stall_timeout
-    for name, seconds in limits.items():
-        if seconds is not None and not 0 <= seconds < threading.TIMEOUT_MAX:
-            raise LaunchError(f"{name} must be a number of seconds of at least 0, got {seconds}")
-    _check_open_files(len(plan.tasks))
-    env = dict(os.environ if env is None else env)
+    limits = limits or Limits()
     own = stop is None
-    stop = StopSignals() if stop is None else stop
-    env |= {GRACE: f"{grace:g}", PREEMPTION_SIGNAL: stop.preemption.name}
-    stream = sys.stdout if stream is None else stream
-    reporter = Printer(sys.stderr if report is None else report)
-    names = [task.name for task in plan.tasks]
-    color = wants_color(stream, env)
-    pump = OutputPump(Printer(stream), names, color=color, report=reporter, raw=raw)
-    tasks = Tasks(env, pump, stall_timeout, say_started=say_started)
-    run = _Run(plan, tasks, reporter, grace, linger, timeout, limit, stop, replaces)
+    stop = stop or StopSignals()
+    env = {**(os.environ if env is None else env), GRACE: f"{limits.grace:g}"}
+    env[PREEMPTION_SIGNAL] = stop.preemption.name
+    reporter = Printer(report or sys.stderr)
+    tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start)
+    run = _Run(plan, tasks, reporter, limits, restart_after, stop, replaces, names_pids)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
-
-
-def _check_open_files(tasks: int) -> None:
-    needed = _FILES_PER_TASK * tasks + _FILES_BESIDE
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise LaunchError(
-            f"the limit of open files must be about {needed} for {tasks} tasks, got {limit}; ask"
-            " for fewer tasks, or raise the limit (ulimit -n)"
-        )
 
 
 class _Phase(enum.Enum):
@@ -166,12 +163,11 @@ class _Run:
     plan: LaunchPlan
     tasks: Tasks
     report: Printer
-    grace: float
-    linger: float
-    timeout: float | None
-    limit: float | None
+    limits: Limits
+    restart_after: float | None
     stop: StopSignals
     replaces: Replaces | None
+    names_pids: bool
     # SimpleQueue, because its put may be called in a signal handler.
     events: queue.SimpleQueue[signal.Signals | tuple[TaskProcess, int]] = field(
         default_factory=queue.SimpleQueue
@@ -190,14 +186,16 @@ class _Run:
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
-        limits = [each for each in (self.timeout, self.limit) if each is not None]
-        self.deadline = self.start + min(limits) if limits else None
+        self.deadline = self._end_of_time()
         self.stop.tell = self.events.put
         if self.stop.first is not None:  # while nothing ran
             self.events.put(self.stop.first)
         try:
-            self.tasks.start(self.plan.tasks, lambda task, code: self.events.put((task, code)))
-            while self._running() and self._handle_next():
+            on_end = lambda task, code: self.events.put((task, code))  # noqa: E731
+            self.tasks.start(on_end, names_pids=self.names_pids)
+            if self.limits.stall_timeout:
+                self.tasks.kill_stopped(self.limits.stall_timeout)
+            while self.tasks.running() and self._handle_next():
                 pass
             self._end_leftovers()
         finally:
@@ -205,25 +203,25 @@ class _Run:
             self.tasks.end()
             self.tasks.close(self._output_given_up)
             self.stop.tell = None
-        if self.ended_by == "limit" and all(task.returncode == 0 for task in self.tasks.tasks):
+        if self.ended_by == "limit" and all(task.returncode == 0 for task in self.tasks.all):
             self.status, self.ended_by = 0, "tasks"  # done, a moment before its end
         if self.stop.first is not None:
             self.ended_by = "signal"
         self._say_why()
-        self.report.write(log_report(self.tasks.log_errors()))
         return RunResult(
             exit_status=self.status,
             failed_task=None if self.failed is None else self.failed.name,
-            raised="" if not self.failed or self.lost else self.tasks.raised(self.failed.name),
+            raised="" if not self.failed or self.lost else self.failed.output.raised(),
             lost=self.lost,
             ended_by=self.ended_by,
-            returncodes={task.name: task.returncode for task in self.tasks.tasks},
-            last_lines={task.name: self.tasks.last_lines(task.name) for task in self.tasks.tasks},
+            returncodes={task.name: task.returncode for task in self.tasks.all},
+            last_lines={task.name: tuple(task.output.last_lines) for task in self.tasks.all},
         )
 
-    def _running(self) -> list[TaskProcess]:
-        """The tasks that have not ended."""
-        return [task for task in self.tasks.tasks if task.returncode is None]
+    def _end_of_time(self) -> float | None:
+        """When the tasks are ended, in monotonic time."""
+        seconds = [s for s in (self.limits.timeout, self.restart_after) if s is not None]
+        return self.start + min(seconds) if seconds else None
 
     def _handle_next(self) -> bool:
         """Handle one event or the passing of a deadline; False when nothing more can be done."""
@@ -253,7 +251,8 @@ class _Run:
         return True
 
     def _time_is_up(self) -> None:
-        if self.limit is not None and (self.timeout is None or self.limit < self.timeout):
+        timeout = self.limits.timeout
+        if self.restart_after is not None and (timeout is None or self.restart_after < timeout):
             self.status, self.ended_by = PREEMPTED, "limit"
         else:
             self.status, self.ended_by = _TIMED_OUT, "timeout"
@@ -272,7 +271,7 @@ class _Run:
             return
         self.status, self.ended_by = self.stop.status, "signal"
         self.report.write(
-            f"tfdist: {number.name}: ending {len(self._running())} tasks, for at most "
+            f"tfdist: {number.name}: ending {len(self.tasks.running())} tasks, for at most "
             f"{self._grace:g} s; once more kills them at once\n"
         )
         self._begin_ending()
@@ -289,7 +288,7 @@ class _Run:
                 self._failure(task)
             elif task.name == self.plan.coordinator:
                 self.phase = _Phase.LINGERING
-                lingers = time.monotonic() + self.linger
+                lingers = time.monotonic() + self.limits.linger
                 self.deadline = lingers if self.deadline is None else min(lingers, self.deadline)
 
     def _is_replaced(self, task: TaskProcess) -> bool:
@@ -297,27 +296,22 @@ class _Run:
         if self.replaces is None or task.name not in self.plan.replaceable:
             return False
         status = shell_status(task.returncode or 0)
-        blame = self.tasks.blame(task.name) if status in (FAILED, RESTART) else None
+        blame = _blame(task) if status in (FAILED, RESTART) else None
         if blame is not None and blame.task != task.name:  # it is not the one to be replaced
             return False
-        seconds = time.monotonic() - task.began
-        does, limit = self.replaces(task.name, status, self.tasks.raised(task.name), seconds)
-        if does == "leave out" and limit is not None:
-            self._end_after(time.monotonic() - self.start + limit)
+        now = time.monotonic()
+        does, seconds = self.replaces(task.name, status, task.output.raised(), now - task.began)
+        if does == "leave out" and seconds is not None:
+            self.restart_after = now - self.start + seconds
+            self.deadline = self._end_of_time()
         if does == "start":
             self.tasks.start_again(task)
         return does != "fail"
 
-    def _end_after(self, limit: float) -> None:
-        """The tasks are ended, to be started anew, so many seconds after their start."""
-        self.limit = limit
-        ends = min(each for each in (self.timeout, self.limit) if each is not None)
-        self.deadline = self.start + ends
-
     def _failure(self, task: TaskProcess) -> None:
         """The first failure; the cause may be another task of this run, which this one names."""
-        blame = self.tasks.blame(task.name)
-        names = [each.name for each in self.tasks.tasks if each is not task]
+        blame = _blame(task)
+        names = [each.name for each in self.tasks.all if each is not task]
         if blame is None or blame.task not in names:
             self._root_cause(task)
             return
@@ -333,7 +327,7 @@ class _Run:
     def _blamed(self) -> TaskProcess:
         """The task that the victim names."""
         assert self.victim is not None
-        return next(task for task in self.tasks.tasks if task.name == self.victim[1].task)
+        return next(task for task in self.tasks.all if task.name == self.victim[1].task)
 
     def _root_cause(self, task: TaskProcess) -> None:
         self.failed, self.lost = task, task.returncode is None
@@ -344,7 +338,7 @@ class _Run:
     def _begin_ending(self) -> None:
         self.phase = _Phase.ENDING
         self.deadline = time.monotonic() + self._grace
-        running = self._running()
+        running = self.tasks.running()
         self.others = [task for task in running if task is not self.failed]
         if self.failed is not None and running:
             name, did = self.failed.name, self._what_it_did
@@ -356,8 +350,10 @@ class _Run:
     def _grace(self) -> float:
         """Seconds from SIGTERM to SIGKILL."""
         if self.status == PREEMPTED:
-            return self.grace
-        return min(self.grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE)
+            return self.limits.grace
+        return min(
+            self.limits.grace, _GRACE_OF_CTRL_C if self.failed is None else _GRACE_OF_FAILURE
+        )
 
     def _kill(self) -> None:
         self.phase = _Phase.KILLING
@@ -399,10 +395,16 @@ class _Run:
         if self.failed is not None:
             verb = self._what_it_did
             verb = f"{verb} first" if verb == "failed" else verb
-            last_lines = self.tasks.last_lines(self.failed.name)
+            last_lines = tuple(self.failed.output.last_lines)
             self.report.write(
                 failure_report(self.failed, verb, last_lines, self.others, self.victim)
             )
-        elif self.ended_by == "timeout" and self.timeout is not None:
-            last = {task.name: self.tasks.last_lines(task.name) for task in self.others}
-            self.report.write(timeout_report(self.timeout, last))
+        elif self.ended_by == "timeout" and self.limits.timeout is not None:
+            last = {task.name: tuple(task.output.last_lines) for task in self.others}
+            self.report.write(timeout_report(self.limits.timeout, last))
+
+
+def _blame(task: TaskProcess) -> Blame | None:
+    """Whom a task that has ended blames for its failure."""
+    task.output.wait()
+    return task.output.blame

@@ -6,17 +6,18 @@ a mark or a fixture needs is imported when a test uses it. All names begin with 
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from tfdist_ext.testing.isolated_run import Cluster, IsolatedRun
+    from tfdist_ext.testing.isolated_run import Cluster
+    from tfdist_ext.testing.needs import Needs
 
 __all__: list[str] = []
+
+_NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 
 _MARKS = (
     "tfdist_logical_cpus(n): TensorFlow sees n CPUs; the test gets a process of its own where"
@@ -45,10 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Check the marks of a test, and parametrize the fixture `tfdist_strategy`."""
     if _is_marked(metafunc.definition):
-        from tfdist_ext.testing.isolated_run import mark_error
+        from tfdist_ext.errors import TfDistError
+        from tfdist_ext.testing.needs import needs_of
 
-        if error := mark_error(metafunc.definition):
-            pytest.fail(f"In {metafunc.definition.name}: {error}", pytrace=False)
+        try:
+            needs_of(metafunc.definition, None)
+        except TfDistError as error:
+            message = f"In {metafunc.definition.name}: {error}"
+            raise pytest.fail.Exception(message, pytrace=False) from None
     if "tfdist_strategy" in metafunc.fixturenames and not _is_parametrized(metafunc.definition):
         names = _strategy_names(metafunc.config)
         metafunc.parametrize("tfdist_strategy", names, indirect=True)
@@ -74,57 +79,47 @@ def tfdist_strategy(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def tfdist_cluster() -> Cluster:
+def tfdist_cluster(pytestconfig: pytest.Config) -> Cluster:
     """The cluster of a test marked with `tfdist_cluster`, seen from the task that runs the test."""
-    from tfdist_ext.testing.isolated_run import running_cluster
+    from tfdist_ext.cluster import ClusterConfig
+    from tfdist_ext.testing.isolated_run import Cluster
 
-    cluster = running_cluster()
-    if cluster is None:
+    config = ClusterConfig.from_env()
+    if not _is_task(pytestconfig) or config is None:
         pytest.fail(
             "the fixture `tfdist_cluster` needs a cluster: mark the test with"
             " @pytest.mark.tfdist_cluster(worker=2).",
             pytrace=False,
         )
-    return cluster
+    return Cluster(Path(pytestconfig.getoption("tfdist_folder")), config)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the fixtures of a test that needs processes of its own to those processes."""
+    if _is_task(item.config) or not (_is_marked(item) or _strategy_of(item)):
+        return
+    from tfdist_ext.errors import TfDistError
+    from tfdist_ext.testing.needs import needs_of
+
+    try:
+        needs = needs_of(item, _strategy_of(item))
+    except TfDistError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    if isinstance(item, pytest.Function) and not needs.are_met_here():
+        item.stash[_NEEDS] = needs
+        item.funcargs.update(dict.fromkeys(item.fixturenames))  # pytest takes them as they are
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test in processes of its own where it needs them; leave the others to pytest."""
-    if not _is_marked(item) and _strategy_of(item) is None:
+    needs = pyfuncitem.stash.get(_NEEDS, None)
+    if needs is None:
         return None
-    if _is_task() or item.config.getoption("setuponly"):
-        return None
-    from tfdist_ext.errors import TfDistError
-    from tfdist_ext.testing import isolated_run
+    from tfdist_ext.testing.isolated_run import run_isolated
 
-    reports: Callable[[], list[pytest.TestReport]]
-    try:
-        run: IsolatedRun | None = isolated_run.needed_by(item, _strategy_of(item))
-        if run is None:
-            return None
-        reports = functools.partial(isolated_run.run_isolated, item, run)
-    except TfDistError as error:
-        reports = functools.partial(isolated_run.setup_error, item, str(error))
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in reports():
-        item.ihook.pytest_runtest_logreport(report=report)
-    _teardown_fixtures(item, nextitem)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    run_isolated(pyfuncitem, needs)
     return True
-
-
-def _teardown_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Tear down the fixtures that `nextitem` does not share, such as those of the last module.
-
-    pytest does so at the end of each test, and stops at the next one if it was not done. It has no
-    public name for it: its hook is for tests that were set up in this process.
-    """
-    teardown = functools.partial(item.session._setupstate.teardown_exact, nextitem)
-    call = pytest.CallInfo.from_call(teardown, when="teardown")
-    if call.excinfo is not None:
-        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
-        item.ihook.pytest_runtest_logreport(report=report)
 
 
 def _is_marked(item: pytest.Item) -> bool:
@@ -160,7 +155,6 @@ def _strategy_names(config: pytest.Config) -> list[str]:
         raise pytest.UsageError(f"--tfdist-strategies: {error}") from None
 
 
-def _is_task() -> bool:
-    """Whether this process is a task. The module that makes it one is imported there already."""
-    in_task = sys.modules.get("tfdist_ext.testing.tasks.in_task")
-    return in_task is not None and in_task.supervisor() is not None
+def _is_task(config: pytest.Config) -> bool:
+    """Whether this pytest runs one test in a task; see `isolated_run`."""
+    return config.getoption("tfdist_folder", None) is not None

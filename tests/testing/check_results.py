@@ -1,0 +1,77 @@
+"""Runs the conformance kit without pytest, and makes the table of docs/custom_strategy.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tfdist_ext.testing import StrategyConformance
+from tfdist_ext.testing.conformance.suite import check_names
+
+PASSED, KNOWN, FAILED = "passed", "known fault", "**failed**"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """The result of one check.
+
+    Attributes:
+        verdict: "passed", "known fault" or "**failed**".
+        reason: of a known fault, why; of a failure, its message; else "".
+    """
+
+    check: str
+    verdict: str
+    reason: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether the check fails unexpectedly, or passes although a fault is known."""
+        return self.verdict == FAILED
+
+
+def run_checks(
+    tests: type[StrategyConformance], checks: Iterable[str] | None = None
+) -> Iterator[CheckResult]:
+    """Run the checks of a conformance test in this process.
+
+    Args:
+        checks: names of them; all by default.
+    """
+    subject = tests()
+    for check in check_names(tests) if checks is None else checks:
+        known = tests.known_faults.get(check)
+        try:
+            getattr(subject, check)()
+        except Exception as error:
+            verdict = FAILED if known is None else KNOWN
+            reason = known or f"{type(error).__name__}: {error}"
+        else:
+            verdict = PASSED if known is None else FAILED
+            reason = "" if known is None else f"passes, though known_faults says: {known}"
+        yield CheckResult(check=check, verdict=verdict, reason=reason)
+
+
+def markdown_table(found: Mapping[str, Sequence[CheckResult]]) -> str:
+    """A table of checks by strategies, and below it the faults that are known, and why.
+
+    Args:
+        found: title of a strategy -> its run_checks.
+    """
+    verdicts = {title: {o.check: o.verdict for o in column} for title, column in found.items()}
+    checks = dict.fromkeys(outcome.check for column in found.values() for outcome in column)
+    lines = ["| check | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    for check in checks:
+        cells = [column.get(check, "") for column in verdicts.values()]
+        lines.append(f"| {_title(check)} | " + " | ".join(cells) + " |")
+    known: dict[str, list[str]] = {}
+    for title, column in found.items():
+        for outcome in column:
+            if outcome.verdict == KNOWN:
+                known.setdefault(outcome.reason, []).append(f"{title}: {_title(outcome.check)}")
+    lines += ["", *(f"- {'; '.join(where)}: {reason}" for reason, where in known.items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _title(check: str) -> str:
+    return check.removeprefix("test_").replace("_", " ")

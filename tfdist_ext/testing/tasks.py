@@ -1,0 +1,200 @@
+"""`run_tasks`: runs a function in each task of a cluster of processes on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfdist_ext.cluster.jobs import JOB_NAMES
+from tfdist_ext.errors import LaunchError, TaskError
+from tfdist_ext.launch.function_task import DONE
+from tfdist_ext.launch.functions import function_plan, raise_stop_signal, results_in, said_by
+from tfdist_ext.launch.plan import task_counts
+from tfdist_ext.launch.run import Limits, Replaces, RunResult, run_plan
+from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.testing import warm
+from tfdist_ext.user_frames import filter_traceback
+
+__all__ = ["Ended", "Results", "check_timeout", "run_function", "run_tasks", "tasks_of"]
+
+_STACKS = 0.5  # seconds to write the stacks in a hang
+_MAX_OUTPUT = 8000  # characters of each task
+# Frames between the start of the process and the function that the task runs.
+_OUTER_FRAMES = re.compile(
+    r'^  File "(.*/(_pytest|pluggy|multiprocessing|runpy|tfdist_ext/(testing|launch))\b.*|<.*>)",'
+    r" line .*\n?",
+    re.M,
+)
+
+
+class Results(dict[str, Any]):
+    """What the function returned, by name of task ("worker:0"); not of tasks that were ended.
+
+    Attributes:
+        outputs: what each task wrote to standard output and error.
+    """
+
+    outputs: dict[str, str]
+
+
+@filter_traceback
+def run_tasks(
+    fn: Callable[..., Any],
+    cluster: Mapping[str, int] | int | None,
+    timeout: float = 60.0,
+    *,
+    args: tuple[Any, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> Results:
+    """Run `fn(*args)` once in each task of a cluster of processes on this machine.
+
+    As `tfd.launch`, with a time limit, and in processes whose TensorFlow is imported and has not
+    started. With parameter servers the run succeeds when the coordinator does: other tasks have
+    five more seconds, and are killed then.
+
+    Args:
+        fn: any function. What it uses of this process is copied to the tasks by cloudpickle.
+        cluster: numbers of tasks by type, {"worker": 2, "ps": 1}, or the number of workers. With
+            `ps` there is also a chief, which is the coordinator. None: one process without
+            TF_CONFIG, whose name is "process".
+        timeout: seconds for all. After it each task writes its stacks to its output and is killed.
+        env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
+
+    Returns:
+        What `fn` returned in each task, by the name of the task.
+
+    Raises:
+        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+        TaskError: a task raised (its traceback is in the message), was killed, or hung.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
+        ended = run_function(fn, args, cluster, timeout, folder=Path(folder), env=env)
+    if ended.failed:
+        lines = [ended.message]
+        for name, text in ended.outputs.items():
+            if shown := text.strip():
+                cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
+                lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
+        error = TaskError("\n".join(lines))
+        error.failed = ended.failed
+        raise error
+    results = Results(ended.results)
+    results.outputs = ended.outputs
+    return results
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the tasks of a function have ended.
+
+    Attributes:
+        failed: names of tasks: the root cause, or those that hung.
+        message: why the first of them failed.
+        results: what the function returned, by name of task.
+        outputs: what each task wrote.
+    """
+
+    failed: tuple[str, ...]
+    message: str
+    results: dict[str, Any]
+    outputs: dict[str, str]
+
+
+def run_function(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    cluster: Mapping[str, int] | int | None,
+    timeout: float,
+    *,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    replaces: Replaces | None = None,
+) -> Ended:
+    """`run_tasks`, whose failure is not raised.
+
+    Args:
+        folder: for files; those of `function_task` are below it.
+        replaces: what becomes of a task that ends badly, as of `run_plan`.
+
+    Raises:
+        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+    """
+    check_timeout(timeout)
+    tasks = None if cluster is None else tasks_of(cluster)
+    env = dict(os.environ if env is None else env)
+    stop = StopSignals()
+    with (
+        stop.handled(),
+        function_plan(fn, args, tasks, folder, env, folder, timeout=timeout) as plan,
+    ):
+        nowhere = io.StringIO()
+        replaceable = frozenset(task.name for task in plan.tasks if replaces is not None)
+        ended = run_plan(
+            dataclasses.replace(plan, replaceable=replaceable),
+            Limits(grace=1.0, timeout=timeout + _STACKS),
+            env=env,
+            stream=nowhere,
+            report=nowhere,
+            stop=stop,
+            replaces=replaces,
+            start=warm.start,
+        )
+    raise_stop_signal(stop.first)
+    outputs = {task.name: _output(task.log_file) for task in plan.tasks}
+    return Ended(*_failure(ended, folder, timeout), results_in(folder, ended), outputs)
+
+
+def _failure(ended: RunResult, folder: Path, timeout: float) -> tuple[tuple[str, ...], str]:
+    if ended.ended_by == "timeout":
+        hung = tuple(name for name in ended.returncodes if not (folder / (name + DONE)).exists())
+        names = ", ".join(hung)
+        return hung, f"{names} had not ended after {timeout:g} s; their stacks are in their output."
+    if ended.failed_task is None:
+        return (), ""
+    return (ended.failed_task,), said_by(ended, folder)
+
+
+def _output(log_file: Path | None) -> str:
+    assert log_file is not None
+    text = log_file.read_text(errors="replace") if log_file.exists() else ""
+    return _OUTER_FRAMES.sub("", text)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise LaunchError unless it is a number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise LaunchError(f"timeout must be a number of seconds above 0, got {timeout!r}.")
+
+
+def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
+    """The arguments of `plan_local` for a cluster.
+
+    Raises:
+        LaunchError: no cluster can be of these tasks.
+    """
+    given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
+    if unknown := [name for name in given if name not in JOB_NAMES]:
+        raise LaunchError(
+            f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got"
+            f" {unknown[0]!r}."
+        )
+    for name, count in given.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise LaunchError(f"{name} must be a number of tasks, got {count!r}.")
+        if name in ("chief", "evaluator") and count > 1:
+            raise LaunchError(f"a cluster must have at most one {name}, got {count}.")
+    tasks: dict[str, Any] = {
+        "workers": given.get("worker", 0),
+        "chief": bool(given["chief"]) if "chief" in given else None,
+        "ps": given.get("ps", 0),
+        "evaluator": bool(given.get("evaluator", 0)),
+    }
+    task_counts(**tasks)  # what cannot train is refused before any port is reserved
+    return tasks
