@@ -146,7 +146,7 @@ def test_the_end_of_a_shorter_training_before_is_not_the_end(
         if next(looks) == 2:
             _saved(tmp_path, 1, 2, 3, done=3)
 
-    monkeypatch.setattr(evaluator.Presence, "look", done_at_the_third_look)
+    monkeypatch.setattr(evaluator.TaskWatch, "look", done_at_the_third_look)
     assert _follow(model, chief) == 0
     assert [asked["of"] for asked in model.asked] == [0.5, 1.0, 1.5]
 
@@ -187,14 +187,14 @@ def test_a_training_that_crashes_ends_it_with_138(
         return evaluate(**arguments)
 
     model.evaluate = evaluate_and_crash  # type: ignore[method-assign]
-    seen = evaluator.Presence.__init__
+    made = evaluator.TaskWatch.__init__
 
-    def was_seen(self: Any, *args: Any) -> None:
-        seen(self, *args)
-        self.seen = True
+    def made_and_seen(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.seen()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator.Presence, "__init__", was_seen)
+        patch.setattr(evaluator.TaskWatch, "__init__", made_and_seen)
         assert _follow(model, chief) == RESTART
     assert [asked["of"] for asked in model.asked] == [0.5]
     said = capsys.readouterr().err

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-import socket
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.addresses import AddressError
+from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
-from tfdist_ext.strategies.heartbeat import PREFACE
-from tfdist_ext.strategies.resolvers import Cluster
-from tfdist_ext.strategies.timeouts import call_with_timeout
-from tfdist_ext.strategies.waiting import reporting_absent_peers
+from tfdist_ext.strategies.resolvers import Cluster, call_with_timeout
 
-__all__ = ["speaks_grpc", "tpu"]
+__all__ = ["tpu"]
 
 LOOKUP_SECONDS = 30.0  # Google Cloud's metadata server and TPU API, which TensorFlow asks unbounded
 REACH_SECONDS = 10.0
-
-# A server answers with its own settings: a frame of type 4, after 3 bytes with its length.
-_LENGTH, _SETTINGS = 3, b"\x04"
 
 
 def tpu(
@@ -74,51 +69,31 @@ def _connected(
         spec = call_with_timeout(LOOKUP_SECONDS, resolver.cluster_spec)
     except Exception as error:
         raise _not_found(name, error) from error
-    tasks = {
-        f"{job}:{index}": address
-        for job, addresses in (spec.as_dict() if spec else {}).items()
-        for index, address in enumerate(addresses)
-    }
-    for address in tasks.values():
+    jobs = spec.as_dict() if spec else {}
+    addresses = [address for tasks in jobs.values() for address in tasks]
+    for address in addresses:
         # TensorFlow tries to connect forever, and reports nothing.
-        if why := speaks_grpc(address, REACH_SECONDS):
+        if not _is_server(address):
             raise StrategyError(
-                f"no TPU found at {name}: {address} {why}. {_seen()} Is the TPU running, is its"
-                " address right, may this host reach it?"
+                f"no TPU found at {name}: no TPU server answers at {address}. {_seen()} Is the TPU"
+                " running, is its address right, may this host reach it?"
             )
     try:
-        with reporting_absent_peers("this process", tasks, name):
-            tf.config.experimental_connect_to_cluster(resolver)
-            tf.tpu.experimental.initialize_tpu_system(resolver)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         raise _not_found(name, error) from error
     return tf.distribute.TPUStrategy(resolver)
 
 
-def speaks_grpc(address: str, seconds: float) -> str | None:
-    """None where a gRPC server answers; otherwise what was wrong, to follow the address."""
-
-    def ask() -> str | None:
-        host, _, port = address.rpartition(":")
-        try:
-            server = socket.create_connection((host.strip("[]"), int(port)), seconds)
-        except (OSError, ValueError, OverflowError) as error:
-            return f"cannot be connected to ({error})"
-        with server, server.makefile("rb") as answer:
-            try:
-                server.sendall(PREFACE)
-                start = answer.read(_LENGTH + 1)
-            except TimeoutError:
-                return f"accepts connections, but said nothing for {seconds:g} s"
-            except OSError as error:
-                return f"broke the connection ({error})"
-        return None if start[_LENGTH:] == _SETTINGS else "answers, but does not speak gRPC"
-
+def _is_server(address: str) -> bool:
     try:
-        # Looking up a host's name has no limit of its own.
-        return call_with_timeout(2 * seconds + 1, ask)
-    except TimeoutError as error:
-        return f"cannot be looked at ({error})"
+        connection = Connection(address)
+    except AddressError:
+        return False
+    state, _ = connection.ask({}, REACH_SECONDS)
+    connection.close()
+    return state == STARTED
 
 
 def _not_found(name: str, error: BaseException) -> StrategyError:

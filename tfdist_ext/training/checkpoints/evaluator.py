@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.reports import say
+from tfdist_ext.cluster.liveness.watching import GONE, TaskWatch
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
-from tfdist_ext.strategies.serving import RoleEnded
+from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
 from tfdist_ext.training.checkpoints.atomic_write import (
     AnyPath,
     check_writable,
@@ -107,10 +108,10 @@ def _restored(
 ) -> Iterator[Progress]:
     """Restore the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)
-    leader = None if driver is None else Presence(me, *driver, cluster.source)
+    leader = None if driver is None else TaskWatch(*driver, COORDINATOR_SILENT)
     had: set[tuple[str, int]] = set()
     while True:
-        gone = leader is not None and leader.gone  # asked before the index is read
+        gone = leader is not None and leader.state == GONE  # asked before the index is read
         index = Index.read(folder)
         new = [(name, at.step) for name, at in index.checkpoints.items()]
         new = [checkpoint for checkpoint in new if checkpoint not in had]
@@ -137,6 +138,7 @@ def _restored(
             time.sleep(_LOOK_EVERY)
             if leader is not None:
                 leader.look()
+                leader.report_wait(me, cluster.source)
 
 
 def _log_dir(callbacks: Callbacks, folder: AnyPath) -> tuple[AnyPath, str]:
