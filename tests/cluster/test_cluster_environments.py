@@ -313,7 +313,7 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     # (why, variables, changes: None takes one out, fragment of the message)
     ("no counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, "TASKS_PER_NODE is not set"),
     ("bad counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, 'Write it as "2(x3),1"'),
-    ("bad hosts", _SRUN, {"SLURM_STEP_NODELIST": "n[1"}, "not a host list at character 2"),
+    ("bad hosts", _SRUN, {"SLURM_STEP_NODELIST": "n[1"}, "is not a host list"),
     ("fewer hosts", _SRUN, {"SLURM_STEP_NODELIST": "a"}, "a host for each count"),
     ("rank in words", _SRUN, {"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number"),
     ("rank too high", _SRUN, {"SLURM_PROCID": "3"}, "must be below 3, the tasks"),
