@@ -158,7 +158,7 @@ class _End:
 
 
 # (what was found, looks in a row that must find it, kind, task and text of the end it leads to)
-_Finding: TypeAlias = tuple[Hashable, int, str, str, str]
+_Finding: TypeAlias = tuple[Hashable, float, str, str, str]
 
 _STATUS = {
     "gone": "is gone: nothing listens at its address {} (it ended, crashed or was killed, or its"
@@ -465,13 +465,13 @@ class PeerMonitor(TaskStatus):
             if other.abandoned and other.number < position.number:
                 # Another thread may take over, so it has as long as others have at the exit.
                 when = f"left at {_clock(other.since)}: the thread that trained there has ended"
-                yield (task, "left"), int(LEAVE_LIMIT), "left", task, f"{task} {when}"
+                yield (task, "left"), LEAVE_LIMIT, "left", task, f"{task} {when}"
             elif other.limit and not other.is_at(position):
                 # It watches itself, unless its threads do not run, as one holds Python's lock.
                 text = f"{task} has stalled{other.since_when()}"
-                yield (task, other), int(other.limit + _DEAF), "stalled", task, text
+                yield ("stalled", task, other), other.limit + _DEAF, "stalled", task, text
 
-    def _alarm(self, finding: Hashable, position: Position, looks: int = _LOOKS) -> bool:
+    def _alarm(self, finding: Hashable, position: Position, looks: float) -> bool:
         """Whether several looks in a row found this, in a barrier that has not ended."""
         found, look = self._alarms.get(finding, (0, 0))
         found = found + 1 if look == self._looks - 1 else 1
