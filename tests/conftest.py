@@ -37,7 +37,7 @@ LONG = (
     "test_exact_steps.py",
     "test_checkpoints.py",
     "test_plugin.py",
-    "test_peers.py",
+    "test_barriers.py",
     "test_sharded_workers.py",
     "test_parameter_server_exact.py",
     "test_callbacks_in_cluster.py",
