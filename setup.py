@@ -19,6 +19,7 @@ setup(
         "tensorflow>=2.20,<2.22",
         "keras>=3.12,<3.16",
         "absl-py",
+        "grpcio",
     ],
     extras_require={
         # Since 2.21 TensorFlow does not bring it, and writes no scalars without it.

@@ -8,8 +8,8 @@ import sys
 import time
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.cards import card_of, tasks_of
-from tfdist_ext.cluster.preflight import UNKNOWN, Late, PreflightError, preflight
+from tfdist_ext.cluster.liveness.preflight import UNKNOWN, Late, PreflightError, preflight
+from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
 from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.launch.options import seconds
 
@@ -43,14 +43,14 @@ def run_check_command(options: argparse.Namespace, _: list[str]) -> int:
     if str(cluster.task) not in tasks:
         print("an evaluator takes no part in the cluster; nothing to check")
         return 0
-    card = card_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
+    info = info_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
     try:
-        preflight(card, wait=options.wait, show=_Progress().show)
+        preflight(info, wait=options.wait, show=_Progress().show).close()
     except PreflightError as error:
         within = f" within {options.wait:g} s" if error.missing else ""
-        print(f"tfdist check: {card.task}: {error}{within}", file=sys.stderr)
+        print(f"tfdist check: {info.task}: {error}{within}", file=sys.stderr)
         return 1
-    versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     print(f"all {len(tasks)} tasks are ready, with the same cluster and {versions}")
     return 0
 

@@ -159,13 +159,6 @@ def test_every_task_sees_one_cluster_and_itself_in_it(
     assert [a.rpartition(":")[0] for a in views[0].jobs["worker"]] == hosts  # type: ignore[union-attr]
 
 
-def test_two_tasks_on_a_node_get_two_ports_from_one_base() -> None:
-    envs = srun({"a": [0, 1], "b": [2]}, "a,b", "2,1", TFDIST_PORT_BASE="9000")
-    config = ClusterConfig.from_env(envs[0])
-    assert config is not None
-    assert config.jobs == {"worker": ("a:9000", "a:9001", "b:9000")}
-
-
 def test_jobs_and_steps_that_share_a_node_get_other_ports() -> None:
     env = srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0]
 
@@ -198,23 +191,6 @@ def test_the_port_base_can_be_chosen(env: Env, port: int) -> None:
     assert config.address.endswith(f":{port}")
 
 
-SOURCES = (
-    ({"TF_CONFIG": TF_CONFIG}, "TF_CONFIG"),
-    (srun({"a": [0], "b": [1]}, "a,b", "1(x2)")[0], "Slurm (SLURM_JOB_ID=17)"),
-    (mpirun([2])[1], "Open MPI (OMPI_COMM_WORLD_RANK=1)"),
-    (job_pods(2)[1], "Kubernetes (JOB_COMPLETION_INDEX=1)"),
-    (jobset_pods("worker=2,ps=1,chief=1")[2], "Kubernetes (JobSet train, ps:0)"),
-    (training_job(["algo-1", "algo-2"])[1], "SageMaker (SM_CURRENT_HOST=algo-2)"),
-)
-
-
-@pytest.mark.parametrize(("env", "source"), SOURCES)
-def test_a_config_says_where_it_came_from(env: Env, source: str) -> None:
-    config = ClusterConfig.from_env(env)
-    assert config is not None
-    assert config.source == source
-
-
 @pytest.mark.parametrize(
     ("tasks", "more", "service"),
     [
@@ -241,16 +217,6 @@ def test_pods_of_a_jobset_find_each_other(tasks: str, more: Env, service: str) -
             **jobs,
             "evaluator": (f"train-evaluator-0-0.{service}:22222",),
         }
-
-
-def test_a_pod_of_a_jobset_on_the_network_of_its_machine() -> None:
-    env = jobset_pods("chief=1,worker=2", HOSTNAME="machine7", TFDIST_JOB_NAME="my-train-worker-0")[
-        2
-    ]
-    config = ClusterConfig.from_env(env)
-    assert config is not None
-    assert config.task == Task("worker", 1)
-    assert config.address == "my-train-worker-0-1.my-train:22222"
 
 
 def test_ranks_of_srun_get_the_roles_of_tfdist_tasks() -> None:
@@ -313,58 +279,36 @@ REFUSED: tuple[tuple[str, Env, dict[str, str | None], str], ...] = (
     # (why, variables, changes: None takes one out, fragment of the message)
     ("no counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, "TASKS_PER_NODE is not set"),
     ("bad counts", _SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, 'Write it as "2(x3),1"'),
-    ("bad hosts", _SRUN, {"SLURM_STEP_NODELIST": "n[1"}, "not a host list at character 2"),
+    ("bad hosts", _SRUN, {"SLURM_STEP_NODELIST": "n[1"}, "is not a host list"),
     ("fewer hosts", _SRUN, {"SLURM_STEP_NODELIST": "a"}, "a host for each count"),
-    ("rank in words", _SRUN, {"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number"),
     ("rank too high", _SRUN, {"SLURM_PROCID": "3"}, "must be below 3, the tasks"),
     ("another total", _SRUN, {"SLURM_STEP_NUM_TASKS": "4"}, "must be 3, the sum of"),
     ("another node", _SRUN, {"SLURM_NODEID": "1"}, "SLURM_NODEID must be '0'"),
-    ("another place on the node", _SRUN, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID must be '1'"),
-    ("another host", _SRUN, {"SLURMD_NODENAME": "b"}, "SLURMD_NODENAME must be 'a'"),
     ("arbitrary", _SRUN, {"SLURM_DISTRIBUTION": "arbitrary"}, "--distribution=block"),
     ("cyclic, unsaid, rank 0", _CYCLIC[0], {}, "SLURM_GTIDS must be '0,1'"),
-    ("cyclic, unsaid, rank 1", _CYCLIC[1], {}, "SLURM_NODEID must be '0'"),
-    ("cyclic, unsaid, rank 3", _CYCLIC[3], {}, "SLURM_GTIDS must be '2,3'"),
     ("no plane size", _SRUN, {"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE is not set"),
-    ("a job id in words", _SRUN, {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID must be a whole number"),
     ("bad port base", _SRUN, {"TFDIST_PORT_BASE": "http"}, "TFDIST_PORT_BASE must be a whole"),
     ("other tasks", _SRUN, {"TFDIST_TASKS": "chief=1,worker=1"}, "as many tasks as were"),
     ("no room for ports", _SRUN, {"TFDIST_PORT_BASE": "65535"}, "leave room for 2 ports"),
     ("a host no one can dial", _SRUN, {"SLURM_STEP_NODELIST": "a/b,b", "SLURMD_NODENAME": None},
      "cluster.worker[0] has a host name"),
     ("hosts unknown", _MPI, {}, "TFDIST_HOSTS is not set, and not all 3 ranks run on this machine"),
-    ("no local size", mpirun([2])[0], {"OMPI_COMM_WORLD_LOCAL_SIZE": None}, "TFDIST_HOSTS is not"),
     ("no size", _MPI, {"OMPI_COMM_WORLD_SIZE": None}, "OMPI_COMM_WORLD_SIZE is not set"),
     ("size 0", _MPI, {"OMPI_COMM_WORLD_SIZE": "0"}, "must be a possible number of tasks"),
-    ("a huge size", _MPI, {"OMPI_COMM_WORLD_SIZE": "9" * 18}, "must be a possible number of tasks"),
     ("rank past the end", _MPI, {"OMPI_COMM_WORLD_RANK": "3"}, "must be below"),
     ("ports for slots", _MPI, {"TFDIST_HOSTS": "n1:2222,n2:2222"}, "not 4444"),
-    ("too few slots", _MPI, {"TFDIST_HOSTS": "n1,n2"}, "not 2"),
-    ("no slots", _MPI, {"TFDIST_HOSTS": "n1:3,n2:0"}, "must have no entry like 'n2:0'"),
-    ("an empty entry", _MPI, {"TFDIST_HOSTS": "n1:3,"}, "must have no entry like ''"),
     ("laid out by node", _MPI, {"TFDIST_HOSTS": "n1,n2,n1"}, "LOCAL_RANK must be 0"),
     ("other local size", _MPI, {"TFDIST_HOSTS": "n1:3"}, "LOCAL_SIZE must be 3"),
     ("no job size", _PODS, {"TFDIST_JOB_SIZE": None}, "TFDIST_JOB_SIZE is not set"),
     ("no service", _PODS, {"TFDIST_JOB_SERVICE": None}, "TFDIST_JOB_SERVICE is not set"),
-    ("no host name", _PODS, {"HOSTNAME": None}, "HOSTNAME must be <job>-1"),
     ("another host name", _PODS, {"HOSTNAME": "machine7"}, "Set TFDIST_JOB_NAME"),
-    ("only the index", _PODS, {"HOSTNAME": "-1"}, "HOSTNAME must be <job>-1"),
     ("index past the end", _PODS, {"TFDIST_JOB_SIZE": "1"}, "below TFDIST_JOB_SIZE, 1"),
-    ("index in words", _PODS, {"JOB_COMPLETION_INDEX": "x"}, "INDEX must be a whole number"),
-    ("no number", _JOBSET, {"TFDIST_TASKS": "worker=two"}, "must be job=number of tasks"),
-    ("no tasks", _JOBSET, {"TFDIST_TASKS": "worker=2,ps=0"}, "must be job=number of tasks"),
     ("a role twice", _JOBSET, {"TFDIST_TASKS": "worker=2,worker=2"}, "of chief, worker, ps"),
-    ("another role", _JOBSET, {"TFDIST_TASKS": "master=1,worker=2"}, "of chief, worker, ps"),
     ("a role it has not", _JOBSET, {"TFDIST_TASKS": "chief=1"}, "Call each replicatedJob"),
     ("too few of its role", _JOBSET, {"TFDIST_TASKS": "worker=1"}, "the number of worker"),
     ("a second replica", _JOBSET, {"HOSTNAME": "train-worker-1-1"}, "with replicas: 1"),
     ("no jobset", _JOBSET, {"HOSTNAME": "worker-0-1"}, "must be <jobset>-<job>-0-1, of a job"),
-    ("a machine's name", _JOBSET, {"HOSTNAME": "machine7"}, "Set TFDIST_JOB_NAME"),
-    ("ps without workers", jobset_pods("chief=1,ps=1")[0], {}, "cluster.ps must have workers"),
     ("not JSON", _SM, {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS: is not JSON at line 1"),
-    ("not a list", _SM, {"SM_HOSTS": '"algo-1"'}, "must be a JSON list of host names"),
-    ("no hosts", _SM, {"SM_HOSTS": "[]"}, "must be a JSON list of host names"),
-    ("not names", _SM, {"SM_HOSTS": "[1]"}, "must be a JSON list of host names"),
     ("no current host", _SM, {"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST is not set"),
     ("no name", _SM, {"SM_HOSTS": '["algo-2", "a b"]'}, "must have host names"),
     ("a host twice", _SM, {"SM_HOSTS": '["algo-2", "algo-2"]'}, "must have each host once"),
@@ -412,18 +356,6 @@ def test_precedence() -> None:
         del left[name]
 
 
-def test_an_empty_tf_config_does_not_hide_the_others() -> None:
-    config = ClusterConfig.from_env({"TF_CONFIG": "", **mpirun([2])[1]})
-    assert config is not None
-    assert config.source.startswith("Open MPI")
-
-
-def test_one_worker_in_tf_config_is_a_cluster() -> None:
-    config = ClusterConfig.from_env({"TF_CONFIG": ONE_WORKER})
-    assert config is not None
-    assert config.num_tasks == 1
-
-
 def test_the_description_names_every_environment_in_order() -> None:
     lines = describe_environments({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
     assert [name for name, _ in lines] == [*ORDER, "TPU"]
@@ -435,14 +367,6 @@ def test_the_description_names_every_environment_in_order() -> None:
         "Kubernetes": "JOB_COMPLETION_INDEX is not set",
         "TPU": "TPU 'local'",
     }
-
-
-def test_a_tpu_is_named_apart() -> None:
-    assert tpu.detect({}) is None
-    assert tpu.detect({"TPU_NAME": "local"}) == tpu.TpuSignal("local", source="TPU_NAME='local'")
-    signal = tpu.detect({"TPU_NAME": "t1", "TPU_ZONE": "us-central1-b", "TPU_PROJECT": "p"})
-    assert signal == tpu.TpuSignal("t1", "us-central1-b", "p", "TPU_NAME='t1'")
-    assert ClusterConfig.from_env({"TPU_NAME": "t1"}) is None
 
 
 _PIECES = st.sampled_from(["0", "1", "2", "a", "b", "n[1-2]", "(x2)", ",", ":", "-", "[", "]", '"'])

@@ -6,7 +6,7 @@ strategy_missing_peer.py NAME [SECONDS TO WAIT]
 import sys
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import waiting
+from tfdist_ext.cluster.liveness import reports
 
-waiting.FIRST_AFTER = 0.5
+reports.FIRST_AFTER = 0.5
 tfd.create_strategy(sys.argv[1], wait=float(sys.argv[2]) if sys.argv[2:] else None)

@@ -76,9 +76,9 @@ def different_calls():
 
 
 if event == "leaves its thread":
-    from tfdist_ext.training.agreement import peers
+    from tfdist_ext.training.agreement import barriers
 
-    peers.LEAVE_LIMIT = 3.0
+    barriers.LEAVE_LIMIT = 3.0
 
     def train():
         for _ in range(1 if rank == victim else 2):

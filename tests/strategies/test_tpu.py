@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import tpu
-from tfdist_ext.strategies.tpu import why_unreachable
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +28,9 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_tensorflow_s_own_server_is_reached() -> None:
-    server = tf.distribute.Server.create_local_server()
-    assert why_unreachable(server.target.removeprefix("grpc://"), 5.0) == ""
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "127.0.0.1:x", "127.0.0.1:99999"])
-def test_an_address_without_a_server(address: str) -> None:
-    assert "cannot be connected to" in why_unreachable(address, 0.3)
+def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
+    with pytest.raises(tfd.StrategyError, match=f"no TPU server answers at {silent}"):
+        tfd.create_strategy("tpu", tpu=f"grpc://{silent}")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,8 @@ def test_an_address_without_a_server(address: str) -> None:
     [
         ({}, ["TPU_NAME is not set and tpu= was not given", "Devices seen are CPU:0, CPU:1"]),
         ({"tpu": "local"}, ["no TPU found at 'local'", "TPUs not found", "Devices seen are CPU:0"]),
-        ({"tpu": "grpc://127.0.0.1:1"}, ["127.0.0.1:1 cannot be connected to", "refused"]),
+        ({"tpu": "grpc://127.0.0.1:1"}, ["no TPU server answers at 127.0.0.1:1"]),
+        ({"tpu": "grpc://nonsense"}, ["no TPU server answers at nonsense"]),
         ({"tpu": "127.0.0.1:8470"}, ["under the name '127.0.0.1:8470'", "as 'grpc://host:port'"]),
         ({"tpu": "my-tpu"}, ["no TPU found under the name 'my-tpu'", "refused", "zone="]),
         ({"tpu": "my-tpu", "zone": "z", "project": "p"}, ["no TPU found at 'my-tpu'", "client"]),
@@ -58,11 +53,6 @@ def test_it_says_why_and_soon(options: dict[str, Any], words: list[str]) -> None
     assert time.monotonic() - started < 3
     for word in words:
         assert word in str(error.value)
-
-
-def test_a_server_that_is_silent_does_not_hang_us(silent: str) -> None:
-    with pytest.raises(tfd.StrategyError, match=r"does not speak gRPC within 0\.3 s"):
-        tfd.create_strategy("tpu", tpu=f"grpc://{silent}")
 
 
 def test_a_metadata_server_that_is_silent_does_not_hang_us(

@@ -13,9 +13,9 @@ import re
 from tfdist_ext.cluster.jobs import MAX_INDEX
 from tfdist_ext.messages import refuse, shown
 
-_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")  # a comma inside brackets does not end it
-_PART = re.compile(r"\[([^\[\]]*)\]|[^\[\]]+")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RANGES = r"\[([0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*)\]"
+_PART = re.compile(rf"{_RANGES}|([^\[\],\s]+)")
+_ITEM = re.compile(rf"(?:{_RANGES}|[^\[\],\s])+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -32,9 +32,13 @@ def expand_hosts(text: str, name: str, where: str) -> list[str]:
             1,000,000 hosts or more.
     """
     hosts: list[str] = []
-    for item in _items(text, name, where):
+    items = [match[0] for match in _ITEM.finditer(text)]
+    if not items or ",".join(items) != text:
+        advice = 'Write it as Slurm does: "n[001-003,07],login".'
+        raise refuse(where, f"{name} is not a host list", text, advice)
+    for item in items:
         parts = [
-            [part[0]] if part[1] is None else _expand_ranges(part[1], text, name, where)
+            _expand_ranges(part[1], text, name, where) if part[1] else [part[2]]
             for part in _PART.finditer(item)
         ]
         if len(hosts) + math.prod(len(part) for part in parts) > MAX_INDEX:
@@ -64,30 +68,15 @@ def expand_counts(text: str, name: str, where: str) -> list[int]:
     return counts
 
 
-def _items(text: str, name: str, where: str) -> list[str]:
-    items: list[str] = []
-    position = 0
-    while match := _ITEM.match(text, position):
-        items.append(match[0])
-        position = match.end()
-        if position == len(text):
-            return items
-        if text[position] != ",":
-            break
-        position += 1
-    advice = 'Write it as Slurm does: "n[001-003,07],login".'
-    raise refuse(where, f"{name} is not a host list at character {position + 1}", text, advice)
-
-
 def _expand_ranges(ranges: str, text: str, name: str, where: str) -> list[str]:
     numbers: list[str] = []
     for item in ranges.split(","):
-        match = _RANGE.fullmatch(item)
-        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(high) < int(low):
+        low, _, high = item.partition("-")
+        first, last = int(low), int(high or low)
+        if last < first:
             what = f"{name} has the range {shown(item)}"
             raise refuse(where, what, text, 'Write ranges upwards: "[001-003,07]".')
-        if len(numbers) + int(high) - int(low) >= MAX_INDEX:
+        if len(numbers) + last - first >= MAX_INDEX:
             raise refuse(where, f"{name} must list fewer hosts", text, "Check the ranges.")
-        numbers.extend(str(n).zfill(len(low)) for n in range(int(low), int(high) + 1))
+        numbers.extend(str(n).zfill(len(low)) for n in range(first, last + 1))
     return numbers

@@ -13,18 +13,23 @@ import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.cluster_start import (
+    connecting,
+    run_preflight,
+    start_failures_in_words,
+)
 from tfdist_ext.strategies.cores import share_cores
-from tfdist_ext.strategies.meeting import meet
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
-from tfdist_ext.strategies.serving import serve, serves, tell_servers, watch_servers
-from tfdist_ext.strategies.start_failures import start_failures_in_words
-from tfdist_ext.strategies.waiting import reporting_absent_peers
+from tfdist_ext.strategies.serving import (
+    end_sessions_at_exit,
+    open_sessions,
+    serve,
+    serves,
+    watch_servers,
+)
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
-
-# Seconds for TensorFlow to connect to tasks that have all answered, where the wait is limited.
-_CONNECT = 60.0
 
 
 def multi_worker_mirrored(
@@ -61,15 +66,14 @@ def multi_worker_mirrored(
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     here = identity(described.address)[0]
     share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
-    with _sigterm_kept():
-        return _made(
-            described,
-            lambda: tf.distribute.MultiWorkerMirroredStrategy(
+    with start_failures_in_words(described):
+        endpoint = run_preflight(described, wait, first=True)
+        if endpoint is not None:
+            endpoint.free_port()
+        with _sigterm_kept(), connecting():
+            return tf.distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver_of(cluster), communication_options=options
-            ),
-            wait,
-            first=True,
-        )
+            )
 
 
 def parameter_server(
@@ -104,11 +108,15 @@ def parameter_server(
     if serves(described):
         serve(cluster, wait)
     placer = placer_for(placement, partitioner, len(described.jobs["ps"]))
-    watcher = watch_servers(described)
-    strategy = _made(
-        described, lambda: PlacedParameterServers(resolver_of(cluster), placer, watcher), wait
-    )
-    strategy.tell_stalled = tell_servers(described)
+    with start_failures_in_words(described):
+        endpoint = run_preflight(described, wait)
+        if endpoint is not None:
+            endpoint.free_port()
+        sessions = open_sessions(described)
+        watcher = watch_servers(described)
+        with connecting():
+            strategy = PlacedParameterServers(resolver_of(cluster), placer, watcher)
+    strategy.tell_stalled = end_sessions_at_exit(described, sessions)
     _Coordinator(strategy)  # TensorFlow keeps it, and would make its own
     return strategy
 
@@ -166,29 +174,3 @@ def _complete(strategy: str, cluster: Cluster) -> Described:
             " list each of them, numbered from 0."
         )
     return described
-
-
-def _made(
-    described: Described, make: Callable[[], Any], wait: float | None, *, first: bool = False
-) -> tf.distribute.Strategy:
-    """Call TensorFlow when all tasks are there, and put its known failures in words.
-
-    Args:
-        wait: seconds to wait for the other tasks; None: 300, and no limit for what TensorFlow does.
-        first: it must be made before TensorFlow starts.
-    """
-    with start_failures_in_words(described):
-        meet(described, wait, first=first)
-    me = str(described.task or "this process")
-    # An evaluator takes no part in the connections of the training.
-    peers = {
-        task: address
-        for task, address in described.addresses.items()
-        if task != me and not task.startswith("evaluator")
-    }
-    limit = None if wait is None else wait + _CONNECT
-    with (
-        start_failures_in_words(described),
-        reporting_absent_peers(me, peers, described.source, limit=limit),
-    ):
-        return make()

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.watching import Watcher
 from tfdist_ext.messages import shown
 from tfdist_ext.placement import (
     Balanced,
@@ -20,7 +21,6 @@ from tfdist_ext.placement import (
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
 from tfdist_ext.strategies._tf_private import servers_extended
-from tfdist_ext.strategies.heartbeat import Watcher
 
 __all__ = ["PlacedParameterServers", "placer_for"]
 

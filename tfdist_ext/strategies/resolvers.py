@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -12,9 +14,17 @@ from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.cluster.jobs import Jobs
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import counted
-from tfdist_ext.strategies.timeouts import call_with_timeout
 
-__all__ = ["Cluster", "Described", "describe", "describe_if_known", "resolver_of"]
+__all__ = [
+    "Cluster",
+    "Described",
+    "call_with_timeout",
+    "describe",
+    "describe_if_known",
+    "resolver_of",
+]
+
+Result = TypeVar("Result")
 
 # What describes a cluster; None: no cluster.
 Cluster: TypeAlias = "ClusterConfig | tf.distribute.cluster_resolver.ClusterResolver | None"
@@ -110,6 +120,28 @@ def describe(cluster: Cluster) -> Described:
         return Described(Jobs(jobs, source), None, source)
     task = Task(task_type, 0 if task_id is None else task_id)
     return Described(ClusterConfig(jobs, task, source=source).jobs, task, source)
+
+
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return or raise what `call` does, within a time limit.
+
+    It runs in a daemon thread, which is left behind after a timeout.
+
+    Raises:
+        TimeoutError: it took longer than `seconds`.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="tfdist-bounded", daemon=True).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()
 
 
 def describe_if_known(cluster: Cluster) -> Described | None:

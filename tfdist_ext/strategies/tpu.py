@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-
-import grpc
 import tensorflow as tf
 
+from tfdist_ext.cluster.addresses import AddressError
+from tfdist_ext.cluster.liveness.wire import STARTED, Connection
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.devices import seen_devices
-from tfdist_ext.strategies.resolvers import Cluster
-from tfdist_ext.strategies.timeouts import call_with_timeout
+from tfdist_ext.strategies.resolvers import Cluster, call_with_timeout
 
-__all__ = ["tpu", "why_unreachable"]
+__all__ = ["tpu"]
 
 LOOKUP_SECONDS = 30.0  # Google Cloud's metadata server and TPU API, which TensorFlow asks unbounded
 REACH_SECONDS = 10.0
@@ -62,12 +60,13 @@ def _connected(
     except Exception as error:
         raise _not_found(name, error) from error
     jobs = spec.as_dict() if spec else {}
-    for address in (address for addresses in jobs.values() for address in addresses):
+    addresses = [address for tasks in jobs.values() for address in tasks]
+    for address in addresses:
         # TensorFlow tries to connect forever, and reports nothing.
-        if why := why_unreachable(address, REACH_SECONDS):
+        if not _is_server(address):
             raise StrategyError(
-                f"no TPU found at {name}: {address} {why}. {_seen()} Is the TPU running, is its"
-                " address right, may this host reach it?"
+                f"no TPU found at {name}: no TPU server answers at {address}. {_seen()} Is the TPU"
+                " running, is its address right, may this host reach it?"
             )
     try:
         tf.config.experimental_connect_to_cluster(resolver)
@@ -77,24 +76,14 @@ def _connected(
     return tf.distribute.TPUStrategy(resolver)
 
 
-def why_unreachable(address: str, seconds: float) -> str:
-    """ "" if a gRPC server answers; otherwise what was wrong, to follow the address."""
-
-    def connect() -> None:
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
-
+def _is_server(address: str) -> bool:
     try:
-        # Looking up a host's name has no limit of its own.
-        call_with_timeout(2 * seconds + 1, connect)
-    except (OSError, ValueError, OverflowError) as error:
-        return f"cannot be connected to ({error})"
-    with grpc.insecure_channel(address) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(seconds)
-        except grpc.FutureTimeoutError:
-            return f"accepts connections, but does not speak gRPC within {seconds:g} s"
-    return ""
+        connection = Connection(address)
+    except AddressError:
+        return False
+    state, _ = connection.ask({}, REACH_SECONDS)
+    connection.close()
+    return state == STARTED
 
 
 def _not_found(name: str, error: BaseException) -> StrategyError:

@@ -76,7 +76,7 @@ class Loop:
                 pace = program.paces.setdefault(data.batch_size, pace)
             logs: Logs = {}
             done, seconds = 0, 0.0
-            with peers.meeting(f"{where}before its first step"):
+            with peers.barrier(f"{where}before its first step"):
                 # Told to stop before the first batch, Keras still runs that one.
                 one_only = self._reduction.any_worker(self._stopped)
                 program.reset(resume=data.completed > 0)
@@ -91,7 +91,7 @@ class Loop:
                 started = time.perf_counter()
                 with (
                     explaining_shape_errors(data.element_spec, self._reduction.replicas),
-                    peers.meeting(f"{where}steps after {done}"),
+                    peers.barrier(f"{where}steps after {done}"),
                 ):
                     result = program.run(data, n, seconds, told=peers.told_to_end)
                 seconds = time.perf_counter() - started
@@ -108,7 +108,7 @@ class Loop:
                 self._end(data.completed + done - 1, logs)
                 stop = self._stopped or one_only
                 if self._by_batch:
-                    with peers.meeting(f"{where}stop after {done}?"):
+                    with peers.barrier(f"{where}stop after {done}?"):
                         stop = self._reduction.any_worker(stop)
                 peers.enters("checkpoint")
                 if self._listener is not None:  # after callbacks, whose state it may write
@@ -158,7 +158,7 @@ def predict(
             try:
                 with (
                     explaining_shape_errors(data.element_spec, engine.reduction.replicas),
-                    engine.reduction.peers.meeting(f"batch {done}"),
+                    engine.reduction.peers.barrier(f"batch {done}"),
                 ):
                     outputs = next(each)
             except StopIteration:

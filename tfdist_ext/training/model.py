@@ -27,6 +27,7 @@ from tfdist_ext.strategies import create_strategy
 from tfdist_ext.strategies.explanation import evaluates, is_apart
 from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
+from tfdist_ext.training.agreement.barriers import peers_of
 from tfdist_ext.training.agreement.equality import (
     check_equal_arrays,
     check_equal_calls,
@@ -34,7 +35,6 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_versions,
     first_batch_comparison,
 )
-from tfdist_ext.training.agreement.peers import peers_of
 from tfdist_ext.training.building.build import (
     adopt,
     batch_normalization_layers,
@@ -323,7 +323,7 @@ class DistributedModel(SavingMixin):
             peers.enters("callbacks")
             hooks.on_epoch_end(epoch, logs)
             peers.enters("checkpoint")
-            with self._reduction.peers.meeting(f"epoch {epoch + 1}, its end"):
+            with self._reduction.peers.barrier(f"epoch {epoch + 1}, its end"):
                 flags = np.array([model.stop_training, peers.told_to_end], np.int32)
                 stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
                 self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
@@ -339,7 +339,7 @@ class DistributedModel(SavingMixin):
         peers.enters("callbacks")
         hooks.on_train_end(logs)
         peers.enters("checkpoint")
-        with self._reduction.peers.meeting("its end"):
+        with self._reduction.peers.barrier("its end"):
             # Wait: the chief's callbacks may still write.
             told = self._reduction.any_worker(peers.told_to_end)
         saved.training_is_done(logs)

@@ -162,7 +162,7 @@ class TaskStatus:
         """Scope of a public call."""
         return contextlib.nullcontext() if self._phases is None else self._phases.of_call()
 
-    def meeting(self, detail: str = "") -> AbstractContextManager[None]:
+    def barrier(self, detail: str = "") -> AbstractContextManager[None]:
         """Scope in which this task waits for the others."""
         return contextlib.nullcontext()
 

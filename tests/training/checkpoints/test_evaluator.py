@@ -175,14 +175,14 @@ def test_a_training_that_crashes_ends_it_with_138(
         return evaluate(**arguments)
 
     model.evaluate = evaluate_and_crash  # type: ignore[method-assign]
-    seen = evaluator.Presence.__init__
+    made = evaluator.TaskWatch.__init__
 
-    def was_seen(self: Any, *args: Any) -> None:
-        seen(self, *args)
-        self.seen = True
+    def made_and_seen(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.seen()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator.Presence, "__init__", was_seen)
+        patch.setattr(evaluator.TaskWatch, "__init__", made_and_seen)
         assert _follow(model, chief) == RESTART
     assert [asked["of"] for asked in model.asked] == [0.5]
     said = capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""What must be equal on all workers, and whether they are alive.
+"""What must be equal on all workers, and barriers between workers that are alive.
 
-Here belong comparisons of calls, data and models, the other tasks' state, and SIGTERM.
-A single task passes none of it.
+A single task passes all of it.
 """

@@ -51,10 +51,7 @@ __all__ = [
     "from_each_worker",
 ]
 
-
 Value = Any  # what JSON holds; numbers are equal up to the noise of floats
-
-
 _RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import hashlib
 import inspect
@@ -12,7 +11,7 @@ import types
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -24,11 +23,8 @@ from tfdist_ext.training import _keras_private as kp
 __all__ = ["ModelDescription", "describe_array", "describe_model"]
 
 
-# Where a class or function is defined, what it was built for (variables tell), seeds (variables
-# that hold them follow the chief, and weights drawn with them do).
+# Modules, shapes (the variables show them), and seeds, whose variables follow the chief.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
-
-
 # Attributes that Keras sets on each layer or model.
 _OF_KERAS = {
     "predict_function",
@@ -47,15 +43,9 @@ _OF_KERAS = {
     "trainable",
     "unrolled_steps_per_execution",
 }
-
-
 # What is compiled as an object, and has a config.
 _COMPILED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
-
-
 _NUMBERED = re.compile(r"_\d+$")
-
-
 _PACKAGES = ("keras.", "tensorflow.", "tfdist_ext.", "builtins")
 
 
@@ -106,8 +96,7 @@ class ModelDescription:
 
     Attributes:
         certain: must be the same for the workers to train one model.
-        attributes: plain values that the user's own code has at hand (attributes of layers, what
-            functions refer to), which may not matter.
+        attributes: plain values of the user's own layers, which may not matter.
     """
 
     def __init__(self, names: _Names, with_code: bool):
@@ -165,37 +154,21 @@ class ModelDescription:
 
     def add_function(self, name: str, function: object) -> None:
         self.certain[name] = _name_of(function)
-        self.certain[f"code of {name}"] = self._code(name, function)
+        self.certain[f"code of {name}"] = self._code(function)
 
     def add_code_of_class(self, name: str, kind: type) -> None:
         """The methods. Other entries of a class come and go: Keras's saving adds annotations."""
         for base in filter(_is_own, kind.__mro__):
-            named = f"{base.__name__}, class of {name}"
-            codes = ((key, self._code(named, value)) for key, value in vars(base).items())
+            codes = ((key, self._code(value)) for key, value in vars(base).items())
             if methods := sorted((key, code) for key, code in codes if code):
-                self.certain[f"code of {named}"] = _digest(repr(methods))
+                self.certain[f"code of {base.__name__}, class of {name}"] = _digest(repr(methods))
 
-    def add_attribute(self, name: str, value: object) -> None:
-        """A value that may not matter, where it is a plain one."""
-        if isinstance(value, bool | int | float | str):
-            self.attributes[name] = self._plain(value)
-
-    def _code(self, name: str, function: object) -> str:
+    def _code(self, function: object) -> str:
         """A digest of a Python function's code; "" for anything else, or where it is left out."""
-        function = _python_function(function)
-        if function is None or not self._with_code:
+        python = _python_function(function)
+        if python is None or not self._with_code:
             return ""
-        code = repr(_of_code(function.__code__))
-        captured = function.__code__.co_freevars
-        for key, value in _references(function):
-            if isinstance(value, float) and key in captured:
-                code += f" {key} {value}"
-            self.add_attribute(f"{key}, which {name} refers to,", value)
-            if callable(value):
-                code += f" {key} {_name_of(value)}"
-                if (called := _python_function(value)) is not None:
-                    code += repr(_of_code(called.__code__))
-        return _digest(code)
+        return _digest(repr(_of_code(python.__code__)))
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -238,8 +211,8 @@ def _describe_layer(layer: keras.Layer, names: _Names, found: ModelDescription) 
         elif callable(value) and inspect.isroutine(value) and of_class is None:
             if own or _is_own(value):
                 found.add_function(f"{key} of {name}", value)
-        elif own and not key.startswith("_"):
-            found.add_attribute(f"attribute {key} of {name}", value)
+        elif own and not key.startswith("_") and isinstance(value, bool | int | float | str):
+            found.attributes[f"attribute {key} of {name}"] = value
 
 
 def _is_array(value: object) -> bool:
@@ -273,16 +246,6 @@ def _python_function(function: Any) -> types.FunctionType | None:
     function = getattr(function, "python_function", function)
     function = inspect.unwrap(getattr(function, "__func__", function))
     return function if isinstance(function, types.FunctionType) and _is_own(function) else None
-
-
-def _references(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Names and values of what a function captures, and of the globals that it names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is empty
-            yield name, cell.cell_contents
-    for instruction in dis.get_instructions(function):
-        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in function.__globals__:
-            yield instruction.argval, function.__globals__[instruction.argval]
 
 
 def _name_of(function: object) -> str:

@@ -1,13 +1,12 @@
-"""A training that stands still: noticed by the task itself, with the phase in which it does.
+"""A training that has stalled: detected by the task itself, which names its phase.
 
-Each task notes the phase that it is in. How long a phase may take is learned from the longest one
-of its kind so far, and is at least a multiple of the stall timeout: a trace or a callback may take
-longer than a step. A process that was stopped, or a laptop that slept, has not waited: only the
-ticks of a thread of this process count.
+Each task notes its current phase. The limit of a phase follows from the longest phase of its kind
+so far, and is at least a multiple of the stall timeout: a trace or a callback may take longer than
+a step. Only the ticks of a thread of this process count, because a process that was stopped, or a
+laptop that slept, has not waited.
 
-What happens then is the same everywhere: all tasks write the stacks of their Python threads to
-stderr, one sentence names the task and its phase, and the job ends with a status that means "start
-me again".
+Then all tasks write the stacks of their Python threads to stderr, one sentence names the task and
+its phase, and the job ends with a status that means "start me again".
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
-from tfdist_ext.strategies.waiting import say, show_stacks
 
 __all__ = [
     "Phases",
@@ -118,11 +117,11 @@ class Phases:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a task knows of an execution that it is in.
+    """The progress of a task in an execution that takes long.
 
     Attributes:
-        number: of the meeting.
-        batches: that it has read, in this process.
+        number: of the barrier.
+        batches: read so far in this process.
         python: the line of Python that TensorFlow has called, and waits for; "" for none.
     """
 
@@ -132,23 +131,23 @@ class Progress:
 
 
 def who_stalls(known: Mapping[str, Progress]) -> tuple[str, str]:
-    """(task, what it does) of those that keep the others; "" where none can be told from others.
+    """(task, description) of the tasks that hold up the others; "" where none stands out.
 
-    One that has read less than others waits for its data; one in which TensorFlow waits for Python
-    waits for that.
+    A task that has read less than others waits for its data; one in which TensorFlow waits for
+    Python waits for that.
     """
     least = min(progress.batches for progress in known.values())
     behind = [task for task, progress in known.items() if progress.batches == least]
     in_python = [task for task in behind if known[task].python]
-    keepers = in_python or behind
-    if len(keepers) == len(known):
+    causes = in_python or behind
+    if len(causes) == len(known):
         each = [f"{task} at {progress.python}" for task, progress in known.items() if in_python]
         at = f", {'; '.join(each)}" if each else ""
         return "", f"all workers have stalled{at}"
-    others = [f" with {', '.join(keepers[1:])}"] if keepers[1:] else []
-    does = "has stalled" if len(behind) == len(known) else "has stalled reading its data"
-    at = f", at {known[keepers[0]].python}" if in_python else ""
-    return keepers[0], f"{keepers[0]}{''.join(others)} {does}{at}"
+    others = f" with {', '.join(causes[1:])}" if causes[1:] else ""
+    reading = "" if len(behind) == len(known) else " reading its data"
+    at = f", at {known[causes[0]].python}" if in_python else ""
+    return causes[0], f"{causes[0]}{others} has stalled{reading}{at}"
 
 
 def watch(
@@ -156,29 +155,29 @@ def watch(
     phases: Phases,
     suspects: Callable[[], str] = lambda: "",
     tell_others: Callable[[], object] = lambda: None,
-    promise: Callable[[float, str], object] = lambda seconds, text: None,
+    heartbeat: Callable[[float, str], object] = lambda seconds, text: None,
 ) -> None:
-    """End a process that trains alone, or drives parameter servers, when it stands still.
+    """End a process that trains alone, or drives parameter servers, when it stalls.
 
     Args:
         me: this task, for messages; "" where it is no task of a cluster.
-        phases: its own; nobody watches any more when they are gone.
-        suspects: names those whom its steps wait for; "" where it does not know.
-        tell_others: that they should show their stacks, too.
-        promise: is told, again and again, within how many seconds it is told again, and what this
-            process is at: no thread of Python runs while TensorFlow holds Python's lock. 0: when it
-            comes to it.
+        phases: its own; the thread ends when they are gone.
+        suspects: names the tasks its steps wait for; "" where it does not know.
+        tell_others: makes them show their stacks, too.
+        heartbeat: called with the seconds until the next heartbeat at most, and a description of
+            the current phase; 0 for no limit. No Python thread runs while TensorFlow holds
+            Python's lock.
     """
     watched = weakref.ref(phases)
     del phases
 
     def look() -> None:
-        promised = False
+        beating = False
         while (phases := watched()) is not None:
-            if phases.name or promised:
-                promised = bool(phases.name)
+            if phases.name or beating:
+                beating = bool(phases.name)
                 left = phases.limit - phases.waited + _MARGIN
-                promise(left if promised else 0.0, f"{me} has stalled in {phases.name}")
+                heartbeat(left if beating else 0.0, f"{me} has stalled in {phases.name}")
             if phases.tick(_TICK):
                 text = f"{me or 'this process'} has stalled: {phases}"
                 waits_for = suspects() if phases.name == "steps" else ""
@@ -192,7 +191,7 @@ def watch(
 
 
 def end_to_be_restarted(text: str) -> None:
-    """End this process at once: what stands still answers to nothing else."""
+    """End this process at once; a process that has stalled answers to nothing else."""
     say(f"tfdist: {text}. The job ends, to be started again.")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -200,7 +199,7 @@ def end_to_be_restarted(text: str) -> None:
 
 
 def python_in_step() -> str:
-    """The line of Python that TensorFlow has called, in a step or a pipeline; "" for none."""
+    """The line of Python that TensorFlow runs in a step or a pipeline; "" for none."""
     for identifier, frame in sys._current_frames().items():
         if identifier == threading.get_ident():
             continue
@@ -219,7 +218,7 @@ _CALLS_PYTHON = os.path.join("ops", "script_ops.py")  # py_function, generators
 
 @functools.cache
 def watched_process() -> Phases | None:
-    """The phases of a process that trains alone, where the launcher asks for it."""
+    """The phases of a process that trains alone, if the launcher asks for a watch."""
     phases = Phases.of_environment(usual=0.0)
     if phases is not None:
         watch("", phases)

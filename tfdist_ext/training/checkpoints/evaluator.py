@@ -11,11 +11,12 @@ from typing import Any, NoReturn, Protocol
 import keras
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.reports import say
+from tfdist_ext.cluster.liveness.watching import GONE, TaskWatch
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.launch.exit_codes import RESTART
-from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
-from tfdist_ext.strategies.serving import RoleEnded
+from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import check_writable, checkpoint_folder
@@ -105,10 +106,10 @@ def _restored(
 ) -> Iterator[Progress]:
     """Restores the next new checkpoint at each turn, until the training is done."""
     driver = driver_of(cluster)
-    leader = None if driver is None else Presence(me, *driver, cluster.source)
+    leader = None if driver is None else TaskWatch(*driver, COORDINATOR_SILENT)
     seen: set[str] = set()
     while True:
-        gone = leader is not None and leader.gone  # asked before the folder is read
+        gone = leader is not None and leader.state == GONE  # asked before the folder is read
         owner = owner_of(folder)
         new = [name for name in checkpoints_in(folder) if name not in seen]
         if new:
@@ -124,6 +125,7 @@ def _restored(
             time.sleep(_LOOK_EVERY)
             if leader is not None:
                 leader.look()
+                leader.report_wait(me, cluster.source)
 
 
 def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress | None:

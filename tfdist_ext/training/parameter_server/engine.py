@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.agreement.peers import Alone
+from tfdist_ext.training.agreement.barriers import SingleTask
 from tfdist_ext.training.agreement.stalls import Phases, watch
 from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
 from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
@@ -46,9 +46,9 @@ class CoordinatorReduction:
         if phases is not None:
             made_by_us = {}
             if (watcher := getattr(strategy, "watcher", None)) is not None:
-                made_by_us = {"tell_others": strategy.tell_stalled, "promise": watcher.expect}
+                made_by_us = {"tell_others": strategy.tell_stalled, "heartbeat": watcher.heartbeat}
             watch("chief:0", phases, busy_workers, **made_by_us)
-        self.peers: TaskStatus = Alone(phases)
+        self.peers: TaskStatus = SingleTask(phases)
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return self.peers.call(name)

@@ -73,7 +73,7 @@ class SynchronousEngine(Engine[SynchronousReduction]):
 
     def finalize(self, model: keras.Model) -> None:
         """End a training: averaged weights replace the last ones."""
-        with self.reduction.peers.meeting("averaged weights"), self._strategy.scope():
+        with self.reduction.peers.barrier("averaged weights"), self._strategy.scope():
             model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdist_ext.strategies.liveness import say
-from tfdist_ext.strategies.waiting import FIRST_AFTER, LONGEST_PAUSE
+from tfdist_ext.cluster.liveness.reports import FIRST_AFTER, LONGEST_PAUSE, say
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import recorded_operations
 from tfdist_ext.training.inputs import Part, Parts

@@ -20,7 +20,7 @@ from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce, tells_wh
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.peers import Peers, peers_of
+from tfdist_ext.training.agreement.barriers import PeerMonitor, peers_of
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
@@ -72,10 +72,10 @@ class SynchronousReduction:
             PeerError: a worker is gone, or is somewhere else.
         """
         with self.peers.call(name):
-            if isinstance(self.peers, Peers):
+            if isinstance(self.peers, PeerMonitor):
                 # A type of its own: two collectives of one type would be taken for one.
                 number = float(zlib.crc32(name.encode()) % 2**20)
-                with self.peers.meeting("its beginning"):
+                with self.peers.barrier("its beginning"):
                     sums = self.sum_over_workers(np.array([1.0, number, number**2], np.float64))
                 # Equal numbers, and no others, have a variance of 0.
                 if sums[1] != sums[0] * number or sums[2] != sums[0] * number**2:
@@ -209,7 +209,7 @@ class SynchronousReduction:
         if kind not in self._sums:
             function = tf.function(self._sum_of_local, autograph=False)
             self._sums[kind] = function.get_concrete_function(kind)
-        with self.peers.meeting():
+        with self.peers.barrier():
             return self._sums[kind](value).numpy()
 
     def from_chief(self, value: npt.ArrayLike) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from task_programs import results_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))
 
 ERRORS = {
     "activation": ["activation of layer 'dense'", "got relu on worker 0 and tanh on worker 1"],

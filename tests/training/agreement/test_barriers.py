@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from real_tasks import Tasks, tasks
 
-from tfdist_ext.training.agreement.peers import Place, different_calls, odd_one, summary
+from tfdist_ext.training.agreement.barriers import Position, different_calls, odd_one, summary
 
 SECONDS = (
     15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever
@@ -108,12 +108,12 @@ def test_an_exception_in_one_line(error: BaseException, says: str) -> None:
 
 
 def test_a_place_in_words() -> None:
-    place = Place(3, "fit > evaluate", "steps after 4", inside=True)
+    place = Position(3, "fit > evaluate", "steps after 4", inside=True)
     assert str(place) == "evaluate inside fit (steps after 4)"
     assert (
         str(replace(place, inside=False, detail="")) == "its own code, inside evaluate inside fit"
     )
-    assert str(Place()) == "its own code"
+    assert str(Position()) == "its own code"
 
 
 def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:

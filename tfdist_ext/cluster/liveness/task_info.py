@@ -1,4 +1,4 @@
-"""What each task of a cluster says of itself, and in what two of them must not differ."""
+"""What a task reports of itself at the start, and which differences between tasks are errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-__all__ = ["Card", "card_of", "differences", "tasks_of"]
+__all__ = ["TaskInfo", "differences", "info_of", "tasks_of"]
 
 _PACKAGES = ("tensorflow", "keras", "tfdist_ext")  # of one version on all tasks
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a task says of itself.
+class TaskInfo:
+    """What a task reports of itself.
 
     Attributes:
         task: its name, as "worker:1".
@@ -33,22 +33,22 @@ class Card:
 
     @property
     def digest(self) -> str:
-        """Of the cluster: the same where the cluster is."""
+        """A digest of the cluster."""
         text = json.dumps({job: list(at) for job, at in self.jobs.items()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def card_of(task: str, jobs: Mapping[str, Sequence[str]], devices: Mapping[str, int]) -> Card:
-    """The card of this process, as this task."""
+def info_of(task: str, jobs: Mapping[str, Sequence[str]], devices: Mapping[str, int]) -> TaskInfo:
+    """The report of this process, as this task."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return Card(task, jobs, versions, devices)
+    return TaskInfo(task, jobs, versions, devices)
 
 
 def tasks_of(jobs: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Task -> address of those that start together, the leader first; an evaluator is apart."""
+    """Task -> address of the tasks that start together, the leader first; no evaluator."""
     return {
         f"{job}:{index}": address
         for job in ("chief", "worker", "ps")
@@ -57,8 +57,8 @@ def tasks_of(jobs: Mapping[str, Sequence[str]]) -> dict[str, str]:
     }
 
 
-def differences(leader: Card, other: Card) -> list[str]:
-    """Sentences on what a task has otherwise than the leader."""
+def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
+    """One sentence for each difference between a task and the leader."""
     found = []
     if where := _first_difference(leader.jobs, other.jobs):
         found.append(f"{other.task} was started with another cluster ({where})")

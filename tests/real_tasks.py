@@ -15,7 +15,7 @@ from warm_programs import Program
 
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 class Tasks:

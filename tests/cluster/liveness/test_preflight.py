@@ -1,0 +1,201 @@
+"""Before a cluster starts, its tasks find each other, or each reports what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tfdist_ext.cluster.liveness.preflight import PreflightError, preflight
+from tfdist_ext.cluster.liveness.task_info import TaskInfo, differences, tasks_of
+from tfdist_ext.cluster.liveness.wire import READY, Connection, port_is_free
+from tfdist_ext.launch import reserve_ports
+
+pytestmark = pytest.mark.timeout(60)
+VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
+
+
+@contextlib.contextmanager
+def cluster(**counts: int) -> Iterator[dict[str, tuple[str, ...]]]:
+    with reserve_ports(sum(counts.values())) as ports:
+        free = iter(ports)
+        yield {job: tuple(f"127.0.0.1:{next(free)}" for _ in range(n)) for job, n in counts.items()}
+
+
+def info(task: str, jobs: Any, gpus: int = 0, **versions: str) -> TaskInfo:
+    return TaskInfo(task, jobs, {**VERSIONS, **versions}, {"GPU": gpus})
+
+
+def outcomes(
+    infos: list[TaskInfo], *delays: float, wait: float = 20.0, show: Any = lambda late, tasks: None
+) -> list[str]:
+    """The error of each task; "" where it may start."""
+
+    def run(one: TaskInfo, delay: float) -> str:
+        time.sleep(delay)
+        try:
+            preflight(one, wait=wait, show=show).free_port()
+        except PreflightError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(infos)) as pool:
+        waits = [*delays, *[0.0] * (len(infos) - len(delays))]
+        return list(pool.map(run, infos, waits))
+
+
+@pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.5), (0.0, 0.8, 0.1, 1.2)])
+def test_all_start_when_the_last_one_has_come(delays: tuple[float, ...]) -> None:
+    with cluster(chief=1, worker=2, ps=1, evaluator=1) as jobs:  # nobody waits for the evaluator
+        begun = time.monotonic()
+        assert outcomes([info(task, jobs) for task in tasks_of(jobs)], *delays) == [""] * 4
+        assert max(delays) <= time.monotonic() - begun < max(delays) + 6
+        ports = [int(address.rpartition(":")[2]) for address in tasks_of(jobs).values()]
+        assert all(map(port_is_free, ports))
+
+
+def test_all_tasks_name_the_missing_one() -> None:
+    with cluster(worker=3) as jobs:
+        found = outcomes([info("worker:0", jobs), info("worker:2", jobs)], wait=1.0)
+        assert found == [f"no answer from worker:1 ({jobs['worker'][1]})"] * 2
+    with cluster(worker=2) as jobs:  # the leader itself
+        found = outcomes([info("worker:1", jobs)], wait=0.5)
+        assert found == [f"no answer from worker:0 ({jobs['worker'][0]})"]
+
+
+def test_a_host_name_that_is_not_known_and_a_port_in_use() -> None:
+    with cluster(worker=1) as jobs:
+        jobs = {"worker": (*jobs["worker"], "no-such-host.invalid:2222")}
+        (found,) = outcomes([info("worker:0", jobs)], wait=3.0)
+        assert found == (
+            "no answer from worker:1 (no-such-host.invalid:2222, whose name is not known)"
+        )
+        address = jobs["worker"][0]
+        with socket.create_server(("", int(address.rpartition(":")[2]))):
+            (found,) = outcomes([info("worker:0", jobs)])
+    assert found.startswith(f"port of worker:0 ({address}) must be free, got one in use")
+
+
+def other_cluster(jobs: Any) -> TaskInfo:
+    return info("worker:1", {"worker": (*jobs["worker"][:2], "127.0.0.1:1")})
+
+
+def other_address(jobs: Any) -> TaskInfo:
+    """Two tasks took each other's place: worker:1 listens where worker:2 should."""
+    first, second, third = jobs["worker"]
+    return info("worker:1", {"worker": (first, third, second)})
+
+
+@pytest.mark.parametrize(
+    ("odd", "error"),
+    [
+        (other_cluster, "worker:1 was started with another cluster (differs in cluster.worker[2]:"),
+        (other_address, "worker:1 was started with another cluster (differs in cluster.worker[1]:"),
+        (lambda jobs: info("worker:1", jobs, keras="3.14.0"),
+         "worker:1 has keras 3.14.0, and worker:0 has 3.15.1"),
+        (lambda jobs: info("worker:1", jobs, gpus=2),
+         "worker:1 has 2 GPU devices, and worker:0 has 0: collectives would hang"),
+    ],
+)  # fmt: skip
+def test_all_tasks_name_the_one_that_differs(odd: Callable[[Any], TaskInfo], error: str) -> None:
+    with cluster(worker=3) as jobs:
+        infos = [info("worker:0", jobs), odd(jobs)]
+        infos += [] if odd is other_address else [info("worker:2", jobs)]
+        found = outcomes(infos, 0.3)
+    assert len(set(found)) == 1
+    assert found[0].startswith(error)
+
+
+@contextlib.contextmanager
+def program_at(address: str, reply: bytes | None) -> Iterator[None]:
+    """A program that sends the same to each connection, and closes it; None: accepts, no more."""
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while reply is not None:
+                    connection, _ = server.accept()
+                    connection.recv(100)
+                    connection.sendall(reply)
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (b"HTTP/1.0 400 Bad request\r\n\r\n", ", where another program answers"),
+        (b"", ""),
+        (None, ", which does not answer: is its process frozen?"),
+    ],
+    ids=["a web server", "a proxy that closes", "a frozen process"],
+)
+def test_another_program_at_an_address_is_no_task(
+    place: int, reply: bytes | None, why: str
+) -> None:
+    with cluster(worker=2) as jobs:
+        address = jobs["worker"][place]
+        with program_at(address, reply):
+            (found,) = outcomes([info(f"worker:{1 - place}", jobs)], wait=3.0)
+    assert found == f"no answer from worker:{place} ({address}{why})"
+
+
+def test_rubbish_does_no_harm() -> None:
+    with cluster(worker=2) as jobs, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(outcomes, [info("worker:0", jobs)])
+        address = jobs["worker"][0]
+        time.sleep(0.5)
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        leader = Connection(address)
+        report = {"task": "worker:1", "key": "k", "digest": info("worker:1", jobs).digest}
+        for message in ({}, {"task": 3}, {**report, "versions": [], "devices": None}):
+            assert leader.ask(message, 5.0) == (READY, {})
+        assert outcomes([info("worker:1", jobs)]) == [""]
+        assert first.result() == [""]
+
+
+def test_progress_is_shown() -> None:
+    seen: list[dict[str, str]] = []
+    with cluster(worker=3) as jobs:
+        first, other = info("worker:0", jobs), info("worker:1", jobs)
+
+        def show(late: Any, tasks: int) -> None:
+            seen.append(dict(late))
+
+        outcomes([other], wait=0.5, show=show)
+        assert seen[-1] == {"worker:0": "waiting", "worker:2": "unknown"}
+        seen.clear()
+        outcomes([first, other], wait=2.0, show=show)
+        assert seen[-1] == {"worker:2": "waiting"}
+
+
+@pytest.mark.long
+def test_a_hundred_tasks_take_seconds() -> None:
+    with cluster(worker=100) as jobs:
+        begun = time.monotonic()
+        assert set(outcomes([info(task, jobs) for task in tasks_of(jobs)], wait=60.0)) == {""}
+        assert time.monotonic() - begun < 30
+
+
+def test_differences() -> None:
+    jobs = {"worker": ("a:1", "b:1")}
+    mine = info("worker:0", jobs)
+    assert differences(mine, info("worker:1", jobs)) == []
+    fewer = {"worker": ("a:1",)}
+    assert differences(mine, info("worker:1", fewer)) == [
+        "worker:1 was started with another cluster (differs in cluster.worker: 1 tasks, not 2)"
+    ]
+    with_ps = {"chief": ("c:1",), "worker": ("a:1",), "ps": ("p:1",)}
+    assert differences(info("chief:0", with_ps), info("worker:0", with_ps, gpus=4)) == []
+    older = TaskInfo("worker:1", jobs, {"tensorflow": "2.21.0"}, {})
+    assert differences(mine, older) == ["worker:1 has keras none, and worker:0 has 3.15.1"]

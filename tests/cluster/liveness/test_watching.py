@@ -1,0 +1,167 @@
+"""Whether a task has died or is frozen, told from what answers at its address."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.cluster.liveness import reports
+from tfdist_ext.cluster.liveness.sessions import DONE, Sessions
+from tfdist_ext.cluster.liveness.watching import (
+    ALIVE,
+    EXPECTED,
+    FROZEN,
+    GONE,
+    TaskWatch,
+    Watcher,
+)
+from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
+from tfdist_ext.launch import reserve_ports
+
+
+def states(task: TaskWatch, number: int) -> list[str]:
+    found = []
+    for _ in range(number):
+        task.look()
+        found.append(task.state)
+    return found
+
+
+def silent_listener(port: int) -> socket.socket:
+    """As a frozen process: the kernel accepts connections, and nobody answers."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_a_server_of_tensorflow_has_started() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        server = tf.distribute.Server({"ps": [address]}, job_name="ps", task_index=0)
+        assert Connection(address).ask({}, 10.0) == (STARTED, {})
+        del server
+
+
+def test_the_states_of_a_task() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        task = TaskWatch("chief:0", address, frozen_after=1.0)
+        assert states(task, 5) == [EXPECTED] * 5  # it has not come yet
+        endpoint = Endpoint(address, dict)
+        assert states(task, 1) == [ALIVE]
+        endpoint.close()
+        assert states(task, 4) == [ALIVE, ALIVE, ALIVE, GONE]
+        with silent_listener(port):
+            assert states(task, 5) == [GONE] * 4 + [FROZEN]
+            assert task.failure == (
+                f"chief:0 ({address}) has not answered for 1 s: its process is stopped, or its"
+                " machine is paused or overloaded."
+            )
+            never_seen = TaskWatch("chief:0", address, frozen_after=0.2)
+            assert states(never_seen, 7) == [EXPECTED] * 7
+
+
+def test_waits_are_reported_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = TaskWatch("chief:0", "10.0.0.1:22", 60.0)
+    for waited in (9.0, 10.0, 19.0, 20.0, 39.0, 40.0, 200.0, 319.0, 320.0):
+        monkeypatch.setattr(reports.WaitReports, "waited", waited)
+        task.report_wait("ps:0", "TF_CONFIG")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(") for ")[1].split(" s.")[0] for line in lines] == [
+        "10", "20", "40", "200", "320",
+    ]  # fmt: skip
+    assert lines[0] == (
+        "ps:0: waiting for chief:0 (10.0.0.1:22) for 10 s. Is it started, is its address right"
+        " in TF_CONFIG on every task, can this host reach it?"
+    )
+
+
+def test_a_session_outlives_the_port_and_is_opened_again() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        first = Endpoint(address, dict)
+        sessions = Sessions({"ps:0": address})
+        first.free_port(session_within=5.0)
+        assert first.had_session
+        second = Endpoint(address, dict)  # the port is free; as after a restart of the task
+        assert first.next_word(0.1) == {}
+        first.close()
+        second.free_port(session_within=10.0)
+        silent = sessions.end(DONE, 10.0)
+        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        second.close()
+
+
+def test_the_watcher_ends_its_process_and_reports_why(tmp_path: Path) -> None:
+    (tmp_path / "epoch-00003.safetensors").touch()
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        asked = threading.Event()
+        endpoint = Endpoint(address, lambda _: asked.set() or {})
+        program = (
+            "import time\nfrom tfdist_ext.cluster.liveness.watching import Watcher\n"
+            f"watcher = Watcher('chief:0', {{'ps:1': '{address}'}}, 1.0)\n"
+            f"watcher.checkpoints_in('{tmp_path}')\n"
+            "time.sleep(60)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=os.environ
+        )
+        try:
+            assert asked.wait(60)
+            endpoint.close()  # it was there, and never answers again
+            with silent_listener(port):
+                _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGTERM
+    assert errors.splitlines()[-1] == (
+        f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
+        f" machine is paused or overloaded. The job ends. The last checkpoint is"
+        f" {tmp_path}/epoch-00003.safetensors: start the job again to resume from it."
+    )
+
+
+def test_a_process_whose_python_threads_do_not_run_is_ended() -> None:
+    """TensorFlow may hold Python's lock while it waits."""
+    program = (
+        "import time\nfrom tfdist_ext.cluster.liveness.watching import Watcher\n"
+        "watcher = Watcher('chief:0', {}, 45.0)\n"
+        "watcher.heartbeat(1.0, '')\nwatcher.heartbeat(0.0, '')\ntime.sleep(3)\n"
+        "print('HERE', flush=True)\n"
+        "watcher.heartbeat(2.0, 'chief:0 has stalled in steps')\ntime.sleep(50)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout) == (-signal.SIGABRT, "HERE\n")
+    assert "tfdist: chief:0 has stalled in steps: none of its Python threads runs." in run.stderr
+    assert "(most recent call first):" in run.stderr
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_watcher_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    watcher = Watcher("chief:0", {"ps:1": "127.0.0.1:1"}, 1.0)
+    (process,) = started
+    assert process.poll() is None
+    del watcher
+    gc.collect()
+    assert process.returncode == -signal.SIGKILL

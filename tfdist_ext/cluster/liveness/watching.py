@@ -1,0 +1,237 @@
+"""Who has died, and who is frozen: stopped, swapped out, or on a machine that is paused.
+
+TensorFlow waits for the answers of a frozen task without a limit. But a gRPC server answers from
+threads of its own, however busy its process is. So a task that was there and does not answer any
+more is frozen, and one whose port refuses connections is gone.
+
+The coordinator of parameter servers is watched over by a process of its own, because TensorFlow
+holds Python's lock while it waits for a frozen worker, and no Python thread of the coordinator
+runs: measured in `fit` with a worker that was stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from tfdist_ext.cluster.liveness.reports import WaitReports, say, where_is
+from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
+
+__all__ = ["EXPECTED", "GONE", "TaskWatch", "Watcher", "exit_within", "run_watcher"]
+
+# The states of a task.
+EXPECTED, ALIVE, GONE, FROZEN = "expected", "alive", "gone", "frozen"
+
+_ANSWER = 5.0  # seconds for an answer
+_ANSWERS = 5  # at least so many in a row must be missed before a task counts as frozen
+_REFUSED = 4  # looks in a row after which a task is gone; one may be lost on a busy network
+_TO_END = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+class TaskWatch:
+    """The state of one task, by its address.
+
+    Only questions that this process has asked count: while it was frozen itself, none was missed.
+
+    Args:
+        frozen_after: seconds without an answer.
+
+    Attributes:
+        state: EXPECTED until it was seen, ALIVE, GONE or FROZEN.
+        silent: seconds without an answer.
+    """
+
+    def __init__(self, task: str, address: str, frozen_after: float) -> None:
+        self.state = EXPECTED
+        self.silent = 0.0
+        self._name = f"{task} ({address})"
+        self._frozen_after = frozen_after
+        self._answer = min(_ANSWER, frozen_after / _ANSWERS)
+        self._connection = Connection(address)
+        self._refused = 0
+        self._reports = WaitReports()
+
+    def __str__(self) -> str:
+        return self._name
+
+    def look(self) -> bool:
+        """Whether the task answers now; sets `state`."""
+        found, _ = self._connection.ask({}, self._answer)
+        answers = found in (READY, STARTED)
+        if answers:
+            self.state, self.silent, self._refused = ALIVE, 0.0, 0
+        elif self.state != EXPECTED:
+            is_silent = found == SILENT
+            self.silent = self.silent + self._answer if is_silent else 0.0
+            self._refused = 0 if is_silent else self._refused + 1
+            if self.silent >= self._frozen_after:
+                self.state = FROZEN
+            elif self._refused >= _REFUSED:
+                self.state = GONE
+        return answers
+
+    def seen(self) -> None:
+        """The task was there, as another sign has shown."""
+        if self.state == EXPECTED:
+            self.state = ALIVE
+
+    def report_wait(self, me: str, source: str) -> None:
+        """Report on stderr, now and then, that the task has not come yet."""
+        waited = self._reports.waited
+        if self.state == EXPECTED and self._reports.due(waited):
+            say(where_is(me, self._name, waited, source))
+
+    @property
+    def failure(self) -> str:
+        """A sentence on a frozen task; "" in another state."""
+        if self.state != FROZEN:
+            return ""
+        return (
+            f"{self._name} has not answered for {self.silent:.0f} s: its process is stopped, or"
+            " its machine is paused or overloaded."
+        )
+
+
+def watch_tasks(
+    tasks: Mapping[str, str], frozen_after: float, frozen: Callable[[str], None]
+) -> None:
+    """Watch tasks in threads, one for each, until one is frozen.
+
+    Args:
+        tasks: task -> "host:port".
+        frozen: called in a thread, with the sentence that names the task.
+    """
+
+    def watch(task: TaskWatch) -> None:
+        while task.state != FROZEN:
+            answers = task.look()
+            # After a missed answer the next question follows at once: this one has waited already.
+            time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
+        frozen(task.failure)
+
+    for task, address in tasks.items():
+        body = TaskWatch(task, address, frozen_after)
+        threading.Thread(target=watch, args=(body,), daemon=True, name=f"watch {task}").start()
+
+
+class Watcher:
+    """A process that ends this one, and reports why, when one of the tasks is frozen.
+
+    It ends with this object, or with this process. It sends SIGTERM, and SIGKILL when that has not
+    helped. It also ends this process when its heartbeats stop.
+
+    Args:
+        me: this task, for the message.
+        tasks: task -> "host:port".
+        frozen_after: seconds without an answer.
+    """
+
+    def __init__(self, me: str, tasks: Mapping[str, str], frozen_after: float):
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_watcher;"
+            " run_watcher()"
+        )
+        self._pipe: IO[bytes] | None = None
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+        except (OSError, TypeError):  # no Python to start
+            return
+        self._pipe = process.stdin
+        # Not at the end of this process, which may hang there.
+        weakref.finalize(self, _stop, process).atexit = False
+        self._send([me, os.getpid(), dict(tasks), frozen_after])
+
+    def checkpoints_in(self, folder: str) -> None:
+        """Name the latest checkpoint in this folder in the message; "" for none."""
+        self._send(folder)
+
+    def heartbeat(self, seconds: float, failure: str) -> None:
+        """End this process, showing its stacks, unless this is called again in time.
+
+        Args:
+            seconds: until the next heartbeat at most; 0: no limit.
+            failure: the message if it does not come.
+        """
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2)  # shows stacks at a SIGABRT, whoever holds Python's lock
+        self._send({"seconds": seconds, "failure": failure})
+
+    def _send(self, value: Any) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.write(f"{json.dumps(value)}\n".encode())
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()  # which closes its pipe, too
+
+
+def run_watcher() -> None:
+    """The program of the process of a `Watcher`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
+    me, parent, tasks, frozen_after = json.loads(sys.stdin.readline())
+    folder = ""
+
+    def end(why: str, first: signal.Signals) -> None:
+        say(f"{why} The job ends. {_advice(folder)}")
+        for number in (first, signal.SIGKILL):
+            if os.getppid() == parent:
+                os.kill(parent, number)
+            time.sleep(_TO_END)
+
+    left, failure = 0.0, ""
+
+    def count_down() -> None:
+        nonlocal left
+        while not 0 < left <= 1.0:  # counted, because this process may have been stopped itself
+            left = max(0.0, left - 1.0)
+            time.sleep(1.0)
+        end(f"tfdist: {failure}: none of its Python threads runs.", signal.SIGABRT)
+
+    watch_tasks(tasks, frozen_after, lambda failure: end(f"{me}: {failure}", signal.SIGTERM))
+    threading.Thread(target=count_down, daemon=True).start()
+    for line in sys.stdin:  # to its end, which is that of the other process
+        match json.loads(line):
+            case {"seconds": seconds, "failure": text}:
+                left, failure = seconds, text
+            case text:
+                folder = text
+    os._exit(0)  # its threads may wait for an answer
+
+
+def _advice(folder: str) -> str:
+    if not folder:
+        return ""
+    files = sorted(Path(folder).glob("epoch-*.safetensors"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        return f"There is no checkpoint in {folder} yet."
+    return f"The last checkpoint is {files[-1]}: start the job again to resume from it."
+
+
+def exit_within(seconds: float) -> None:
+    """End this process with status 1, unless it has ended by itself by then.
+
+    Neither TensorFlow nor the end of the interpreter can hold up this timer.
+    """
+    # The one timer of Python's that needs neither its lock nor a thread of its own.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_NOWHERE)
+
+
+_NOWHERE = os.open(os.devnull, os.O_WRONLY)  # as long as the process

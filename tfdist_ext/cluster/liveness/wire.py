@@ -1,0 +1,214 @@
+"""The gRPC calls between tasks, with JSON messages.
+
+Before TensorFlow's server starts, an `Endpoint` answers at the address of a task. Afterwards
+TensorFlow's server answers there that it does not know our method: the task has started, and lives.
+A frozen process answers nothing, and where no process listens, the connection is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tfdist_ext.cluster.addresses import identity
+
+__all__ = [
+    "ABSENT",
+    "OTHER",
+    "READY",
+    "STARTED",
+    "Connection",
+    "Endpoint",
+    "Message",
+    "port_is_free",
+]
+
+Message = dict[str, Any]
+
+# What is at an address.
+READY = "ready"  # an Endpoint has answered
+STARTED = "started"  # TensorFlow's server
+ABSENT = "waiting"  # nothing listens
+UNRESOLVED = "resolving"  # the name of the host is not known
+SILENT = "silent"  # something accepts connections, or drops them, and does not answer
+OTHER = "another program"
+
+WHY = {
+    UNRESOLVED: ", whose name is not known",
+    OTHER: ", where another program answers",
+    SILENT: ", which does not answer: is its process frozen?",
+}
+
+_SERVICE = "tfdist_ext.Liveness"
+_CHANNEL = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Connection:
+    """A connection to the address of another task, for one thread.
+
+    It is made when it is used, and anew after each failure: a gRPC channel that has failed reports
+    its old error while it connects again.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, port = identity(address)
+        self._target = f"{host}:{port}"
+        self._channel: Any = None
+
+    def _opened(self) -> Any:
+        import grpc
+
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self._target, options=_CHANNEL)
+        return self._channel
+
+    def ask(self, message: Mapping[str, Any], seconds: float) -> tuple[str, Message]:
+        """What is at the address, and the answer; without one the answer is empty."""
+        import grpc
+
+        call = self._opened().unary_unary(f"/{_SERVICE}/Ask")
+        try:
+            return READY, json.loads(call(json.dumps(message).encode(), timeout=seconds))
+        except grpc.RpcError as error:
+            state = _state_of(error)
+        if state != STARTED:
+            self.close()
+        return state, {}
+
+    def session(
+        self, messages: queue.SimpleQueue[Message | None], opened: Callable[[], object]
+    ) -> None:
+        """Send messages, up to a None, and return when the other side has ended the session.
+
+        Args:
+            opened: called when the other side has accepted the session.
+        """
+        import grpc
+
+        call = self._opened().stream_stream(f"/{_SERVICE}/Session")
+        with contextlib.suppress(grpc.RpcError):
+            encoded = (json.dumps(message).encode() for message in iter(messages.get, None))
+            for _ in call(encoded):
+                opened()
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; it may be used again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _state_of(error: Any) -> str:
+    import grpc
+
+    code, details = error.code(), str(error.details())
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return STARTED
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED or "timed out" in details:
+        return SILENT
+    if "resolv" in details or "DNS" in details:
+        return UNRESOLVED
+    return OTHER if "HTTP/2" in details else ABSENT
+
+
+class Endpoint:
+    """What answers at the address of this task, until TensorFlow's server does.
+
+    Args:
+        address: its port is bound on every interface, as TensorFlow's server binds it.
+        answer: called with each question, in a thread.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(self, address: str, answer: Callable[[Message], Message]) -> None:
+        import grpc
+
+        self._answer = answer
+        self._port = identity(address)[1]
+        self._words: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._opened = threading.Event()
+        if not port_is_free(self._port):
+            raise OSError(f"port {self._port} is in use")
+        handlers = {
+            "Ask": grpc.unary_unary_rpc_method_handler(self._asked),
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+        }
+        self._server = grpc.server(
+            ThreadPoolExecutor(16),
+            handlers=[grpc.method_handlers_generic_handler(_SERVICE, handlers)],
+            options=[("grpc.so_reuseport", 0)],
+        )
+        try:
+            self._server.add_insecure_port(f"[::]:{self._port}")
+        except RuntimeError as error:
+            raise OSError(f"port {self._port} is in use") from error
+        self._server.start()
+
+    def _asked(self, request: bytes, _: Any) -> bytes:
+        try:
+            return json.dumps(self._answer(json.loads(request))).encode()
+        except (ValueError, TypeError, LookupError, AttributeError):  # not a message of ours
+            return b"{}"
+
+    def _session(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
+        self._opened.set()
+        yield b"{}"
+        try:
+            for request in requests:
+                message = json.loads(request)
+                self._words.put(message)
+                if message.get("last"):
+                    return
+        except Exception:  # the connection has broken
+            return
+
+    def free_port(self, *, session_within: float = 0.0) -> None:
+        """Stop listening; the session stays.
+
+        Args:
+            session_within: seconds to wait for the session to be opened.
+        """
+        self._opened.wait(session_within)
+        self._server.stop(_FOREVER if self._opened.is_set() else 1.0)
+        for _ in range(100):
+            if port_is_free(self._port):
+                return
+            threading.Event().wait(0.05)
+
+    @property
+    def had_session(self) -> bool:
+        """Whether there was a session."""
+        return self._opened.is_set()
+
+    def next_word(self, seconds: float) -> Message:
+        """The next message of the session; empty where none comes in time."""
+        with contextlib.suppress(queue.Empty):
+            return self._words.get(timeout=seconds)
+        return {}
+
+    def close(self) -> None:
+        """End the session, too."""
+        self._server.stop(0.2).wait()  # gRPC logs an abrupt end on the other side
+
+
+_FOREVER = 10.0**6
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen there on every interface, as TensorFlow's does."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError:
+        return False
+    return True

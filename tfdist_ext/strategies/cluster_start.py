@@ -1,0 +1,133 @@
+"""The start of a cluster: the preflight, and TensorFlow's errors, in a strategy's words."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfdist_ext.cluster.addresses import identity
+from tfdist_ext.cluster.liveness.preflight import (
+    UNKNOWN,
+    Late,
+    PreflightError,
+    preflight,
+)
+from tfdist_ext.cluster.liveness.reports import WaitReports, say, where_is
+from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
+from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
+from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.resolvers import Described
+
+__all__ = ["connecting", "run_preflight", "start_failures_in_words"]
+
+WAIT = 300.0  # seconds for the other tasks to come
+_CONNECT = 120.0  # seconds for TensorFlow to connect to tasks that have all answered
+
+
+def run_preflight(
+    described: Described, wait: float | None, *, first: bool = False
+) -> Endpoint | None:
+    """Return when all tasks of the cluster are there, and agree on it.
+
+    Late tasks are named on stderr. A task that is not in the cluster does not wait, nor does one
+    whose port is in use: TensorFlow listens there already, or will report that it cannot.
+
+    Args:
+        wait: seconds; None: 300.
+        first: the strategy must be made before TensorFlow starts.
+
+    Returns:
+        What still listens at the address of this task; None where there was no preflight.
+
+    Raises:
+        StrategyError: names who is missing, or what differs; the same on every task.
+        RuntimeError: as TensorFlow's own, where it has started.
+    """
+    wait = WAIT if wait is None else wait
+    me, source = str(described.task), described.source
+    tasks = tasks_of(described.jobs)
+    if me not in tasks or not port_is_free(identity(tasks[me])[1]):
+        return None
+    if first and _has_started():
+        raise RuntimeError("Collective ops must be configured at program startup")
+    devices = {"GPU": len(tf.config.list_physical_devices("GPU"))}
+    reports = WaitReports()
+
+    def show(late: Late, _: int) -> None:
+        known = [task for task, state in late.items() if state != UNKNOWN]
+        waited = reports.waited
+        if known and reports.due(waited):
+            names = ", ".join(f"{task} ({tasks.get(task, '?')})" for task in known)
+            say(where_is(me, names, waited, source))
+
+    try:
+        return preflight(info_of(me, described.jobs, devices), wait=wait, show=show)
+    except PreflightError as error:
+        if error.missing:
+            failure = StrategyError(
+                f"all tasks of {source} must be there within {wait:g} s (wait), got {error}. Start"
+                " them, correct their addresses on every task, or allow more seconds."
+            )
+            failure.missing = error.missing
+            raise failure from error
+        raise StrategyError(
+            f"all tasks of {source} must be started alike, each at its own address, got: {error}."
+            " Correct that task, and start the job again."
+        ) from error
+
+
+def _has_started() -> bool:
+    """Whether TensorFlow has: no public function says it, but its settings cannot change then."""
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        return True
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    return False
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Scope in which TensorFlow connects to tasks that have all answered.
+
+    It holds Python's lock meanwhile and ignores SIGTERM. If a task ends at this moment, a timer
+    that needs no Python ends this process and shows its stacks.
+    """
+    faulthandler.dump_traceback_later(_CONNECT, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def start_failures_in_words(described: Described) -> Iterator[None]:
+    """Raise StrategyError for those failures of the body whose cause is known."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise StrategyError(
+            "multi_worker_mirrored must be made before TensorFlow starts, got TensorFlow started"
+            " already: an operation, a tensor, a model, a dataset or a list of devices came first."
+            " Move create_strategy() to the top of the program, above the first of them."
+        ) from error
+    except (tf.errors.UnknownError, tf.errors.NotFoundError) as error:
+        text = str(error)
+        if "Could not start gRPC server" in text and described.task is not None:
+            raise StrategyError(
+                f"{described.task} cannot listen at {described.address}, the address from"
+                f" {described.source}: the port is in use. Stop the process that uses it (this"
+                " program, started before?), or give this task another port on every task."
+            ) from error
+        if "No server factory registered" in text:
+            raise StrategyError(
+                f"rpc_layer must be one of this TensorFlow, got another from {described.source}:"
+                " leave it out, or write 'grpc'."
+            ) from error
+        raise
