@@ -131,23 +131,19 @@ def test_a_factory_that_returns_no_strategy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "factory", "description", "message"),
+    ("name", "factory", "message"),
     [
-        ("mirrored", lambda: None, "x", "must be a new word like 'my_strategy', got 'mirrored'"),
-        ("auto", lambda: None, "x", "got 'auto'. These are there already: auto, default, one_"),
-        ("my strategy", lambda: None, "x", "got 'my strategy'"),
-        (3, lambda: None, "x", "got 3"),
-        ("mine", "mirrored", "x", "must be a function, got 'mirrored'"),
-        ("mine", lambda name: None, "x", "can pass on, got 'name'"),
-        ("mine", lambda config: None, "x", "got 'config': give it another name"),
-        ("mine", lambda a, /: None, "x", "got 'a': give it another name"),
-        ("mine", lambda: None, "", "must be one line, got ''"),
+        ("mirrored", lambda: None, "must be a new word like 'my_strategy', got 'mirrored'"),
+        ("auto", lambda: None, "got 'auto'. These are there already: auto, default, one_"),
+        ("my strategy", lambda: None, "got 'my strategy'"),
+        (3, lambda: None, "got 3"),
+        ("mine", "mirrored", "must be a function, got 'mirrored'"),
     ],
 )
-def test_refused_registrations(name: Any, factory: Any, description: Any, message: str) -> None:
+def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
     before = tfd.available_strategies()
     with pytest.raises(tfd.StrategyError) as error:
-        tfd.register_strategy(name, factory, description)
+        tfd.register_strategy(name, factory, "my own")
     assert message in str(error.value)
     assert tfd.available_strategies() == before
 

@@ -17,7 +17,6 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Entry", "available_strategies", "lookup", "register_strategy"]
 
-_OF_THE_CALL = ("name", "config")  # create_strategy keeps these for itself
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -102,14 +101,13 @@ def register_strategy(
     Args:
         name: a new name; not "auto".
         factory: returns a `tf.distribute.Strategy`. It is called with keyword arguments: its
-            parameters are the strategy's options, and one named `cluster` gets the cluster
-            that was given or found. `logical_cpus` is an option also without a parameter: the
-            logical CPUs are made before the call.
+            parameters are the strategy's options, none of them `name` or `config`, and one
+            named `cluster` gets the cluster that was given or found. `logical_cpus` is an
+            option also without a parameter: the logical CPUs are made before the call.
         description: one line, shown where strategies are listed.
 
     Raises:
-        StrategyError: the name is taken, or is no name; the factory cannot be called with
-            keywords, or has a parameter `name` or `config`; the description is empty.
+        StrategyError: the name is taken, or is no name; the factory cannot be called.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ("auto", *_TABLE):
         raise StrategyError(
@@ -119,16 +117,6 @@ def register_strategy(
     if not callable(factory):
         raise StrategyError(
             f"the factory of the strategy {name!r} must be a function, got {factory!r}."
-        )
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.name in _OF_THE_CALL or parameter.kind is parameter.POSITIONAL_ONLY:
-            raise StrategyError(
-                f"the factory of the strategy {name!r} must have parameters that create_strategy"
-                f" can pass on, got {parameter.name!r}: give it another name, and no '/' after it."
-            )
-    if not isinstance(description, str) or not description.strip():
-        raise StrategyError(
-            f"the description of the strategy {name!r} must be one line, got {description!r}."
         )
     _TABLE[name] = Entry(name, factory, description, is_registered=True)
 

@@ -22,14 +22,14 @@ Y = RNG.normal(size=(ROWS, 1)).astype("float32")
 LENGTHS = [4, 9, 2, 9, 1, 7, 3, 3]
 
 
-def tables(jit_compile: bool = False) -> keras.Model:
+def tables() -> keras.Model:
     """Two tables, with two and with three slices for each row."""
     inputs = {name: keras.Input(x.shape[1:], dtype="int32", name=name) for name, x in X.items()}
     rows = [keras.layers.Embedding(9, 4)(inputs[name]) for name in X]
     found = [keras.ops.tanh(keras.ops.sum(each, axis=1)) for each in rows]
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.ops.concatenate(found, axis=-1)))
     optimizer = keras.optimizers.Adam(0.1)
-    model.compile(optimizer, "mse", steps_per_execution=8, jit_compile=jit_compile)
+    model.compile(optimizer, "mse", steps_per_execution=8)
     return model
 
 
@@ -55,7 +55,6 @@ def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -
     found = {}
     builders = {
         "rows": tables,
-        "compiled": lambda: tables(jit_compile=True),
         "lengths": of_words,
         "own": tables,
     }
@@ -66,8 +65,6 @@ def trained(strategy: tf.distribute.Strategy, before_more: Any = lambda: None) -
             model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
             before_more()
             model.fit(X, Y, batch_size=BATCH, epochs=6, verbose=0)
-        elif name == "compiled":
-            model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
         elif name == "lengths":
             model.fit(of_lengths(), epochs=2, verbose=0)
         else:
