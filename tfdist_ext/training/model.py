@@ -55,8 +55,8 @@ from tfdist_ext.training.callbacks.in_cluster import (
     refusing_compile,
 )
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
+from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
-from tfdist_ext.training.checkpoints.progress import Progress
 from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.loop import Epochs, Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine

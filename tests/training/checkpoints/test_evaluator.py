@@ -20,8 +20,7 @@ from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints import evaluator
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.folder import Owner, name_of
-from tfdist_ext.training.checkpoints.format import DamagedCheckpointError
-from tfdist_ext.training.checkpoints.progress import Progress
+from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 
 ROWS = (np.zeros((4, 2)), np.zeros(4), np.ones(4))
 

@@ -21,8 +21,7 @@ from tfdist_ext.training.checkpoints.folder import (
     name_of,
     owner_of,
 )
-from tfdist_ext.training.checkpoints.format import encode_checkpoint
-from tfdist_ext.training.checkpoints.progress import Progress
+from tfdist_ext.training.checkpoints.format import Progress, encode_checkpoint
 
 EPOCHS = 5
 

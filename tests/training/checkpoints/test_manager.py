@@ -119,14 +119,6 @@ def two(compiled: dict[Path, tfd.DistributedModel]) -> list[tfd.DistributedModel
     return list(compiled.values())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["default", "central_storage"])  # mirrored: the next test
-def test_resumed_equals_uninterrupted(name: str, tmp_path: Path) -> None:
-    whole, resumed = two_models(with_much_state(), strategy_of(name), strategy_of(name))
-    train_in_parts(whole, resumed, lambda: (X, Y), tmp_path, batch_size=16)
-    assert_same_state(whole, resumed, tolerance=1e-6)
-
-
 @pytest.mark.long("loss scale")
 @pytest.mark.parametrize(
     "build",

@@ -17,9 +17,8 @@ from tfdist_ext.strategies.liveness import Presence, driver_of, say
 from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import RoleEnded
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
-from tfdist_ext.training.checkpoints.format import DamagedCheckpointError
+from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import check_writable, checkpoint_folder
-from tfdist_ext.training.checkpoints.progress import Progress
 from tfdist_ext.training.protocols import Callbacks
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.checkpoints.format import CheckpointFile, DamagedCheckpointError
+from tfdist_ext.training.checkpoints.format import CheckpointFile, DamagedCheckpointError, Progress
 from tfdist_ext.training.checkpoints.paths import (
     atomic_write,
     error_if_unwritable,
@@ -34,7 +34,6 @@ from tfdist_ext.training.checkpoints.paths import (
     rename,
     write_text,
 )
-from tfdist_ext.training.checkpoints.progress import Progress
 from tfdist_ext.user_frames import filter_traceback, warn
 
 __all__ = [

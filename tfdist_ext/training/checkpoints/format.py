@@ -31,7 +31,13 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.paths import names_in, open_file, os_errors
 from tfdist_ext.training.state.values import block_ranges, blocks, read_rows
 
-__all__ = ["CheckpointFile", "DamagedCheckpointError", "SavedArray", "encode_checkpoint"]
+__all__ = [
+    "CheckpointFile",
+    "DamagedCheckpointError",
+    "Progress",
+    "SavedArray",
+    "encode_checkpoint",
+]
 
 _METADATA, _CHECKSUMS, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
@@ -48,6 +54,38 @@ _DTYPES = {code: name for name, code in _CODES.items()}
 
 class DamagedCheckpointError(TrainingError):
     """The file can be read, but its bytes are not those of a complete checkpoint."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a training.
+
+    Attributes:
+        epoch: completed epochs, and so the number of the next one, counted from 0.
+        step: completed global batches, as the optimizer counts them.
+        first_epoch: the epoch in which the data was at its beginning.
+        seed: where the order of examples starts; 0 if they are not shuffled.
+        batches: completed global batches of the next epoch.
+        batch_size: examples in each of them, if the data is arrays; else 0.
+        data: the state of a ShardedDataset, as JSON; empty with other data.
+        trained: the logs of the last epoch's training, as JSON, if its validation is still to be
+            done; else empty.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    first_epoch: int = 0
+    seed: int = 0
+    batches: int = 0
+    batch_size: int = 0
+    data: str = ""
+    trained: str = ""
+
+    def __str__(self) -> str:
+        if self.batches:
+            return f"batch {self.batches} of epoch {self.epoch + 1} (step {self.step})"
+        before = ", before its validation" if self.trained else ""
+        return f"epoch {self.epoch}{before} (step {self.step})"
 
 
 @dataclass(frozen=True)

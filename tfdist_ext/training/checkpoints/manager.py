@@ -37,8 +37,8 @@ from tfdist_ext.training.checkpoints.folder import (
     name_of,
     public_path,
 )
+from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
-from tfdist_ext.training.checkpoints.progress import Progress
 from tfdist_ext.training.checkpoints.saving import (
     Writer,
     restore_checkpoint,
@@ -72,8 +72,7 @@ class CheckpointManager:
 
     Raises:
         TrainingError: BackupAndRestore is among the callbacks; the folder cannot be written, or
-            none of its checkpoints can be read; or `every` is not a number from 1, or the data has
-            no position.
+            none of its checkpoints can be read.
     """
 
     def __init__(
@@ -112,8 +111,6 @@ class CheckpointManager:
             callbacks = callbacks.callbacks
         self._callbacks = keras.tree.flatten(callbacks or [])
         self._announces = False
-        if data is not None:
-            self._check_every(data.resumes_inside_epochs)
         if self._files is None:
             return
         waits = functools.partial(reduction.peers.enters, "checkpoint")
@@ -148,19 +145,22 @@ class CheckpointManager:
         return self._progress.seed
 
     def check_position(self, data: Epochs) -> None:
-        """Checks, before the model is built, whether `checkpoint_every` is possible."""
-        if self._data is None:
-            self._check_every(data.can_begin_anywhere)
-            self._batch_size = data.batch_size or 0
+        """Checks, before the model is built, whether `checkpoint_every` is possible.
 
-    def _check_every(self, resumes_inside: bool) -> None:
-        self._resumes_inside = resumes_inside
+        Raises:
+            TrainingError: `every` is not a number from 1, or the data has no position.
+        """
+        if self._data is None:
+            self._resumes_inside = data.can_begin_anywhere
+            self._batch_size = data.batch_size or 0
+        else:
+            self._resumes_inside = self._data.resumes_inside_epochs
         every = self._every
         if every is None:
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise TrainingError(f"checkpoint_every must be 1 or more batches, got {every!r}.")
-        if self._files is None or not resumes_inside:
+        if self._files is None or not self._resumes_inside:
             raise TrainingError(
                 "checkpoint_every needs checkpoint_dir, and data that knows its position in an"
                 " epoch: arrays, tfd.data.from_arrays((x, y), global_batch_size=64, seed=0) or"
@@ -221,7 +221,8 @@ class CheckpointManager:
         if not (self._resumes_inside and same_kind):
             raise TrainingError(
                 "the data must be of the kind that the training began with, arrays or a"
-                f" ShardedDataset, got other data: the checkpoint is of {progress}."
+                " ShardedDataset, got other data: the checkpoint is of the middle of an epoch,"
+                f" after {progress.batches} global batches."
             )
         if progress.batch_size and progress.batch_size != self._batch_size:
             raise TrainingError(

@@ -28,9 +28,13 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.build import creation_scope
 from tfdist_ext.training.building.export import Builder, export
 from tfdist_ext.training.checkpoints.callback_state import CallbackState
-from tfdist_ext.training.checkpoints.format import CheckpointFile, encode_checkpoint
+from tfdist_ext.training.checkpoints.format import (
+    CheckpointFile,
+    Progress,
+    SavedArray,
+    encode_checkpoint,
+)
 from tfdist_ext.training.checkpoints.paths import atomic_write, os_errors
-from tfdist_ext.training.checkpoints.progress import Progress, matching
 from tfdist_ext.training.protocols import Engine, Reduction, Specs, on_every_worker
 from tfdist_ext.training.state.chief import (
     broadcast_arrays,
@@ -38,7 +42,13 @@ from tfdist_ext.training.state.chief import (
     broadcast_text,
     run_on_chief,
 )
-from tfdist_ext.training.state.naming import check_has_variables, kinds_of, state_of
+from tfdist_ext.training.state.naming import (
+    METRICS,
+    MODEL,
+    check_has_variables,
+    kinds_of,
+    state_of,
+)
 from tfdist_ext.training.state.values import assign_rows, blocks, copy_value
 from tfdist_ext.user_frames import filter_traceback
 
@@ -46,6 +56,8 @@ __all__ = ["SavingMixin", "Writer", "restore_checkpoint", "save_checkpoint"]
 
 # Groups of arrays: the state of callbacks, and of the generator that draws without a seed.
 _CALLBACKS, _RANDOM = "callbacks", "random"
+
+_SHOWN = 6  # variables that a message names
 
 Groups = Mapping[str, Mapping[str, keras.Variable | np.ndarray]]
 
@@ -319,7 +331,7 @@ def restore_checkpoint(
     def read() -> None:
         nonlocal text, callbacks, random
         with CheckpointFile(path) as file:
-            pairs = matching(file, model, path)
+            pairs = _matching(file, model, path)
             if not verified:
                 file.verify()  # before anything is changed
             text = json.dumps(file.metadata["progress"])
@@ -334,3 +346,67 @@ def restore_checkpoint(
     for state in broadcast_arrays(reduction, random).values():
         kp.global_seed_generator().state.assign(state)
     return progress, broadcast_arrays(reduction, callbacks)
+
+
+def _matching(
+    file: CheckpointFile, model: keras.Model, path: str
+) -> list[tuple[SavedArray, keras.Variable]]:
+    """Returns (saved value, variable) of all variables to restore.
+
+    A model that is not compiled takes no optimizer's state. Metrics take what the file has.
+
+    Raises:
+        TrainingError: another model, or another optimizer.
+    """
+    state = state_of(model)
+    pairs = _pairs(
+        file.group(MODEL),
+        state[MODEL],
+        f"{path} must be a checkpoint of this model, got one of another model",
+    )
+    for name, kind in kinds_of(model).items():
+        saved_kind = file.metadata["kinds"].get(name)
+        if saved_kind is None:
+            continue  # the model that was saved was not compiled
+        if saved_kind != kind:
+            raise TrainingError(
+                f"{path} must have the state of {kind}, the optimizer of the model, got that of"
+                f" {saved_kind}: compile with {saved_kind}; or restore the weights alone, before"
+                " compile()."
+            )
+        pairs += _pairs(
+            file.group(name),
+            state[name],
+            f"{path} must have the state of this {kind}, got that of one with other slots, or set"
+            " up differently",
+        )
+    metrics = file.group(METRICS)
+    for name, variable in state[METRICS].items():
+        saved = metrics.get(name)
+        if saved is not None and saved.shape == tuple(variable.shape):
+            pairs.append((saved, variable))
+    return pairs
+
+
+def _pairs(
+    saved: Mapping[str, SavedArray], here: Mapping[str, keras.Variable], what: str
+) -> list[tuple[SavedArray, keras.Variable]]:
+    pairs = [(saved[name], variable) for name, variable in here.items() if name in saved]
+    found = {
+        "the checkpoint lacks": [name for name in here if name not in saved],
+        "only the checkpoint has": [name for name in saved if name not in here],
+        "of another shape or dtype:": [
+            f"{new.path} (saved: {old.dtype} {old.shape}, here: {new.dtype} {tuple(new.shape)})"
+            for old, new in pairs
+            if old.shape != tuple(new.shape) or old.dtype != new.dtype
+        ],
+    }
+    differences = [f"{words} {_shown(names)}" for words, names in found.items() if names]
+    if differences:
+        raise TrainingError(f"{what}: {'; '.join(differences)}.")
+    return pairs
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
