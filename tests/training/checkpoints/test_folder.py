@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import folder, paths
+from tfdist_ext.training.checkpoints import folder
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
@@ -165,20 +165,6 @@ def test_a_lost_or_damaged_owner_file_costs_nothing(tmp_path: Path) -> None:
         job.save(job.epoch + 1)
     (tmp_path / "owner.json").unlink()
     assert Job(tmp_path).epoch == 6
-
-
-def test_a_training_that_is_done_is_only_read(tmp_path: Path, monkeypatch: Any) -> None:
-    Job(tmp_path).train(until=5).end()
-    before = content(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(paths, "atomic_write", lambda *_: 1 / 0)
-        job = Job(tmp_path)
-        job.folder.close()
-    assert (job.folder.complete_after, job.epoch) == (EPOCHS, 5)
-    assert content(tmp_path) == before
-    longer = Job(tmp_path, epochs=7)
-    assert (longer.folder.complete_after, longer.epoch) == (None, 5)
-    assert not tfd.training_is_done(tmp_path)
 
 
 def test_a_job_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:

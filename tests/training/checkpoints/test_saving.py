@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -272,26 +271,3 @@ def test_an_error_of_the_training_waits_for_the_file_that_is_written(
         train(tmp_path, FailsIn(2, KeyError))
     assert tfd.finished_checkpoints(tmp_path)[-1].stem == "epoch-00002"
     assert "The last checkpoint is" in capsys.readouterr().err
-
-
-def test_a_kill_while_a_file_is_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder is copied while each file is written, as a kill would leave it."""
-    folder, ordinary = tmp_path / "folder", paths._Writer.write
-    copies: list[Path] = []
-
-    def copying(self: Any, data: memoryview) -> None:
-        if ".epoch-" in self._path:
-            copies.append(tmp_path / f"copy-{len(copies)}")
-            shutil.copytree(folder, copies[-1])
-        ordinary(self, data)
-
-    expected = train(tmp_path / "whole", epochs=3)
-    with monkeypatch.context() as patch:
-        patch.setattr(paths._Writer, "write", copying)
-        train(folder, epochs=3)
-    assert len(copies) > 40
-    for copy in copies[5::20]:
-        assert list(copy.glob(".*.unfinished"))
-        assert_same_weights(expected, train(copy, epochs=3))
