@@ -164,12 +164,6 @@ IMPORTS = imports_by_module()
 # A class and the modules that do its work, which name it to type checkers.
 KNOWN_CYCLES = [
     {"placement.picture", "placement.placement_plan", "placement.plan_json", "placement.report"},
-    {
-        "strategies.template",
-        "strategies.template_checks",
-        "strategies.template_extended",
-        "strategies.template_variables",
-    },
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,9 +11,6 @@ from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
-
-if TYPE_CHECKING:
-    from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = [
     "check_created",
@@ -26,7 +23,7 @@ __all__ = [
 
 
 def check_created(
-    strategy: StrategyTemplate,
+    strategy: tf.distribute.Strategy,
     made: Any,
     spec: VariableSpec,
     by_create: Sequence[tf.Variable],
@@ -50,7 +47,7 @@ def check_created(
             raise _wrong(strategy, "create_variable", wanted, made)
 
 
-def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) -> int:
+def check_owner(strategy: tf.distribute.Strategy, number: Any, variable: tf.Variable) -> int:
     """The number that `owner` returned, or StrategyError."""
     count = len(strategy.devices)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
@@ -59,7 +56,7 @@ def check_owner(strategy: StrategyTemplate, number: Any, variable: tf.Variable) 
     return number
 
 
-def check_read(strategy: StrategyTemplate, value: Any, variable: tf.Variable) -> Any:
+def check_read(strategy: tf.distribute.Strategy, value: Any, variable: tf.Variable) -> Any:
     """The tensor that `read_variable` returned, or StrategyError."""
     is_value = tf.is_tensor(value) or isinstance(value, tf.Variable)
     if not is_value or not _alike(value, variable):
@@ -69,7 +66,7 @@ def check_read(strategy: StrategyTemplate, value: Any, variable: tf.Variable) ->
 
 
 def check_updated(
-    strategy: StrategyTemplate, results: object, variable: tf.Variable, copies: int
+    strategy: tf.distribute.Strategy, results: object, variable: tf.Variable, copies: int
 ) -> None:
     """Raise StrategyError unless there is a result for each copy."""
     if not isinstance(results, list | tuple) or len(results) != copies:
@@ -78,7 +75,7 @@ def check_updated(
 
 
 def check_reduced(
-    strategy: StrategyTemplate,
+    strategy: tf.distribute.Strategy,
     results: Any,
     parts: Sequence[tf.Tensor | tf.IndexedSlices],
     devices: Sequence[str],
@@ -94,7 +91,7 @@ def check_reduced(
             raise _wrong(strategy, "reduce_values", what, result)
 
 
-def check_dataset(strategy: StrategyTemplate, made: object) -> None:
+def check_dataset(strategy: tf.distribute.Strategy, made: object) -> None:
     """Raise StrategyError unless it is a distributed dataset."""
     if not isinstance(made, tf.distribute.DistributedDataset):
         what = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
@@ -107,7 +104,9 @@ def _alike(value: Any, other: Any) -> bool:
     return same_dtype and other.shape.is_compatible_with(value.shape)
 
 
-def _wrong(strategy: StrategyTemplate, hook: str, wanted: str, returned: object) -> StrategyError:
+def _wrong(
+    strategy: tf.distribute.Strategy, hook: str, wanted: str, returned: object
+) -> StrategyError:
     return StrategyError(
         f"{type(strategy).__name__}.{hook} must return {wanted}, got {shown(returned)}."
     )

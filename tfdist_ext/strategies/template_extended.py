@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,9 +26,6 @@ from tfdist_ext.strategies.template_checks import (
 )
 from tfdist_ext.strategies.template_variables import Creation
 
-if TYPE_CHECKING:
-    from tfdist_ext.strategies.template import StrategyTemplate
-
 __all__ = ["TemplateExtended"]
 
 
@@ -41,7 +38,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     # Batches may be of unequal size, and the last one may leave replicas without rows.
     experimental_enable_get_next_as_optional = True
 
-    def __init__(self, strategy: StrategyTemplate, devices: Sequence[str]):
+    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]):
         """
         Args:
             devices: full names, one for each replica.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,9 +15,6 @@ from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.specs import piece_rows
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.devices import pick_devices
-
-if TYPE_CHECKING:
-    from tfdist_ext.strategies.template import StrategyTemplate
 
 __all__ = ["Creation"]
 
@@ -36,7 +33,7 @@ class Creation:
 
     def __init__(
         self,
-        strategy: StrategyTemplate,
+        strategy: tf.distribute.Strategy,
         next_creator: Callable[..., tf.Variable],
         kwargs: dict[str, Any],
     ):
