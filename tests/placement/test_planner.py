@@ -19,7 +19,7 @@ from tfdist_ext.placement import (
     plan,
 )
 
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 _shapes = st.one_of(
     st.just(()),
@@ -108,7 +108,7 @@ def planned_or_refused(*args: Any, **arguments: Any) -> PlacementPlan | Placemen
         return error
 
 
-@QUICK
+@settings(QUICK, max_examples=25)
 @given(st.data(), models(), st.integers(1, 6))
 def test_the_smallest_budget_and_number_of_tasks_are_true(
     data: st.DataObject, specs: list[VariableSpec], tasks: int

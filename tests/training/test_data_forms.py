@@ -251,7 +251,7 @@ class Reshuffled(keras.utils.PyDataset):
         self._random.shuffle(self._order)
 
 
-@pytest.mark.long("[threads]")
+@pytest.mark.long("[threads]", "[processes]")
 @pytest.mark.parametrize(
     "workers",
     [

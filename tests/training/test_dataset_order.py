@@ -31,7 +31,7 @@ def of_keras(kind: str) -> dict[str, list[float]]:
     ("name", "feeds_on_host", "kinds"),
     [
         ("one_device", True, None),
-        ("mirrored", True, ["shuffled, batched", "infinite"]),
+        ("mirrored", True, ["infinite"]),
         ("mirrored", False, ["shuffled, batched"]),  # as GPUs are fed
     ],
 )
