@@ -5,15 +5,13 @@ from __future__ import annotations
 import colorsys
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import optional_module
+from tfdist_ext.placement.assignment import Assignment
 from tfdist_ext.placement.report import fullest_and_emptiest, largest_of
 from tfdist_ext.placement.sizes import size_text
-
-if TYPE_CHECKING:
-    from tfdist_ext.placement.placement_plan import PlacementPlan
 
 __all__ = ["require_matplotlib", "save"]
 
@@ -26,7 +24,7 @@ _CHARACTER = 0.075  # inches, of the text in blocks
 _FONT = 8
 
 
-def save(plan: PlacementPlan, path: str | os.PathLike[str]) -> None:
+def save(plan: Assignment, path: str | os.PathLike[str]) -> None:
     """Draw the plan to a file.
 
     Raises:
@@ -67,7 +65,7 @@ def require_matplotlib() -> None:
     optional_module("matplotlib", "matplotlib", "A picture of a plan", error=PlacementError)
 
 
-def _figure(plan: PlacementPlan) -> Any:
+def _figure(plan: Assignment) -> Any:
     from matplotlib.figure import Figure
 
     many = plan.tasks > _MOST_BARS
@@ -89,7 +87,7 @@ def _figure(plan: PlacementPlan) -> Any:
     return figure
 
 
-def _draw_bars(axes: Any, plan: PlacementPlan, bars: list[int], colors: dict[str, Any]) -> None:
+def _draw_bars(axes: Any, plan: Assignment, bars: list[int], colors: dict[str, Any]) -> None:
     budgets = plan.budgets if _budget_in_sight(plan) else None
     most = max(*plan.bytes_by_task, *(budgets or ()), 1)
     unit, scale = max((entry for entry in _UNITS if entry[1] <= most), key=lambda e: e[1])
@@ -110,7 +108,7 @@ def _draw_bars(axes: Any, plan: PlacementPlan, bars: list[int], colors: dict[str
             axes.plot([at, at], [row - 0.5, row + 0.5], color=_BUDGET, linewidth=1.6)
 
 
-def _legend(plan: PlacementPlan, colors: dict[str, Any]) -> list[Any]:
+def _legend(plan: Assignment, colors: dict[str, Any]) -> list[Any]:
     from matplotlib.patches import Patch
 
     entries = []
@@ -125,12 +123,12 @@ def _legend(plan: PlacementPlan, colors: dict[str, Any]) -> list[Any]:
     return entries
 
 
-def _budget_in_sight(plan: PlacementPlan) -> bool:
+def _budget_in_sight(plan: Assignment) -> bool:
     """Whether bars are still worth looking at on an axis as long as the largest budget."""
     return plan.budgets is not None and max(plan.budgets) <= 4 * max(plan.bytes_by_task)
 
 
-def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple[str, int]]:
+def _blocks(plan: Assignment, task: int, named: dict[str, Any]) -> list[tuple[str, int]]:
     """Path and bytes of the named variables on a task; the others as one block at the end."""
     found = {}
     for path in named:
@@ -141,7 +139,7 @@ def _blocks(plan: PlacementPlan, task: int, named: dict[str, Any]) -> list[tuple
     return [(path, size) for path, size in found.items() if size] + [("", rest)] * (rest > 0)
 
 
-def _title(plan: PlacementPlan, drawn: int) -> str:
+def _title(plan: Assignment, drawn: int) -> str:
     what = "ps tasks" if plan.devices is None else "devices"
     some = f", the {drawn // 2} fullest and the {drawn // 2} emptiest" * (drawn < plan.tasks)
     return (

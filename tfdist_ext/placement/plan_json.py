@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
+from tfdist_ext.placement.assignment import Assignment
 from tfdist_ext.placement.rules import Rule, placement_from
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
-
-if TYPE_CHECKING:
-    from tfdist_ext.placement.placement_plan import PlacementPlan
 
 __all__ = ["dump", "load"]
 
@@ -21,7 +19,7 @@ _FORMAT, _VERSION = "tfdist_ext placement plan", 1
 _USUAL = {"slots": 0, "load": None, "slot_bytes": 0, "trainable": True, "embedding": False}
 
 
-def dump(plan: PlacementPlan) -> str:
+def dump(plan: Assignment) -> str:
     """The plan as JSON."""
     head = {"format": _FORMAT, "version": _VERSION}
     head |= {name: getattr(plan, name) for name in ("tasks", "devices", "budgets")}

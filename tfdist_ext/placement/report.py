@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from textwrap import indent
-from typing import TYPE_CHECKING
 
 from tfdist_ext.messages import counted
+from tfdist_ext.placement.assignment import Assignment
 from tfdist_ext.placement.sizes import size_text
 from tfdist_ext.placement.specs import Held, VariableSpec
-
-if TYPE_CHECKING:
-    from tfdist_ext.placement.placement_plan import PlacementPlan
 
 __all__ = ["columns", "fullest_and_emptiest", "largest_of", "table"]
 
@@ -22,7 +19,7 @@ _LARGEST = 10
 _LISTED = 6
 
 
-def table(plan: PlacementPlan) -> str:
+def table(plan: Assignment) -> str:
     """Bytes, variables and shards by task; the imbalance; the largest variables; the rules."""
     where = "ps tasks" if plan.devices is None else "devices"
     slots = any(spec.bytes > spec.weight_bytes for spec in plan.specs)
@@ -48,7 +45,7 @@ def table(plan: PlacementPlan) -> str:
     return "\n\n".join(parts)
 
 
-def _places_text(plan: PlacementPlan, spec: VariableSpec) -> str:
+def _places_text(plan: Assignment, spec: VariableSpec) -> str:
     """Where one variable is, in a few words: "ps 2", "4 pieces: ps 0, ps 1, ps 3, ps 5"."""
     place = plan.places[plan.index_of(spec.path)]
     names = [plan.names()[task] for task in sorted(set(place.tasks))]
@@ -62,7 +59,7 @@ def _places_text(plan: PlacementPlan, spec: VariableSpec) -> str:
     return f"{len(place.tasks)} pieces: {listed}"
 
 
-def _by_task(plan: PlacementPlan) -> list[list[str]]:
+def _by_task(plan: Assignment) -> list[list[str]]:
     mean = sum(plan.bytes_by_task) / plan.tasks
     variables: Counter[int] = Counter()
     shards: Counter[int] = Counter()
@@ -89,13 +86,13 @@ def _by_task(plan: PlacementPlan) -> list[list[str]]:
     return lines
 
 
-def fullest_and_emptiest(plan: PlacementPlan, each: int) -> list[int]:
+def fullest_and_emptiest(plan: Assignment, each: int) -> list[int]:
     """`n` of the fullest tasks and as many of the emptiest, by index."""
     by_bytes = sorted(range(plan.tasks), key=lambda task: (-plan.bytes_by_task[task], task))
     return by_bytes[:each] + by_bytes[-each:]
 
 
-def largest_of(plan: PlacementPlan, most: int) -> list[VariableSpec]:
+def largest_of(plan: Assignment, most: int) -> list[VariableSpec]:
     """The largest variables with their slots, largest first."""
     return sorted(plan.specs, key=lambda spec: (-spec.bytes, spec.path))[:most]
 
