@@ -24,7 +24,7 @@ def main(call_file: str, answer: str) -> None:
     """Run the function, and write its result, or the traceback of its exception.
 
     Args:
-        call_file: the call that `functions.write_call` has written.
+        call_file: the call that `functions` has written.
         answer: where to write, without the suffix.
     """
     call = pickle.loads(Path(call_file).read_bytes())
