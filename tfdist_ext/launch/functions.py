@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
@@ -116,7 +115,7 @@ def function_plan(
     Args:
         tasks: as of `plan_local`; None: one process without TF_CONFIG, named "process".
         folder: for the call, and the answers of the tasks; those of an earlier start are removed.
-        timeout: seconds from now after which each task writes its stacks to its output.
+        timeout: seconds after which each task writes its stacks to its output.
 
     Raises:
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
@@ -137,8 +136,7 @@ def function_plan(
         names = [task.name for task in plan.tasks]
         for answer in folder.glob("*:*.*"):
             answer.unlink()
-        deadline = None if timeout is None else time.time() + timeout
-        call.write_bytes(_written_call(fn, args, [] if plan.coordinator else names, deadline))
+        call.write_bytes(_written_call(fn, args, [] if plan.coordinator else names, timeout))
         started = (
             dataclasses.replace(task, argv=(*task.argv, str(folder / task.name)))
             for task in plan.tasks
@@ -147,13 +145,13 @@ def function_plan(
 
 
 def _written_call(
-    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], deadline: float | None
+    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], timeout: float | None
 ) -> bytes:
     """What `function_task` reads.
 
     Args:
         wait_for: the tasks without whose end none exits.
-        deadline: when each task writes its stacks, in seconds of `time.time`; None: never.
+        timeout: seconds after which each task writes its stacks; None: never.
 
     Raises:
         LaunchError: something cannot be sent to another process.
@@ -182,7 +180,7 @@ def _written_call(
             "sources": cells,
             "call": buffer.getvalue(),
             "wait_for": list(wait_for),
-            "deadline": deadline,
+            "timeout": timeout,
         }
     )
 
