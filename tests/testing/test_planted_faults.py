@@ -233,11 +233,10 @@ def test_a_fault_of_a_check_that_there_is_not() -> None:
         type("Wrong", (StrategyConformance,), {"known_faults": {"test_all": ""}})
 
 
-@pytest.mark.parametrize("faults", ["test_gather", ["test_gather"], None])
-def test_known_faults_that_are_no_dict(faults: Any) -> None:
+def test_known_faults_that_are_no_dict() -> None:
     message = r"Wrong\.known_faults must be a dict of checks and reasons, got .*write \{\"test_s"
     with pytest.raises(tfd.StrategyError, match=message):
-        type("Wrong", (StrategyConformance,), {"known_faults": faults})
+        type("Wrong", (StrategyConformance,), {"known_faults": ["test_gather"]})
 
 
 def test_what_is_no_strategy() -> None:
@@ -254,24 +253,12 @@ def test_what_is_no_strategy() -> None:
     with pytest.raises(tfd.StrategyError, match=r"Wrong\.strategy must return a tf\.distribute"):
         Wrong().test_scope()
 
-    class Made(StrategyConformance):
-        strategy = None
 
-    with pytest.raises(tfd.StrategyError, match=r"Made\.strategy must be a method that returns"):
-        Made().test_scope()
+def test_too_few_cpus() -> None:
+    class Tests(StrategyConformance):
+        def strategy(self) -> tf.distribute.Strategy:
+            return tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(6)])
 
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda self: StrategyTemplate([f"CPU:{number}" for number in range(6)]),
-        lambda self: StrategyTemplate(6),
-        lambda self: tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(6)]),
-    ],
-)
-def test_too_few_cpus(strategy: Any) -> None:
-    tests = type("Tests", (StrategyConformance,), {"strategy": strategy})
-    with pytest.raises(
-        tfd.StrategyError, match=r"all tfdist_ext\.testing\.logical_cpus\(6\) first\."
-    ):
-        tests().test_scope()
+    message = r"all tfdist_ext\.testing\.logical_cpus\(6\) first\."
+    with pytest.raises(tfd.StrategyError, match=message):
+        Tests().test_scope()

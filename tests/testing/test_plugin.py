@@ -29,9 +29,11 @@ def prepared(tmp_path):
 
 
 @pytest.fixture
-def slow_end():
+def slow_end(tfdist_cluster):
     yield "value"
-    time.sleep(3)
+    if tfdist_cluster.task.index == 1:
+        open(os.path.join(os.environ["SHARED_FOLDER"], "failed"), "w").close()  # it was reported
+        time.sleep(20)
 
 
 @pytest.mark.tfdist_cluster(worker=2)
@@ -53,7 +55,7 @@ def test_one_fails(tfdist_cluster):
     time.sleep(100)
 
 
-@pytest.mark.tfdist_cluster(worker=2, timeout=6)
+@pytest.mark.tfdist_cluster(worker=2, timeout=12)
 def test_hangs(tfdist_cluster):
     time.sleep(100)
 
@@ -112,13 +114,10 @@ def test_options_of_the_command_line(tfdist_cluster, request):
 
 @pytest.mark.tfdist_cluster(worker=2)
 def test_failed_before_it_was_killed(tfdist_cluster, slow_end):
-    sign = os.path.join(os.environ["SHARED_FOLDER"], "failing")
     if tfdist_cluster.task.index == 1:
-        open(sign, "w").close()
         assert slow_end == "never"
-    while not os.path.exists(sign):
+    while not os.path.exists(os.path.join(os.environ["SHARED_FOLDER"], "failed")):
         time.sleep(0.01)
-    time.sleep(1)  # it has to say that it failed
     tfdist_cluster.kill("worker", 1)
 
 
@@ -264,7 +263,7 @@ def test_the_summary_shows_the_assertion(run: str, test: str, summary: str) -> N
 
 def test_a_hang_shows_where_each_task_is(run: str) -> None:
     text = section(run, "test_hangs")
-    assert "worker:0, worker:1 had not ended after 6 s" in text
+    assert "worker:0, worker:1 had not ended after 12 s" in text
     assert text.count("in test_hangs") == 2
     assert "_pytest" not in text
 

@@ -24,7 +24,7 @@ def main(call_file: str, answer: str) -> None:
     """Run the function, and write its result, or the traceback of its exception.
 
     Args:
-        call_file: the call that `functions.write_call` has written.
+        call_file: the call that `functions` has written.
         answer: where to write, without the suffix.
     """
     call = pickle.loads(Path(call_file).read_bytes())
@@ -32,9 +32,8 @@ def main(call_file: str, answer: str) -> None:
     sys.path[:] = call["path"]
     del sys.argv[1:]
     linecache.cache.update(call["sources"])
-    if call["deadline"] is not None:  # who hangs shows where, just before it is ended
-        seconds = max(0.1, call["deadline"] - time.time())
-        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or 2)
+    if call["timeout"] is not None:  # who hangs shows where, just before it is ended
+        faulthandler.dump_traceback_later(call["timeout"], file=sys.__stderr__ or 2)
     try:
         function, args = pickle.loads(call["call"])
         Path(answer + RESULT).write_bytes(_pickled(function(*args)))

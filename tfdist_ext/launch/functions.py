@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
@@ -27,10 +26,11 @@ from tfdist_ext.user_frames import filter_traceback
 if TYPE_CHECKING:
     import pickle
 
+    from tfdist_ext.errors import TaskError
     from tfdist_ext.launch.plan import LaunchPlan
     from tfdist_ext.launch.run import RunResult
 
-__all__ = ["function_plan", "launch", "results_in", "said_by", "write_call"]
+__all__ = ["function_plan", "launch", "raise_stop_signal", "results_in", "said_by", "task_error"]
 
 
 @filter_traceback
@@ -72,7 +72,6 @@ def launch(
         TaskError: a task failed; names it, and has the traceback of its exception.
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
-    from tfdist_ext.errors import TaskError
     from tfdist_ext.launch.command_line import COMMAND
     from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
     from tfdist_ext.launch.restarting import run_with_restarts
@@ -81,12 +80,10 @@ def launch(
     from tfdist_ext.launch.stop_signals import StopSignals
 
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
-    policy = RestartPolicy(max_restarts, workers, workers)
     given = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
-    env = dict(os.environ)
-    env.setdefault(COMMAND, f"tfd.launch({getattr(fn, '__name__', fn)}, {given})")
-    env.setdefault(STALL_TIMEOUT, f"{USUAL_STALL_TIMEOUT:g}")
-    stop = StopSignals()
+    again = f"tfd.launch({getattr(fn, '__name__', fn)}, {given})"
+    env = {COMMAND: again, STALL_TIMEOUT: f"{USUAL_STALL_TIMEOUT:g}", **os.environ}
+    policy, stop = RestartPolicy(max_restarts, workers, workers), StopSignals()
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:  # no one else may write there
         folder = Path(made)
 
@@ -98,9 +95,7 @@ def launch(
         ended = run_with_restarts(planned, policy, logs, env, limits, stop)
         raise_stop_signal(stop.first)
         if ended.exit_status:
-            error = TaskError(said_by(ended, folder))
-            error.failed = (str(ended.failed_task),)
-            raise error
+            raise task_error(said_by(ended, folder), str(ended.failed_task))
         return results_in(folder, ended)
 
 
@@ -120,7 +115,7 @@ def function_plan(
     Args:
         tasks: as of `plan_local`; None: one process without TF_CONFIG, named "process".
         folder: for the call, and the answers of the tasks; those of an earlier start are removed.
-        timeout: seconds from now after which each task writes its stacks to its output.
+        timeout: seconds after which each task writes its stacks to its output.
 
     Raises:
         LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
@@ -141,8 +136,7 @@ def function_plan(
         names = [task.name for task in plan.tasks]
         for answer in folder.glob("*:*.*"):
             answer.unlink()
-        deadline = None if timeout is None else time.time() + timeout
-        call.write_bytes(write_call(fn, args, [] if plan.coordinator else names, deadline))
+        call.write_bytes(_written_call(fn, args, [] if plan.coordinator else names, timeout))
         started = (
             dataclasses.replace(task, argv=(*task.argv, str(folder / task.name)))
             for task in plan.tasks
@@ -150,14 +144,14 @@ def function_plan(
         yield dataclasses.replace(plan, tasks=tuple(started))
 
 
-def write_call(
-    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], deadline: float | None
+def _written_call(
+    fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], timeout: float | None
 ) -> bytes:
     """What `function_task` reads.
 
     Args:
         wait_for: the tasks without whose end none exits.
-        deadline: when each task writes its stacks, in seconds of `time.time`; None: never.
+        timeout: seconds after which each task writes its stacks; None: never.
 
     Raises:
         LaunchError: something cannot be sent to another process.
@@ -186,7 +180,7 @@ def write_call(
             "sources": cells,
             "call": buffer.getvalue(),
             "wait_for": list(wait_for),
-            "deadline": deadline,
+            "timeout": timeout,
         }
     )
 
@@ -241,6 +235,15 @@ def said_by(ended: RunResult, folder: Path) -> str:
         said = tracebacks[named].read_text(encoding="utf-8")
         said = said if named == cause else f"{named} failed because of it:\n{said}"
     return f"{cause} failed first, exit status {ended.exit_status}:\n{said}".rstrip()
+
+
+def task_error(message: str, *failed: str) -> TaskError:
+    """The error for a run in which these tasks have failed."""
+    from tfdist_ext.errors import TaskError
+
+    error = TaskError(message)
+    error.failed = failed
+    return error
 
 
 def raise_stop_signal(number: signal.Signals | None) -> None:

@@ -63,10 +63,7 @@ def run_with_restarts(
         while True:
             number = len(history.starts)
             folder = log_dir / f"restart-{number}" if number else log_dir
-            left = limits
-            if limits.timeout is not None and number:
-                seconds = round(limits.timeout - (time.monotonic() - began), 1)
-                left = dataclasses.replace(limits, timeout=max(0.0, seconds))
+            left = _limits_after(time.monotonic() - began, limits) if number else limits
             history.begin()
             try:
                 with planned(history.workers, folder) as plan:
@@ -91,6 +88,13 @@ def run_with_restarts(
                 return result
             if stop.first is not None:  # in this moment
                 return dataclasses.replace(result, exit_status=stop.status)
+
+
+def _limits_after(seconds: float, limits: Limits) -> Limits:
+    """The limits of a later start."""
+    if limits.timeout is None:
+        return limits
+    return dataclasses.replace(limits, timeout=max(0.0, round(limits.timeout - seconds, 1)))
 
 
 class _History:

@@ -186,13 +186,14 @@ class _Run:
 
     def run(self) -> RunResult:
         """Start, supervise, end."""
-        self.deadline = self._end_of_time()
         self.stop.tell = self.events.put
         if self.stop.first is not None:  # while nothing ran
             self.events.put(self.stop.first)
         try:
             on_end = lambda task, code: self.events.put((task, code))  # noqa: E731
             self.tasks.start(on_end, names_pids=self.names_pids)
+            self.start = time.monotonic()
+            self.deadline = self._end_of_time()
             if self.limits.stall_timeout:
                 self.tasks.kill_stopped(self.limits.stall_timeout)
             while self.tasks.running() and self._handle_next():

@@ -15,17 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfdist_ext.errors import TaskError
     from tfdist_ext.testing.assertions import (
         assert_same_on_all_replicas,
         assert_trains_like_one_device,
     )
     from tfdist_ext.testing.conformance.suite import StrategyConformance
     from tfdist_ext.testing.matrix import logical_cpus, strategy_matrix
-    from tfdist_ext.testing.tasks import TaskError, run_tasks
+    from tfdist_ext.testing.tasks import run_tasks
 
 _HOME = {
     "StrategyConformance": "tfdist_ext.testing.conformance.suite",
-    "TaskError": "tfdist_ext.testing.tasks",
+    "TaskError": "tfdist_ext.errors",
     "assert_same_on_all_replicas": "tfdist_ext.testing.assertions",
     "assert_trains_like_one_device": "tfdist_ext.testing.assertions",
     "logical_cpus": "tfdist_ext.testing.matrix",

@@ -194,7 +194,6 @@ def _options(config: pytest.Config) -> dict[str, Any]:
         "maxfail": 0,
         "newfirst": False,
         "numprocesses": None,
-        "plugins": [*options["plugins"]],
         "pythonwarnings": warnings,
         "rootdir": str(config.rootpath),
         "stepwise": False,
@@ -255,7 +254,8 @@ class _Reporter:
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
         # Nothing is written to a terminal. Its plugin stays, for its options.
-        config.pluginmanager.unregister(name="terminalreporter")
+        if config.pluginmanager.has_plugin("terminalreporter"):
+            config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for node in {node for item in items for node in item.listchain()}:

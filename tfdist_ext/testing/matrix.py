@@ -23,7 +23,6 @@ _KINDS = {
     "placed": "placed",
     "multi_worker": "multi_worker_mirrored",
 }
-# Names of earlier versions.
 
 
 @dataclass(frozen=True)

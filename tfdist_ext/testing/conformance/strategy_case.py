@@ -67,11 +67,6 @@ class StrategyCase:
 
     def _checked_strategy(self) -> tf.distribute.Strategy:
         name = f"{type(self).__name__}.strategy"
-        if not callable(self.strategy):
-            raise StrategyError(
-                f"{name} must be a method that returns the strategy under test, got"
-                f" {self.strategy!r}."
-            )
         made = self.strategy()
         if not isinstance(made, tf.distribute.Strategy):
             raise StrategyError(f"{name} must return a tf.distribute.Strategy, got {made!r}.")
