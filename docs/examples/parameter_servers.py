@@ -22,9 +22,8 @@ STEPS, ROWS = 300, 16  # rows in the batch of one step
 WEIGHTS = np.array([[1.0], [-2.0], [3.0]], "float32")  # to be learned
 
 
-def examples(context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-    """Without an end; each worker calls it, and reads a part of its own."""
-    part = context.input_pipeline_id if context else 0
+def examples(part: int = 0) -> tf.data.Dataset:
+    """The part of one worker; it has no end."""
 
     def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         seed = tf.stack([number, tf.constant(part, tf.int64)])
@@ -68,7 +67,9 @@ def plain() -> dict[str, Any] | None:
 
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     dataset = coordinator.create_per_worker_dataset(
-        lambda: strategy.distribute_datasets_from_function(examples)
+        lambda: strategy.distribute_datasets_from_function(
+            lambda context: examples(context.input_pipeline_id)
+        )
     )
     iterator = iter(dataset)
     for _ in range(STEPS):
@@ -93,7 +94,8 @@ def with_tfdist_ext() -> dict[str, Any]:
     """On the coordinator alone: `tfd.run` sees to the other tasks, and ends them."""
     strategy = tfd.create_strategy()
     model = tfd.distribute(build, strategy)
-    model.fit(examples, steps_per_epoch=STEPS, verbose=0)
+    data = tfd.data.from_dataset_fn(lambda shard: examples(shard.index))
+    model.fit(data, steps_per_epoch=STEPS, verbose=0)
     keras_model = model.keras_model
     return {
         "devices": [weight.value.device for weight in keras_model.weights],

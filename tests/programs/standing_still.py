@@ -60,11 +60,11 @@ def batches(late):
     return tf.data.Dataset.range(4 * STEPS).map(lambda number: batch_of(number, late))
 
 
-def batches_of_worker(context):
-    return batches(context.input_pipeline_id == int(victim[-1]))
+def batches_of_worker(shard):
+    return batches(shard.index == int(victim[-1]))
 
 
-data = batches_of_worker if on_servers else batches(is_victim)
+data = tfd.data.from_dataset_fn(batches_of_worker) if on_servers else batches(is_victim)
 model = tfd.distribute(mlp.build, strategy)
 model.fit(data, epochs=4, steps_per_epoch=STEPS, verbose=0, callbacks=[InThirdEpoch()])
 print("DONE", flush=True)

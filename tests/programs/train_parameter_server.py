@@ -194,16 +194,6 @@ def callbacks():
     model.fit(x, y, batch_size=10, shuffle=False, verbose=0, callbacks=[Watcher()])
     result["watched"] = seen
 
-    flat = tfd.distribute(counting(0.0), strategy)
-    stop = keras.callbacks.EarlyStopping("labels", patience=2, mode="min")
-    history = flat.fit(x, y, batch_size=10, epochs=9, verbose=0, callbacks=[stop])
-    result["epochs until stopped early"] = len(history.epoch)
-
-    again = tfd.distribute(counting(), strategy)
-    rate = keras.callbacks.LearningRateScheduler(lambda epoch: 1.0 / (1 + epoch))
-    again.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[rate])
-    result["applied at two rates"] = applied(again)
-
     eager = tfd.distribute(counting(), strategy)
     eager.keras_model.run_eagerly = True
     with warnings.catch_warnings(record=True) as caught:
@@ -284,14 +274,11 @@ def lookups():
         layer = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
         text = keras.layers.TextVectorization(output_sequence_length=1)
         text.adapt(words)
-        given = keras.Input((1,), dtype="string")
-        stage = keras.Model(given, layer(given))
         initial = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
         table = tf.lookup.StaticHashTable(initial, 0)
         variable = tf.Variable([2], dtype=tf.int64)
     maps = {
         "layer": layer,
-        "model": stage,
         "adapted, variable": lambda x: tf.reshape(text(x), [-1, 1]) + variable,
         "table, Python": lambda x: tf.ensure_shape(
             tf.numpy_function(lambda ids: ids * 2, [table.lookup(x)], tf.int64), [None, 1]

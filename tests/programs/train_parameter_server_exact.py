@@ -1,8 +1,7 @@
 """Training on parameter servers with one worker, all in one process: step after step.
 
 Without a second worker nothing is asynchronous, so every number must be plain Keras's. Arguments:
-the number of pieces that variables are partitioned into (0: whole), a file for the saved model, and
-"few" or "all" optimizers.
+the number of pieces that variables are partitioned into (0: whole), and a file for the saved model.
 """
 
 import os
@@ -47,25 +46,13 @@ class Normalized(opt.Adam):
 
 OPTIMIZERS = {
     "own apply": lambda: Normalized(0.01),
-    "sgd, schedule": lambda: opt.SGD(
-        opt.schedules.ExponentialDecay(0.1, 3, 0.7), momentum=0.9, nesterov=True
-    ),
-    "adam": lambda: opt.Adam(0.01, amsgrad=True),
     "adamw, clipnorm, ema": lambda: opt.AdamW(
         0.01, weight_decay=0.01, clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3
     ),
     "global_clipnorm": lambda: opt.SGD(0.5, global_clipnorm=0.1),
-    "clipvalue": lambda: opt.Adagrad(0.5, clipvalue=0.01),
     "accumulation": lambda: opt.RMSprop(0.01, gradient_accumulation_steps=2),
-    "ftrl": lambda: opt.Ftrl(0.1),
-    "adafactor": lambda: opt.Adafactor(0.1),  # its update of a row depends on other rows
     "loss scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), dynamic_growth_steps=3),
 }
-if sys.argv[3] == "few":
-    few = ("own apply", "adamw, clipnorm, ema", "global_clipnorm", "accumulation", "loss scale")
-    # Optimizers take their pieces in many ways, and whole variables in one.
-    few = few if shards else ("sgd, schedule", "adamw, clipnorm, ema")
-    OPTIMIZERS = {name: OPTIMIZERS[name] for name in few}
 random = np.random.default_rng(0)
 x = random.integers(0, 11, (61, 3))
 y = random.integers(0, 3, 61)
@@ -118,30 +105,6 @@ class TwoOptimizers(keras.Model):
         for part, (name, optimizer) in zip(self.parts, self.optimizers.items(), strict=True):
             with tf.GradientTape() as tape:
                 losses[name] = self.compute_loss(y=labels, y_pred=self(ids, training=True))
-            weights = part.trainable_variables
-            optimizer.apply(tape.gradient(losses[name], weights), weights)
-        return losses
-
-
-class WithoutCall(keras.Model):
-    """Only its step knows how its parts are called; the step is what builds its optimizers."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [
-            keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(3)])
-            for _ in range(2)
-        ]
-        self.optimizers = {"first": opt.Adam(0.01), "second": opt.SGD(0.1, momentum=0.9)}
-
-    def train_step(self, data):
-        ids, labels = data
-        rows = keras.ops.cast(ids, "float32")
-        losses = {}
-        for part, (name, optimizer) in zip(self.parts, self.optimizers.items(), strict=True):
-            with tf.GradientTape() as tape:
-                outputs = self.parts[1](self.parts[0](rows))
-                losses[name] = self.compute_loss(y=labels, y_pred=outputs)
             weights = part.trainable_variables
             optimizer.apply(tape.gradient(losses[name], weights), weights)
         return losses
@@ -229,7 +192,6 @@ for name, make_optimizer in OPTIMIZERS.items():
         saved = model
 _, result["own step"] = compared(build(lambda: opt.SGD(0.1), OwnStep))
 _, result["two optimizers"] = compared(build(lambda: None, TwoOptimizers))
-_, result["no call"] = compared(build(lambda: None, WithoutCall))
 _, result["weight assigned in call"] = compared(build(lambda: opt.Adam(0.01), spectral))
 
 

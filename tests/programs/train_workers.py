@@ -88,11 +88,6 @@ logs = model.evaluate(mlp.train_data_of_unknown_length(), verbose=0, return_dict
 result["unknown_length_accuracy"] = logs["accuracy"]
 result["unknown_length_predict"] = len(model.predict(mlp.train_data_of_unknown_length(), verbose=0))
 
-endless = tf.data.Dataset.from_tensor_slices((x, y)).batch(mlp.BATCH).repeat()
-before = int(model.keras_model.optimizer.iterations.numpy())
-model.fit(endless, steps_per_epoch=5, epochs=2, verbose=0)
-result["endless_steps"] = int(model.keras_model.optimizer.iterations.numpy()) - before
-
 
 # What would leave one worker waiting for ever, if it were not agreed on.
 before = int(model.keras_model.optimizer.iterations.numpy())
@@ -203,21 +198,12 @@ def build_named():
     return model
 
 
-def build_eager():
-    model = build_named()
-    model.run_eagerly = True
-    return model
-
-
 named = tfd.distribute(build_named, strategy, synchronize_batch_norm=False)
 inputs = {"features": x, "row": np.arange(len(x))}
 logs = named.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0, callbacks=[ReadsRate()])
 # The last global batch starts at row 168; two workers' parts start at 168 and 180.
 result["mean_of_own_log"] = logs.history["first_row"][0]
 result["named_logs"] = logs.history
-eager = tfd.distribute(build_eager, strategy)
-logs = eager.fit(inputs, y, batch_size=mlp.BATCH, shuffle=False, verbose=0)
-result["eager_logs"] = logs.history
 result["named_bits"] = mlp.fingerprint(named.keras_model)
 result["moving_mean"] = np.asarray(named.keras_model.normal.moving_mean).astype(float).tolist()
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training_cases import X, Y, classifier, mirrored, strategy_of
+from training_cases import X, Y, classifier, mirrored
 
 import tfdist_ext as tfd
 
@@ -58,15 +58,6 @@ class OfIds(keras.Model):
         return self.dense(self.pool(self.table(ids)))
 
 
-class OfDicts(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2)
-
-    def call(self, inputs):
-        return self.dense(inputs["a"]) + inputs["b"]
-
-
 def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = make()
@@ -90,36 +81,12 @@ def test_a_fresh_process_serves_and_loads_it(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=100)
 
 
-@pytest.mark.long("default", "one_device", "central_storage", "mirrored")
-@pytest.mark.parametrize("name", ["default", "one_device", "mirrored", "central_storage"])
-def test_from_each_strategy(name: str, tmp_path: Path) -> None:
-    model = tfd.distribute(normalized, strategy_of(name), synchronize_batch_norm=False)
-    model.fit(X, Y, **FIT)
-    before = [weight.copy() for weight in model.keras_model.get_weights()]
-    model.export(tmp_path / "exported", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "exported")
-    np.testing.assert_allclose(loaded.serve(X), model.predict(X, verbose=0), atol=1e-6)
-    # The model itself goes on as if nothing had been.
-    for weight, old in zip(model.keras_model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, old)
-    model.fit(X, Y, **FIT)
-
-
 def test_a_model_that_only_its_builder_can_make_again(tmp_path: Path) -> None:
     model = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
     model.fit(IDS, np.ones((12, 1)), batch_size=6, verbose=0)
     model.export(tmp_path / "exported", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "exported")
     np.testing.assert_allclose(loaded.serve(IDS), model.predict(IDS, verbose=0), atol=1e-6)
-
-
-def test_a_model_of_dicts(tmp_path: Path) -> None:
-    inputs = {"a": X, "b": X[:, :2]}
-    model = tfd.distribute(compiled(OfDicts), mirrored())
-    expected = model.predict(inputs, verbose=0)
-    model.export(tmp_path / "exported", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "exported")
-    np.testing.assert_allclose(loaded.serve(inputs), expected, atol=1e-6)
 
 
 def test_an_existing_model_with_a_vocabulary(tmp_path: Path) -> None:
@@ -132,14 +99,6 @@ def test_an_existing_model_with_a_vocabulary(tmp_path: Path) -> None:
     loaded = tf.saved_model.load(tmp_path / "exported")
     asked = tf.constant([["a"], ["b"], ["c"]])
     np.testing.assert_allclose(loaded.serve(asked), source(asked), atol=1e-6)
-
-
-def test_in_the_strategys_own_scope(tmp_path: Path) -> None:
-    with mirrored().scope():
-        model = tfd.distribute(classifier())
-        model.export(tmp_path / "exported", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "exported")
-    np.testing.assert_allclose(loaded.serve(X), model.predict(X, verbose=0), atol=1e-6)
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:

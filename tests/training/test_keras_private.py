@@ -5,9 +5,6 @@ When a release of Keras moves one, the test that fails names it and says what it
 
 from __future__ import annotations
 
-import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -26,9 +23,6 @@ from tfdist_ext.training._tf_private import (
     recorded_operations,
     recording_operations,
 )
-from tfdist_ext.training.steps.replaced import functions_in_place, step_targets, substitutes
-
-TRAINING = Path(kp.__file__).parent
 
 
 def small_model() -> keras.Model:
@@ -74,113 +68,6 @@ def test_links_of_operations() -> None:
     assert links["once"] == [model.layers[0].name, "once"]
 
 
-def test_variables() -> None:
-    variable = keras.Variable(np.float32(1.0))
-    assert isinstance(kp.raw_value(variable), tf.Variable)
-    with keras.StatelessScope([(variable, 2.0)]):
-        assert float(kp.raw_value(variable)) == 1.0
-
-
-def test_array_adapters() -> None:
-    x = np.arange(10.0, dtype="float32")[:, None]
-    parts, rows, batch = kp.array_parts(kp.get_data_adapter(x, x + 1, batch_size=4))
-    assert (rows, batch) == (10, 4)
-    first, second = kp.take(parts, tf.constant([7, 2]))
-    assert first[:, 0].numpy().tolist() == [7, 2]
-    assert second[:, 0].numpy().tolist() == [8, 3]
-    sparse = kp.get_data_adapter(tf.sparse.from_dense(x), x, batch_size=4)
-    (taken, _) = kp.take(kp.array_parts(sparse)[0], tf.constant([7]))
-    assert tf.sparse.to_dense(taken).numpy().tolist() == [[7.0]]
-    (kept, _, _), (held, _, _) = kp.train_validation_split((x, x, None), validation_split=0.3)
-    assert (len(kept), len(held)) == (7, 3)
-    assert kp.is_of_arrays(kp.get_data_adapter(x))
-    assert not kp.is_of_arrays(kp.get_data_adapter(tf.data.Dataset.from_tensors(x)))
-
-
-def test_batches_of_a_py_dataset() -> None:
-    class Two(keras.utils.PyDataset):
-        num_batches = 2
-
-        def __getitem__(self, index):
-            return np.full((3, 1), index), np.zeros(3)
-
-    adapter = kp.get_data_adapter(Two(), class_weight={0: 0.5})
-    batches = list(kp.batches_of(adapter))
-    assert [batch[0][0, 0] for batch in batches] == [0, 1]
-    assert batches[0][2].tolist() == [0.5] * 3
-
-
-def test_models() -> None:
-    model = small_model()
-    names = {layer.name for layer in kp.flat_layers(model)}
-    assert {"inner", model.layers[0].layers[0].name} < names
-    assert kp.flat_layers(model)[0] is model
-    assert [layer for layer in kp.inner_layers(model) if layer.weights] == model.layers
-    assert kp.inner_layers(model.layers[0])[-1:] == model.layers[0].layers
-    assert kp.is_graph_of_layers(model)
-    kp.symbolic_build(model, (keras.KerasTensor((None, 3)), keras.KerasTensor((None, 1))))
-    assert model.optimizer.built
-    assert [metric.name for metric in kp.metrics_in_use(model)] == []
-    arguments = kp.compile_arguments(model)
-    assert arguments["loss"] == "mse"
-    assert arguments["optimizer"] is model.optimizer
-    assert set(arguments) <= set(inspect.signature(keras.Model.compile).parameters)
-    assert kp.metrics_in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
-    mine = keras.metrics.MeanSquaredError()
-    model.compile("sgd", "mse", metrics=[mine], weighted_metrics=["mae"])
-    assert kp.metrics_in_use(model) == [mine]
-    assert kp.restored_epoch(model) is None
-    kp.set_restored_epoch(model, 3)
-    assert kp.restored_epoch(model) == 3
-
-
-def test_tensorboard_tells_whether_it_profiles() -> None:
-    assert kp.traces_batches(keras.callbacks.TensorBoard("x", profile_batch=2))
-    assert not kp.traces_batches(keras.callbacks.TensorBoard("x"))
-
-
-def test_lambdas_are_trusted_in_the_scope_only() -> None:
-    config = keras.layers.Lambda(lambda x: x * 2).get_config()
-    with pytest.raises(ValueError, match="lambda"):
-        keras.layers.Lambda.from_config(config, safe_mode=True)
-    with kp.trusted():
-        layer = keras.layers.Lambda.from_config(config)
-    assert float(layer(tf.constant(2.0))) == 4.0
-
-
-def test_optimizers() -> None:
-    inner = keras.optimizers.SGD()
-    outer = keras.optimizers.LossScaleOptimizer(inner)
-    weights = [keras.Variable(np.ones(2))]
-    outer.build(weights)
-    assert kp.trained_by(outer) == kp.trained_by(inner) == weights
-    other = tf.distribute.OneDeviceStrategy("CPU:0")
-    mine = inner._distribution_strategy
-    with kp.distribution_strategy_of([outer, inner], other):
-        assert inner._distribution_strategy is outer._distribution_strategy is other
-    assert inner._distribution_strategy is outer._distribution_strategy is mine
-
-
-def test_random_numbers_without_a_seed() -> None:
-    keras.utils.set_random_seed(3)
-    generator = kp.global_seed_generator()
-    state = generator.state.numpy().tolist()
-    one = keras.random.normal((2,)).numpy()
-    assert generator.state.numpy().tolist() != state
-    generator.state.assign(state)
-    np.testing.assert_array_equal(keras.random.normal((2,)).numpy(), one)
-
-
-def test_what_a_weighted_mean_divides_by() -> None:
-    def divisor(weights, mask):
-        return kp.loss_weights(weights, mask, "mean_with_sample_weight", "float32")
-
-    mask = tf.constant([[True, False], [True, True]])
-    assert divisor(None, None) is None
-    assert float(tf.reduce_sum(divisor(None, mask))) == 3
-    assert float(tf.reduce_sum(divisor(np.array([[2.0, 2.0], [5.0, 1.0]]), mask))) == 8
-
-
 def test_what_was_run_eagerly_is_recorded() -> None:
     noted: list[tuple[str, int]] = []
 
@@ -217,27 +104,6 @@ def test_functions_of_graphs_stateful_operations_and_open_tapes() -> None:
         return made.outputs[0]
 
     assert int(outer(tf.constant(1))) == 2
-
-
-def test_steps_on_workers_reach_into_optimizers_and_lookups() -> None:
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
-    counter, rate = kp.step_variables(optimizer)
-    assert counter is optimizer.inner_optimizer._iterations
-    assert float(rate.numpy()) == 0.5
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
-    assert kp.step_variables(keras.optimizers.SGD(schedule))[1] is None
-
-    known, stranger = keras.Variable([1.0]), tf.Variable([2.0])
-    adam = keras.optimizers.Adam()
-    adam.build([known])
-
-    def key(original: Any, optimizer: Any, variable: Any) -> Any:
-        return original(optimizer, kp.raw_value(known) if variable is stranger else variable)
-
-    with functions_in_place(step_targets()), substitutes({"variable_key": key}):
-        assert adam._get_variable_index(stranger) == 0
-    with pytest.raises(KeyError):
-        adam._get_variable_index(stranger)
 
 
 def test_gradients_are_not_summed_again_by_an_optimizer_without_a_strategy() -> None:
@@ -286,9 +152,3 @@ def test_names_of_tensorflows_context(name: str, why: str) -> None:
     from tensorflow.python.eager import context
 
     assert hasattr(context.Context, name), f"TensorFlow {tf.__version__} moved {name}, for {why}"
-
-
-def test_no_other_module_reaches_into_keras() -> None:
-    for module in TRAINING.rglob("*.py"):
-        if module.name != "_keras_private.py":
-            assert not re.search(r"keras\.src|from keras\.", module.read_text()), module.name

@@ -12,9 +12,7 @@ import tensorflow as tf
 from training_cases import X, Y, assert_trains_as_keras, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.training.inputs import read
-from tfdist_ext.training.parameter_server.calls import batch_chunks
 
 IMAGES = np.zeros((6, 10, 10, 3), "float32")
 ROWS = np.zeros((6, 10), "float32")
@@ -74,7 +72,6 @@ def of_unknown_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
 @pytest.mark.parametrize(
     ("method", "data", "place", "shape"),
     [
-        pytest.param("fit", with_table, "x['table']", "[20, 5] in a batch of 16", id="size"),
         pytest.param(
             "evaluate",
             lambda: of_unknown_size(with_table()),
@@ -110,11 +107,11 @@ def of_unknown_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     ],
 )
 def test_a_tensor_without_a_row_for_each_example_is_named(
-    method: str, data: Any, place: str, shape: str
+    data: Any, place: str, shape: str
 ) -> None:
     model = tfd.distribute(build, mirrored())
     with pytest.raises(tfd.DataError, match=re.escape(f"{place} has shape {shape}")) as caught:
-        getattr(model, method)(data(), verbose=0)
+        model.fit(data(), verbose=0)
     assert "over 2 replicas" in str(caught.value)
     assert "non-trainable weight" in str(caught.value)
     assert caught.value.__cause__ is None
@@ -138,76 +135,3 @@ def test_shapes_that_tell_are_named_before_the_first_step(data: Any, found: str)
 
 def test_one_replica_gets_what_keras_gets() -> None:
     assert_trains_as_keras(build, with_table(), strategy=strategy_of("one_device"))
-
-
-@pytest.mark.parametrize("form", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
-def test_sparse_and_ragged_tensors_are_named_too(form: Any) -> None:
-    parts = read(with_table().map(lambda x, y: (form(x["table"]), y)), replicas=2).on_host(0, 2, 2)
-    with (
-        pytest.raises(tfd.DataError, match=r"^x has shape \[20, 5\] in a batch of 16 examples"),
-        data_errors_as_raised(),
-    ):
-        list(parts)
-
-
-def test_calls_of_workers_keep_such_batches_apart() -> None:
-    data = read(with_table()).on_host(0, 1, 1)
-    chunks = list(batch_chunks(iter(data), 4, 4))
-    assert [[tensor.shape[0] for tensor in chunk.tensors] for chunk in chunks] == [[16, 20, 16]] * 4
-
-
-class Attention(keras.Model):
-    """Mixes the rows of a batch, as far as a mask of pairs allows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense(tf.matmul(inputs["mask"], inputs["rows"]))
-
-
-def attention() -> keras.Model:
-    model = Attention()
-    model.compile("sgd", "mse")
-    return model
-
-
-def with_mask(drop: bool = False) -> tf.data.Dataset:
-    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop)
-    return batches.map(lambda x, y: ({"rows": x, "mask": tf.eye(x.shape[0] or tf.shape(x)[0])}, y))
-
-
-@pytest.mark.parametrize(
-    ("method", "drop", "shape"), [("fit", False, "[None, None]"), ("predict", True, "[16, 16]")]
-)
-def test_a_tensor_of_pairs_of_rows_is_named_where_a_step_fails(
-    method: str, drop: bool, shape: str
-) -> None:
-    model = tfd.distribute(attention, mirrored())
-    with pytest.raises(tfd.TrainingError, match=r"shapes do not fit: .*over 2 replicas") as caught:
-        getattr(model, method)(with_mask(drop), verbose=0)
-    assert f"Another dimension of x['mask'] of shape {shape} may be" in str(caught.value)
-    assert "{{" not in str(caught.value)
-
-
-def test_an_eager_step_names_it_too() -> None:
-    model = tfd.distribute(attention, mirrored())
-    model.keras_model.run_eagerly = True
-    with pytest.raises(tfd.TrainingError, match=r"shapes do not fit: .*x\['mask'\]"):
-        model.fit(with_mask(), verbose=0)
-
-
-def test_sequences_as_long_as_the_batch_are_no_pairs() -> None:
-    def of_sequences() -> keras.Model:
-        inputs = keras.Input([None])
-        model = keras.Model(inputs, keras.ops.mean(inputs, axis=1, keepdims=True) * 2.0)
-        outputs = keras.layers.Dense(1)(model(inputs))
-        model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    sequences = np.random.default_rng(7).normal(size=(64, 16)).astype("float32")
-    dataset = tf.data.Dataset.from_tensor_slices((sequences, Y)).padded_batch(16, ([None], [1]))
-    assert dataset.element_spec[0].shape.as_list() == [None, None]
-    assert_trains_as_keras(of_sequences, dataset)

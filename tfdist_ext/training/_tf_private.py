@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 
@@ -61,9 +60,10 @@ def read_by_tapes(stand_in: object) -> None:
     NAMES("eager.tape.variable_accessed")(stand_in)
 
 
+@contextlib.contextmanager
 def creating_without_broadcast(
     strategy: tf.distribute.MultiWorkerMirroredStrategy,
-) -> contextlib.AbstractContextManager[Any]:
+) -> Iterator[None]:
     """Scope in which the variables of MultiWorkerMirroredStrategy start from this task's values.
 
     Private because it broadcasts the chief's value of each new variable: where workers make other
@@ -71,8 +71,15 @@ def creating_without_broadcast(
     """
     mirrored, extended = NAMES("distribute.mirrored_strategy.MirroredExtended"), strategy.extended
     name, use = "_get_variable_creator_initial_value", "variables of several workers"
-    of_one_worker = NAMES.of(mirrored, name, use).__get__(extended)
-    return mock.patch.object(extended, name, of_one_worker)
+    outer = vars(extended).get(name)
+    setattr(extended, name, NAMES.of(mirrored, name, use).__get__(extended))
+    try:
+        yield
+    finally:
+        if outer is None:
+            delattr(extended, name)
+        else:
+            setattr(extended, name, outer)
 
 
 def has_coordination_service() -> bool:

@@ -114,7 +114,6 @@ class Epochs:
                 counts_rows,
                 completed,
                 batches.advance,
-                lambda: batches.element_spec,
                 in_memory,
             )
         except BaseException:

@@ -12,11 +12,9 @@ agree on what there is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from tfdist_ext.data.rows import (
 )
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.data.shards import Shard, bounds
-from tfdist_ext.errors import TfDistError, TrainingError
+from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
 from tfdist_ext.training.protocols import BatchSource, Reduction, Specs, Structure
@@ -51,7 +49,6 @@ __all__ = [
     "PartsOf",
     "batches_of_function",
     "check_says_nothing_else",
-    "explaining_shape_errors",
     "order_of_pass",
     "parts_of_dataset",
     "read",
@@ -127,21 +124,7 @@ def read(
         class_weight=class_weight,
     )
     if kp.is_of_arrays(adapter):
-        with tf.device("CPU:0"):
-            arrays, rows, batch = kp.array_parts(adapter)
-        order_seed = seed() if shuffle and seed else None
-        parts_from = _parts_of_arrays(arrays, rows, batch, order_seed, shuffle == "batch")
-        return GlobalBatches(
-            parts_of=parts_from(0),
-            from_step=parts_from,
-            spec=_spec_of_arrays(arrays),
-            steps=adapter.num_batches,
-            batch_size=adapter.batch_size,
-            is_infinite=True,
-            arrays=arrays,
-            on_epoch_begin=adapter.on_epoch_begin,
-            on_epoch_end=adapter.on_epoch_end,
-        )
+        return _batches_of_arrays(adapter, shuffle, seed() if shuffle and seed else None)
     dataset = adapter.get_tf_dataset()
     _check_batches(dataset.element_spec, replicas)
     hooks = adapter
@@ -156,6 +139,23 @@ def read(
         dataset=dataset,
         on_epoch_begin=hooks.on_epoch_begin,
         on_epoch_end=hooks.on_epoch_end,
+    )
+
+
+def _batches_of_arrays(adapter: Any, shuffle: bool | str, seed: int | None) -> GlobalBatches:
+    with tf.device("CPU:0"):
+        arrays, rows, batch = kp.array_parts(adapter)
+    parts_from = _parts_of_arrays(arrays, rows, batch, seed, shuffle == "batch")
+    return GlobalBatches(
+        parts_of=parts_from(0),
+        from_step=parts_from,
+        spec=_spec_of_arrays(arrays),
+        steps=adapter.num_batches,
+        batch_size=adapter.batch_size,
+        is_infinite=True,
+        arrays=arrays,
+        on_epoch_begin=adapter.on_epoch_begin,
+        on_epoch_end=adapter.on_epoch_end,
     )
 
 
@@ -321,45 +321,6 @@ def _check_batches(spec: Specs, replicas: int) -> None:
             f"the dataset must yield batches, got {found}: {each}. Call .batch(n) on it, n being"
             f" the examples of a global batch. {SHARED_TENSOR}"
         )
-
-
-_SHAPES = re.compile(r".*(incompatible|must be equal|must match|broadcast).*", re.IGNORECASE)
-
-
-# What is around the sentence in that line: colors, names of operations, numbers of errors.
-_AROUND = re.compile(
-    r"\x1b\[\w*m|\{\{function_node [^}]*\}\}|\(\d+\) [A-Z_]+:| for '\{\{node.*| \[Op:.*"
-)
-
-
-@contextlib.contextmanager
-def explaining_shape_errors(spec_of_batch: Callable[[], Specs], replicas: int) -> Iterator[None]:
-    """Scope of steps: a shape error names the tensors whose other dimensions may be the batch's.
-
-    Raises:
-        TrainingError: a step failed on shapes that do not fit, and there are such tensors.
-    """
-    try:
-        yield
-    except (ValueError, tf.errors.InvalidArgumentError) as error:
-        found = _SHAPES.search(getattr(error, "message", str(error)))
-        if replicas == 1 or isinstance(error, TfDistError) or found is None:
-            raise
-        named = [
-            f"{name} of shape {list(part.shape)}"
-            for name, part in named_parts(spec_of_batch())
-            if part.shape.rank and {None, part.shape[0]} & set(part.shape[1:])
-        ]
-        if not named:
-            raise
-        sentence = _AROUND.sub("", found[0]).strip(" .")
-        raise TrainingError(
-            f"a step failed because shapes do not fit: {sentence}. A batch is split by rows over"
-            f" {replicas} replicas, and only its first dimension is split. Another dimension of"
-            f" {', '.join(named)} may be the number of examples in the batch, as in a mask of"
-            " pairs of examples. If so, compute the tensor in the model, from the rows of the"
-            " batch; tfd.all_rows(x) gives the rows of all replicas."
-        ) from error
 
 
 # (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,

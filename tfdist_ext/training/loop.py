@@ -28,7 +28,6 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.callbacks.in_cluster import uses_batch_hooks
 from tfdist_ext.training.epochs import Epochs
-from tfdist_ext.training.inputs import explaining_shape_errors
 from tfdist_ext.training.programs import Engine, StepProgram, StepsPerExecutionTuner
 from tfdist_ext.training.protocols import Epoch, Logs, Reduction, StepListener, Structure
 
@@ -89,10 +88,7 @@ class Loop:
                 self._begin(data.completed + done)
                 peers.enters("steps")
                 started = time.perf_counter()
-                with (
-                    explaining_shape_errors(data.element_spec, self._reduction.replicas),
-                    peers.barrier(f"{where}steps after {done}"),
-                ):
+                with peers.barrier(f"{where}steps after {done}"):
                     result = program.run(data, n, seconds, told=peers.told_to_end)
                 seconds = time.perf_counter() - started
                 raise_if_interrupted()
@@ -156,10 +152,7 @@ def predict(
             hooks.on_predict_batch_begin(done)
             engine.reduction.peers.enters("steps")
             try:
-                with (
-                    explaining_shape_errors(data.element_spec, engine.reduction.replicas),
-                    engine.reduction.peers.barrier(f"batch {done}"),
-                ):
+                with engine.reduction.peers.barrier(f"batch {done}"):
                     outputs = next(each)
             except StopIteration:
                 break

@@ -41,7 +41,6 @@ from tfdist_ext.training.building.build import (
     belongs_to,
     build,
     creation_scope,
-    new_variables,
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
@@ -100,6 +99,7 @@ class DistributedModel(SavingMixin):
         builder: Callable[[], keras.Model] | None = None,
         *,
         synchronize_batch_norm: bool | None = None,
+        created: list[tf.Variable] | None = None,
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
@@ -112,6 +112,8 @@ class DistributedModel(SavingMixin):
         self._strategy = strategy
         self._builder = builder
         self._synchronize_batch_norm = synchronize_batch_norm
+        # Variables that do not have the chief's values yet.
+        self._created = [] if created is None else created
         self._built_for = None
         self._progress = Progress()
         self._keeps_metrics = False
@@ -451,27 +453,23 @@ class DistributedModel(SavingMixin):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
-        with creation_scope(self._strategy):
-            self._model.compile(*args, **kwargs)
-        self._unify()
+        self._create(lambda: self._model.compile(*args, **kwargs))
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.compile_from_config`; what it makes is made for the strategy."""
-        with creation_scope(self._strategy):
-            self._model.compile_from_config(config)
-        self._unify()
+        self._create(lambda: self._model.compile_from_config(config))
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.build`: the variables are made for the strategy."""
-        with creation_scope(self._strategy):
-            self._model.build(*args, **kwargs)
-        make_readable(self._model)
-        self._unify()
+        self._create(lambda: self._model.build(*args, **kwargs))
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """As `keras.Model.build_from_config`: the variables are made for the strategy."""
-        with creation_scope(self._strategy):
-            self._model.build_from_config(config)
+        self._create(lambda: self._model.build_from_config(config))
+
+    def _create(self, method: Callable[[], object]) -> None:
+        with creation_scope(self._strategy, self._created):
+            method()
         make_readable(self._model)
         self._unify()
 
@@ -608,8 +606,8 @@ class DistributedModel(SavingMixin):
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
         if kind != "predict":
-            recompile(self._model, self._model, self._strategy)
-        build(self._model, self._built_for, self._strategy, kind=kind)
+            recompile(self._model, self._model, self._strategy, self._created)
+        build(self._model, self._built_for, self._strategy, self._created, kind=kind)
         self._check_batch_normalization()  # of layers that are made in the first call, too
         if kind != "predict":
             self._engine.prepare(self._model)
@@ -645,7 +643,8 @@ class DistributedModel(SavingMixin):
 
         Models are compared once for each kind of step and each `compile`. Every worker must call.
         """
-        created = new_variables(self._strategy)
+        created = list({id(variable): variable for variable in self._created}.values())
+        self._created.clear()
         if not self._reduction.multi_worker:
             return
         compiled = compiled_parts(self._model) if self._model.compiled else ()
@@ -734,9 +733,13 @@ def distribute(
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)
     with peers.call("distribute"):
-        model = adopt(model_or_builder, strategy)
+        created: list[tf.Variable] = []
         return DistributedModel(
-            model, strategy, builder, synchronize_batch_norm=synchronize_batch_norm
+            adopt(model_or_builder, strategy, created),
+            strategy,
+            builder,
+            synchronize_batch_norm=synchronize_batch_norm,
+            created=created,
         )
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import keras
 import numpy as np
@@ -244,26 +244,18 @@ class TrainedModel(Protocol):
     def load_weights(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class _HasReduction(Protocol):
-    _reduction: Reduction
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-_Caller = TypeVar("_Caller", bound=_HasReduction)
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def on_every_worker(
-    method: Callable[Concatenate[_Caller, _Given], _Result],
-) -> Callable[Concatenate[_Caller, _Given], _Result]:
+def on_every_worker(method: _Method) -> _Method:
     """A public method that every worker must call: where one does not, the others say so."""
 
     @functools.wraps(method)
-    def called(self: _Caller, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+    def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self._reduction.call(method.__name__):
             return method(self, *args, **kwargs)
 
-    return called
+    return cast(_Method, called)
 
 
 @dataclass(frozen=True)
@@ -277,7 +269,6 @@ class Epoch:
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         completed: global batches of the same epoch that are in the metrics already.
         advance: to be told how many batches were used, after each execution.
-        element_spec: gives the structure of a global batch.
         batch_size: examples of a global batch, of data that is in memory; else None.
     """
 
@@ -287,5 +278,4 @@ class Epoch:
     needs_row_count: bool
     completed: int
     advance: Callable[[int], None]
-    element_spec: Callable[[], Specs]
     batch_size: int | None = None

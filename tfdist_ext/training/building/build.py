@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,35 +49,28 @@ __all__ = [
     "belongs_to",
     "build",
     "creation_scope",
-    "new_variables",
     "recompile",
     "reject_stateful_rnns",
 ]
 
 
-# Made for a strategy of several workers, and not yet given the chief's values.
-_new: weakref.WeakKeyDictionary[tf.distribute.Strategy, list[tf.Variable]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def new_variables(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
-    """The variables that were made in a `creation_scope` since the last call of this function."""
-    return list({id(variable): variable for variable in _new.pop(strategy, [])}.values())
-
-
-def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
+def creation_scope(
+    strategy: tf.distribute.Strategy, created: list[tf.Variable] | None = None
+) -> contextlib.ExitStack:
     """The scope in which everything of a distributed model is created.
 
-    Each of several workers creates its variables alone, and waits for no other. `new_variables`
-    are to be given the chief's values when the models have been compared.
+    Each of several workers creates its variables alone, and waits for no other.
+
+    Args:
+        created: gets the variables that are to be given the chief's values when the workers have
+            compared their models.
     """
 
-    def noting(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    def note(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         variable = create(**kwargs)
         sendable = variable.dtype != tf.string and variable.shape.is_fully_defined()
-        if tf.executing_eagerly() and sendable:
-            _new.setdefault(strategy, []).append(variable)
+        if tf.executing_eagerly() and sendable and created is not None:
+            created.append(variable)
         return variable
 
     scope = contextlib.ExitStack()
@@ -86,19 +78,24 @@ def creation_scope(strategy: tf.distribute.Strategy) -> contextlib.ExitStack:
     scope.enter_context(strategy.scope())
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         scope.enter_context(creating_without_broadcast(strategy))
-        scope.enter_context(tf.variable_creator_scope(noting))
+        scope.enter_context(tf.variable_creator_scope(note))
     scope.enter_context(metric_variables_on_one_copy())
     scope.enter_context(readable_numbers())
-    # Those two know how by themselves, and count what they place.
+    # Both strategies place variables themselves.
     if not isinstance(strategy, StrategyTemplate | PlacedParameterServers):
         scope.enter_context(slots_beside_shards())
     return scope
 
 
 def adopt(
-    model_or_builder: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+    model_or_builder: keras.Model | Callable[[], keras.Model],
+    strategy: tf.distribute.Strategy,
+    created: list[tf.Variable],
 ) -> keras.Model:
     """The model made by a builder, or a copy of an existing one, on the strategy.
+
+    Args:
+        created: as `creation_scope` has it, here and below.
 
     Raises:
         TrainingError: neither a model nor a function that returns one, or a model that cannot
@@ -119,21 +116,26 @@ def adopt(
         strategy.plan_model(specs)
         named_as_planned = fresh_names()
     if is_model:
-        return _copy(model_or_builder, strategy)
-    with creation_scope(strategy), named_as_planned:
+        return _copy(model_or_builder, strategy, created)
+    with creation_scope(strategy, created), named_as_planned:
         model = model_or_builder()
     if not isinstance(model, keras.Model):
         raise TrainingError(
             f"the function given to distribute() must return a keras.Model, got {model!r}."
         )
     if not all(belongs_to(variable, strategy) for variable in model.weights):
-        return _copy(model, strategy)  # made elsewhere, and only handed out by the function
-    recompile(model, model, strategy)
+        return _copy(model, strategy, created)  # the function did not make it
+    recompile(model, model, strategy, created)
     return model
 
 
 def build(
-    model: keras.Model, spec: Specs, strategy: tf.distribute.Strategy, *, kind: str = "train"
+    model: keras.Model,
+    spec: Specs,
+    strategy: tf.distribute.Strategy,
+    created: list[tf.Variable] | None = None,
+    *,
+    kind: str = "train",
 ) -> None:
     """Make every variable, before a step is traced, from the structure of one global batch.
 
@@ -155,7 +157,7 @@ def build(
         return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse)
 
     batch = keras.tree.map_structure(symbol, spec)
-    with creation_scope(strategy):
+    with creation_scope(strategy, created):
         own_loss = type(model).compute_loss is not keras.Model.compute_loss
         if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
             # It may use layers that the call does not.
@@ -206,7 +208,12 @@ def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bo
     return value is None or strategy.extended.variable_created_in_scope(value)
 
 
-def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.Strategy) -> None:
+def recompile(
+    source: keras.Model,
+    target: keras.Model,
+    strategy: tf.distribute.Strategy,
+    created: list[tf.Variable],
+) -> None:
     """Compile `target` as `source` is, its optimizers and metrics made in the scope.
 
     Where they are there already (the usual case of a builder), nothing happens. A class with
@@ -224,15 +231,14 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
     variables = [v for thing in stateful for v in thing.variables]
     if source is target and all(belongs_to(variable, strategy) for variable in variables):
         return
-    trained = {name: _trained(source, old) for name, old in before.items()}
     if type(source).compile_from_config is not keras.Model.compile_from_config:
         config = source.get_compile_config()
-        with creation_scope(strategy), custom_objects_of([source]):
+        with creation_scope(strategy, created), custom_objects_of([source]):
             target.compile_from_config(config)
     else:
         own = type(source).compile is not keras.Model.compile
         arguments = _compile_arguments(source) if own else kp.compile_arguments(source)
-        with creation_scope(strategy):
+        with creation_scope(strategy, created):
             remade = keras.tree.map_structure(_stateless, arguments)
             target.compile(**remade)
         if own:
@@ -244,8 +250,11 @@ def recompile(source: keras.Model, target: keras.Model, strategy: tf.distribute.
                 f"{type(source).__name__}.{name} must be an optimizer after compile_from_config(),"
                 " got none of that name: let it make all that get_compile_config() describes."
             )
-        weights = target.weights
-        _take_over_optimizer(old, new, [weights[place] for place in trained[name]], strategy)
+        if old.built:
+            weights = _copies_of_trained(old, source, target)
+            with creation_scope(strategy, created):
+                new.build(weights)
+            _take_over_state(old, new, weights)
 
 
 def _stateless(argument: Any) -> Any:
@@ -320,32 +329,28 @@ def _specs_if_known(
         return []
 
 
-def _trained(source: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[int]:
-    """Places, among the model's weights, of those that an optimizer was built for.
+def _copies_of_trained(
+    optimizer: keras.optimizers.Optimizer, source: keras.Model, target: keras.Model
+) -> list[keras.Variable]:
+    """The weights of `target` that stand for those of `source` that an optimizer was built for.
 
     What it was built for, not what is trainable today: weights may have been frozen since.
     """
-    places = {id(weight): place for place, weight in enumerate(source.weights)}
-    trained = [places.get(id(v)) for v in kp.trained_by(optimizer)] if optimizer.built else []
-    if None in trained:
+    copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
+    trained = kp.trained_by(optimizer)
+    if not all(id(variable) in copies for variable in trained):
         raise TrainingError(
             f"the optimizer of {source.name!r} must be built for the model's weights, got other"
             " variables, so its state cannot be copied. Call compile() with a new one."
         )
-    return [place for place in trained if place is not None]
+    return [copies[id(variable)] for variable in trained]
 
 
-def _take_over_optimizer(
+def _take_over_state(
     old: keras.optimizers.Optimizer,
     new: keras.optimizers.Optimizer,
     weights: list[keras.Variable],
-    strategy: tf.distribute.Strategy,
 ) -> None:
-    """Build the optimizer `new` for `weights`, and give it the state of `old`."""
-    if not old.built:
-        return
-    with creation_scope(strategy):
-        new.build(weights)
     if [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
         raise TrainingError(
             f"the optimizer {new.name!r} must have the same variables after the model is compiled"
@@ -355,9 +360,11 @@ def _take_over_optimizer(
         variable.assign(value.numpy())
 
 
-def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+def _copy(
+    model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
+) -> keras.Model:
     try:
-        with creation_scope(strategy):
+        with creation_scope(strategy, created):
             copy = clone_model(model)
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise TrainingError(
@@ -381,42 +388,30 @@ def _copy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
             )
         new.assign(old.numpy())
     copy_flags_and_assets(model, copy)
-    recompile(model, copy, strategy)
+    recompile(model, copy, strategy, created)
     return copy
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Refuse stateful RNN layers; to be called before anything of a model is traced, or even built.
+    """Refuse stateful RNN layers, before anything of a model is traced or built.
 
     Raises:
         TrainingError: a recurrent layer is stateful, and batches are cut for several replicas or go
-            to workers in no order; or it was not told the size of a batch.
+            to workers in no order.
     """
-    stateful = [
-        layer
-        for layer in kp.flat_layers(model)
-        if isinstance(layer, keras.layers.RNN) and layer.stateful
-    ]
-    if not stateful:
-        return
-    names = ", ".join(repr(layer.name) for layer in stateful)
+    layers = (layer for layer in kp.flat_layers(model) if isinstance(layer, keras.layers.RNN))
+    stateful = [layer for layer in layers if layer.stateful]
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         where = "the workers of a ParameterServerStrategy, which take batches in no order"
-    elif strategy.num_replicas_in_sync > 1:
-        where = f"{strategy.num_replicas_in_sync} replicas, each of which gets other rows"
-    elif not all(layer.built for layer in stateful):
-        raise TrainingError(
-            f"the batch size must be known for stateful=True of {names}, got none: begin the model"
-            " with keras.Input(batch_shape=(examples, steps, features)), or call its"
-            " build((examples, steps, features)) in the function given to distribute()."
-        )
     else:
-        return
-    raise TrainingError(
-        f"stateful must be False with {where}, got True of {names}: it keeps a state for each row"
-        " of a batch, with which row i of the next batch continues. Make the layers with"
-        ' stateful=False, or train on one replica: create_strategy("one_device").'
-    )
+        where = f"{strategy.num_replicas_in_sync} replicas, each of which gets other rows"
+        stateful = stateful if strategy.num_replicas_in_sync > 1 else []
+    if stateful:
+        raise TrainingError(
+            f"{', '.join(repr(layer.name) for layer in stateful)} must not be stateful on {where}:"
+            " a stateful layer continues row i of a batch with row i of the next batch. Make the"
+            ' layers with stateful=False, or train on one replica: create_strategy("one_device").'
+        )
 
 
 def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:

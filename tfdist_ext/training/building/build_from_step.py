@@ -40,7 +40,7 @@ def build_from_step(model: keras.Model, kind: str, batch: Structure) -> bool:
         TrainingError: the step cannot be tried while layers have no variables yet.
     """
     step = getattr(model, f"{kind}_step")
-    step = getattr(step, "python_function", step)
+    step = getattr(step, "python_function", step)  # of a tf.function
     applied: dict[int, tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = {}
 
     def note(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

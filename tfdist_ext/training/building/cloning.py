@@ -15,7 +15,6 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
-from unittest import mock
 
 import keras
 
@@ -65,9 +64,7 @@ def clone_from_config(thing: Configured) -> Configured:
 
 def clone_model(model: keras.Model) -> keras.Model:
     """The same model, not compiled, with weights of its own."""
-    # Keras would also copy the compile settings, from a config; `recompile` takes them live.
-    uncompiled = mock.patch.object(model, "compiled", False)
-    with custom_objects_of(kp.flat_layers(model)), uncompiled, _taking_no_seeds():
+    with custom_objects_of(kp.flat_layers(model)), _uncompiled(model), _taking_no_seeds():
         if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
             copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
         else:
@@ -75,6 +72,19 @@ def clone_model(model: keras.Model) -> keras.Model:
         _build_as(model, copy)
         _enable_lora_as(model, copy)
     return copy
+
+
+@contextlib.contextmanager
+def _uncompiled(model: keras.Model) -> Iterator[None]:
+    """Scope in which Keras does not copy the compile settings from a config.
+
+    `recompile` takes them live.
+    """
+    compiled, model.compiled = model.compiled, False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
 
 
 @contextlib.contextmanager

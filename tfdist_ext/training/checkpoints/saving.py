@@ -74,6 +74,7 @@ class SavingMixin:
     _builder: Builder
     _built_for: Specs  # tf.TypeSpecs of a batch, once one was seen
     _progress: Progress
+    _created: list[tf.Variable]
 
     @on_every_worker
     def save(self, filepath: str | Path, overwrite: bool = True, **kwargs: Any) -> None:
@@ -161,7 +162,7 @@ class SavingMixin:
         model = self._model
         optimizer = getattr(model, "optimizer", None)  # there is none before compile
         if model.built and optimizer is not None and not optimizer.built:
-            with creation_scope(self._strategy):
+            with creation_scope(self._strategy, self._created):
                 optimizer.build(model.trainable_variables)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import re
 import sys
 import threading
@@ -150,12 +149,6 @@ _OF_USER = re.compile(
 )
 
 
-# What TensorFlow's coordinator logs of an error that it raises as well.
-_LOGGED_TWICE = re.compile(
-    r" /job:worker/task:%d encountered the following error|Start cancelling closures due to error"
-)
-
-
 def root_message(text: str) -> str:
     """The message of the operation that failed first, and the operation's name.
 
@@ -172,9 +165,7 @@ def root_message(text: str) -> str:
 
 @contextlib.contextmanager
 def remote_errors_in_short() -> Iterator[None]:
-    """Scope in which an error of TensorFlow's says what failed, in one line and only once."""
-    logger = tf.get_logger()
-    logger.addFilter(_not_logged_twice)
+    """Scope in which an error of TensorFlow's says what failed, in one line."""
     try:
         yield
     except Exception as error:
@@ -185,12 +176,6 @@ def remote_errors_in_short() -> Iterator[None]:
         raise type(original)(
             original.node_def, original.op, root_message(original.message)
         ) from None
-    finally:
-        logger.removeFilter(_not_logged_twice)
-
-
-def _not_logged_twice(record: logging.LogRecord) -> bool:
-    return not _LOGGED_TWICE.match(str(record.msg))
 
 
 class BatchChunk(NamedTuple):

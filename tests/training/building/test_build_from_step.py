@@ -1,0 +1,137 @@
+"""Models whose `call` is missing, or takes other things than the data: only their step knows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import X, Y, assert_trains_as_keras, distributed_fit, mirrored, strategy_of
+
+import tfdist_ext as tfd
+
+FIT = {"batch_size": 12, "epochs": 2}  # 64 rows: the last batch has 4
+Dense = keras.layers.Dense
+
+
+def stack(rows: int | None, *units: int) -> keras.Model:
+    """Dense layers, without variables before the first call where `rows` is None."""
+    inputs = [] if rows is None else [keras.Input((rows,))]
+    return keras.Sequential([*inputs, *(Dense(n, activation="tanh") for n in units)])
+
+
+class GAN(keras.Model):
+    """As in Keras's examples: two optimizers that no one has built, and two tapes."""
+
+    def __init__(self, built: bool):
+        super().__init__()
+        self.judge = stack(5 if built else None, 4, 1)
+        self.maker = stack(3 if built else None, 5)
+        self.judge_loss = keras.metrics.Mean(name="judge_loss")
+        self.maker_loss = keras.metrics.Mean(name="maker_loss")
+
+    def compile(self, for_judge: Any, for_maker: Any, loss_of: Any) -> None:
+        super().compile()
+        self.for_judge, self.for_maker, self.loss_of = for_judge, for_maker, loss_of
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.judge_loss, self.maker_loss]
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        noise = tf.sin(100 * real[:, :3])
+        rows = tf.shape(real)[0]
+        mixed = tf.concat([self.maker(noise), real], axis=0)
+        labels = tf.concat([tf.ones((rows, 1)), tf.zeros((rows, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(labels, self.judge(mixed))
+        weights = self.judge.trainable_weights
+        self.for_judge.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.judge_loss.update_state(loss)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(tf.zeros((rows, 1)), self.judge(self.maker(noise)))
+        weights = self.maker.trainable_weights
+        self.for_maker.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.maker_loss.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def gan(built: bool, kind: type[GAN] = GAN) -> keras.Model:
+    model = kind(built)
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_models_without_a_call(name: str) -> None:
+    plain, ours = assert_trains_as_keras(lambda: gan(True), X, strategy=strategy_of(name), **FIT)
+    for optimizer in ("for_judge", "for_maker"):
+        one, other = (getattr(model, optimizer) for model in (plain, ours.keras_model))
+        for a, b in zip(one.variables, other.variables, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
+    # Nothing is tried again, and the training goes on.
+    assert_same_after_another_epoch(plain, ours)
+
+
+def assert_same_after_another_epoch(plain: Any, ours: Any) -> None:
+    for model in (plain, ours):
+        model.fit(X, batch_size=12, shuffle=False, verbose=0)
+    for a, b in zip(plain.weights, ours.keras_model.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
+
+
+def test_layers_get_their_variables_from_the_step() -> None:
+    """Layers without `keras.Input` too; their initial weights are other ones, so it must learn."""
+    ours, history = distributed_fit(lambda: gan(False), X, epochs=4)
+    assert len(ours.keras_model.trainable_weights) == 6
+    for values in history.values():
+        assert len(values) == 4
+        assert values[0] != values[-1]
+
+
+def test_a_step_that_cannot_be_tried_is_named() -> None:
+    class Fails(GAN):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            raise KeyError("of its own")
+
+    with pytest.raises(tfd.TrainingError, match=r"Fails has layers without.*its train_step.*own"):
+        tfd.distribute(lambda: gan(False, Fails), mirrored()).fit(X, verbose=0)
+
+
+def test_a_wrong_call_under_keras_own_steps_stays_keras_error() -> None:
+    class Wrong(keras.Model):
+        def call(self, inputs: Any) -> Any:
+            raise KeyError("of its own")
+
+    def build() -> keras.Model:
+        model = Wrong()
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        tfd.distribute(build, mirrored()).fit(X, Y, verbose=0)
+
+
+class FromInputsAlone(GAN):
+    """Takes the data as Keras gives it to a step, x and y; its call fails."""
+
+    def call(self, inputs: Any) -> Any:
+        raise KeyError("of its own")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step(data[0])
+
+
+def test_a_call_that_nothing_uses_is_not_warned_of() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = tfd.distribute(lambda: gan(False, FromInputsAlone), mirrored())
+        model.fit(X[:12], Y[:12], verbose=0)
+    assert not [each for each in caught if "unbuilt state" in str(each.message)]

@@ -1,0 +1,355 @@
+"""fit, evaluate and predict give what Keras gives, and the model has all that keras.Model has."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training_cases import (
+    CLASSIFIER,
+    X,
+    Y,
+    assert_same_history,
+    assert_same_weights,
+    assert_trains_as_keras,
+    batches,
+    classifier,
+    distributed_fit,
+    mirrored,
+    plain_fit,
+    steps_taken,
+    strategy_of,
+    weights_of,
+)
+
+import tfdist_ext as tfd
+from tfdist_ext.training.model import REFUSED
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "optimizer"),
+    [("default", 1, "adam"), ("mirrored", 4, "sgd"), ("central_storage", 2, "adam")],
+)
+def test_fit_evaluate_predict(name: str, replicas: int, optimizer: str) -> None:
+    strategy = strategy_of(name, replicas)
+    assert strategy.num_replicas_in_sync == replicas
+    plain, ours = assert_trains_as_keras(
+        classifier(optimizer),
+        X,
+        Y,
+        strategy=strategy,
+        batch_size=16,
+        epochs=3,
+        validation_data=(X[:32], Y[:32]),
+    )
+    assert steps_taken(ours) == steps_taken(plain) == 12
+    np.testing.assert_allclose(
+        ours.evaluate(X, Y, verbose=0), plain.evaluate(X, Y, verbose=0), rtol=1e-6
+    )
+    np.testing.assert_allclose(ours.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6)
+
+
+def test_evaluate_and_predict_take_every_row_once_at_uneven_ends() -> None:
+    plain, _ = plain_fit(classifier(), X, Y)
+    ours = tfd.distribute(plain, mirrored())
+    for rows, batch in [(61, 16), (33, 16), (1, 16), (7, 3)]:
+        x, y = X[:rows], Y[:rows]
+        np.testing.assert_allclose(
+            ours.evaluate(x, y, batch_size=batch, verbose=0),
+            plain.evaluate(x, y, batch_size=batch, verbose=0),
+            rtol=1e-5,
+        )
+        predicted = ours.predict(x, batch_size=batch, verbose=0)
+        np.testing.assert_allclose(predicted, plain.predict(x, verbose=0), atol=1e-6)
+
+
+def test_metrics_of_training_count_every_row_once_at_uneven_ends() -> None:
+    def build() -> keras.Model:
+        model = classifier()()
+        model.optimizer.learning_rate = 0.0  # so that all steps see the same model
+        return model
+
+    _, expected = plain_fit(build, X[:33], Y[:33], batch_size=16)
+    _, history = distributed_fit(build, X[:33], Y[:33], batch_size=16, strategy=mirrored(4))
+    assert_same_history(expected, history)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param(lambda: [keras.layers.BatchNormalization()], id="mean of no rows is NaN"),
+        pytest.param(
+            lambda: [
+                keras.layers.Reshape((5, 1)),
+                keras.layers.Conv1D(2, 2),
+                keras.layers.Flatten(),
+            ],
+            id="convolution refuses no rows",
+        ),
+    ],
+)
+def test_replicas_without_rows_do_no_harm(layers) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), *layers(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    parts = {"strategy": mirrored(4), "synchronize_batch_norm": False}
+    ours, history = distributed_fit(build, X[:33], Y[:33], batch_size=16, **parts)
+    assert np.isfinite(history["loss"]).all()
+    assert all(np.isfinite(weight).all() for weight in weights_of(ours))
+    assert steps_taken(ours) == 3
+    predicted = ours.predict(X[:33], batch_size=16, verbose=0)
+    np.testing.assert_allclose(predicted, ours.predict(X[:33], batch_size=33, verbose=0), atol=1e-6)
+
+
+def test_training_goes_on_where_it_ended() -> None:
+    plain, ours = assert_trains_as_keras(classifier("adam"), X, Y, batch_size=16)
+    for model in (plain, ours):
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0, initial_epoch=3, epochs=5)
+    assert_same_weights(plain, ours)
+    assert ours.keras_model.history.epoch == [3, 4]
+
+
+def test_weights_in_classes_samples_and_validation() -> None:
+    assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16, class_weight={0: 0.3, 1: 2.0})
+    assert_trains_as_keras(
+        classifier(weighted_metrics=["mae"]),
+        X,
+        Y,
+        batch_size=16,
+        sample_weight=np.linspace(0, 2, 64).astype("float32"),
+        validation_split=0.5,
+    )
+
+
+def test_validation_frequency() -> None:
+    arguments = {"batch_size": 16, "epochs": 4, "validation_split": 0.25}
+    assert_trains_as_keras(CLASSIFIER, X, Y, validation_freq=[2, 4], **arguments)
+    with pytest.raises(tfd.TrainingError, match="validation_freq"):
+        distributed_fit(CLASSIFIER, X, Y, validation_freq="all", **arguments)
+
+
+@pytest.mark.parametrize("data", [batches, lambda: batches().repeat()], ids=["finite", "infinite"])
+def test_each_validation_sees_the_same_first_steps(data) -> None:
+    assert_trains_as_keras(
+        CLASSIFIER,
+        X,
+        Y,
+        batch_size=16,
+        epochs=3,
+        validation_data=data(),
+        validation_batch_size=16,
+        validation_steps=3,
+    )
+
+
+def rows_seen(shuffle: Any) -> list[list[float]]:
+    """The numbers 0 to 23 in the order of three epochs of batches of 6, on two replicas."""
+    seen: list[float] = []
+
+    class Noting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            tf.py_function(lambda rows: seen.extend(rows.numpy()[:, 0].tolist()), [x], [])
+            return self.dense(x)
+
+    def build() -> keras.Model:
+        model = Noting()
+        model.compile("sgd", "mse")
+        return model
+
+    numbers = np.arange(24, dtype="float32")[:, None]
+    keras.utils.set_random_seed(3)
+    ours = tfd.distribute(build, mirrored())
+    ours.fit(numbers, numbers, batch_size=6, epochs=3, verbose=0, shuffle=shuffle)
+    return [seen[:24], seen[24:48], seen[48:]]
+
+
+def steps_of(rows: list[float]) -> list[frozenset[float]]:
+    """Two replicas note their rows in either order, so compare what each step of six rows held."""
+    return [frozenset(rows[i : i + 6]) for i in range(0, 24, 6)]
+
+
+IN_ORDER = [float(number) for number in range(24)]
+
+
+def test_shuffle_takes_every_row_once_in_an_order_of_each_epoch() -> None:
+    passes = rows_seen(True)
+    assert all(sorted(one) == IN_ORDER for one in passes)
+    steps = [steps_of(one) for one in passes]
+    assert steps_of(IN_ORDER) not in steps
+    assert steps[0] != steps[1] != steps[2]
+
+
+def test_shuffle_of_each_batch() -> None:
+    """As Keras's: the batches are those of the data's order, the rows within them are not."""
+    assert all(steps_of(one) == steps_of(IN_ORDER) for one in rows_seen("batch"))
+    assert_trains_as_keras(CLASSIFIER, X[:61], Y[:61], batch_size=16, epochs=2, shuffle="batch")
+
+
+def test_shuffled_training_repeats_itself_under_one_seed() -> None:
+    def once(seed: int) -> list[np.ndarray]:
+        keras.utils.set_random_seed(seed)
+        model = tfd.distribute(classifier(), mirrored())
+        model.fit(X, Y, batch_size=8, verbose=0)
+        return weights_of(model)
+
+    first, again, other = once(5), once(5), once(6)
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert any((a != b).any() for a, b in zip(first, other, strict=True))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_mine(variable: keras.Variable) -> bool:
+    return mirrored().extended.variable_created_in_scope(variable.value)
+
+
+def test_the_page_lists_every_name_of_keras_model() -> None:
+    table = runpy.run_path(str(ROOT / "scripts" / "figures" / "keras_model.py"))["table"]()
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert table in page, "run scripts/figures/keras_model.py"
+
+
+def test_names_that_are_delegated_are_those_of_the_keras_model() -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    model.fit(X, Y, verbose=0)
+    names = [name for name in dir(keras.Model) if not name.startswith("_")]
+    delegated = [n for n in names if n not in REFUSED and not hasattr(tfd.DistributedModel, n)]
+    assert len(delegated) > 50
+    asked = {"compiled_loss", "compiled_metrics"}  # warn that they are old
+    for name in {*delegated, "history", "stop_training"} - asked:
+        theirs: Any = getattr(model.keras_model, name, None)
+        ours = getattr(model, name, None)
+        assert callable(ours) == callable(theirs), name
+        if not callable(theirs):
+            assert str(ours) == str(theirs), name
+    assert set(dir(model.keras_model)) <= set(dir(model))
+
+
+def test_what_would_reach_one_replica_alone_is_refused() -> None:
+    model = tfd.distribute(classifier(), mirrored())
+    for name in REFUSED:
+        with pytest.raises(tfd.TrainingError, match=rf"^{name}\(\) must not be called"):
+            getattr(model, name)(X)
+
+
+def test_what_makes_variables_makes_them_for_the_strategy() -> None:
+    model = tfd.distribute(lambda: keras.Sequential([keras.layers.Dense(1)]), mirrored())
+    model.build((None, 5))
+    assert all(map(is_mine, model.weights))
+    model.compile_from_config({"optimizer": "adam", "loss": "mse"})
+    model.fit(X, Y, verbose=0)
+    assert is_mine(model.optimizer.iterations)
+    again = tfd.distribute(lambda: keras.Sequential([keras.layers.Dense(1)]), mirrored())
+    again.build_from_config(model.get_build_config())
+    assert all(map(is_mine, again.weights))
+
+
+def test_batches_by_hand() -> None:
+    plain = classifier()()
+    ours = tfd.distribute(plain, mirrored())
+    for begin in range(0, 64, 13):
+        batch = X[begin : begin + 13], Y[begin : begin + 13]
+        for method in ("train_on_batch", "test_on_batch"):
+            np.testing.assert_allclose(
+                getattr(ours, method)(*batch), getattr(plain, method)(*batch), rtol=1e-5, atol=1e-6
+            )
+    np.testing.assert_allclose(ours.predict_on_batch(X), plain.predict_on_batch(X), atol=1e-6)
+    np.testing.assert_allclose(ours(X), plain(X), atol=1e-6)
+
+
+def normalized(**settings: Any) -> keras.Model:
+    layers = keras.layers
+    inner = keras.Sequential([layers.Dense(4), layers.BatchNormalization(momentum=0.8, **settings)])
+    model = keras.Sequential([keras.Input((5,)), inner, layers.BatchNormalization(**settings)])
+    model.add(layers.Dense(1))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+class MadeInTheFirstCall(keras.Model):
+    def build(self, shape: Any) -> None:
+        self.norm = keras.layers.BatchNormalization(momentum=0.8)
+        self.norm.build(shape)
+        self.head = keras.layers.Dense(1)
+        self.head.build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.head(self.norm(x, training=training))
+
+
+def made_in_the_first_call() -> keras.Model:
+    model = MadeInTheFirstCall()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.parametrize("build", [normalized, made_in_the_first_call])
+def test_batch_normalization_of_models_that_one_did_not_write(build: Any) -> None:
+    data = X[:41], Y[:41]
+    one_device, _ = plain_fit(build, *data, batch_size=16, epochs=2)
+    for synchronize in (True, False):
+        keras.utils.set_random_seed(1)
+        ours = tfd.distribute(build, mirrored(), synchronize_batch_norm=synchronize)
+        ours.fit(*data, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        pairs = zip(ours.get_weights(), one_device.get_weights(), strict=True)
+        same = all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+        assert same == synchronize
+
+
+NOT_SYNCHRONIZED = "BatchNormalization is not synchronized in"
+
+
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [
+        (normalized, r"2 layers \['batch_normalization\w*', 'batch_normalization\w*'\]"),
+        (made_in_the_first_call, r"1 layer \['batch_normalization\w*'\]"),
+    ],
+)
+def test_batch_normalization_of_each_replica_is_a_warning(build: Any, layers: str) -> None:
+    """One warning at `distribute`, or at `fit` if the layers are made in the first call."""
+    with pytest.warns(UserWarning, match=f"{NOT_SYNCHRONIZED} {layers}: each replica") as caught:
+        model = fit_twice(tfd.distribute(build, mirrored()))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert NOT_SYNCHRONIZED in str(tfd.explain(model))
+
+
+def test_no_warning_where_batch_normalization_is_as_on_one_device() -> None:
+    frozen = normalized()
+    frozen.layers[0].trainable = frozen.layers[1].trainable = False
+    frozen.compile("sgd", "mse")
+    for model in (
+        tfd.distribute(frozen, mirrored()),
+        tfd.distribute(normalized(synchronized=True), mirrored()),
+        tfd.distribute(normalized, mirrored(), synchronize_batch_norm=True),
+        tfd.distribute(normalized, tfd.create_strategy("one_device")),
+    ):
+        fit_twice(model)  # warnings are errors here
+        assert NOT_SYNCHRONIZED not in str(tfd.explain(model))
+
+
+def fit_twice(model: tfd.DistributedModel) -> tfd.DistributedModel:
+    for _ in range(2):
+        model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    return model
+
+
+def test_a_copy_is_synchronized_and_not_the_original() -> None:
+    model = normalized()
+    copy = tfd.distribute(model, mirrored(), synchronize_batch_norm=True)
+    assert not model.layers[1].synchronized
+    assert copy.layers[1].synchronized
+    assert_trains_as_keras(lambda: normalized(synchronized=True), X[:41], Y[:41], batch_size=16)
