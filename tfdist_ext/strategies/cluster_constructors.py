@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import faulthandler
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -135,18 +136,18 @@ class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Scope after which SIGTERM does what it did before, whatever TensorFlow has made of it.
+    """Scope after which SIGTERM does what it did before.
 
-    Its coordination service sets a handler that takes note of a preemption, and the process
-    continues. Python sets handlers in the main thread alone, and a worker of Ray trains in another.
+    TensorFlow's coordination service sets a handler that takes note of a preemption, and the
+    process continues. `signal.signal` works in the main thread alone, and a worker of Ray trains in
+    another. `faulthandler` keeps the handler that it replaces, and restores it in any thread.
     """
-    libc = ctypes.CDLL(None)
-    before = ctypes.create_string_buffer(1024)  # a struct sigaction, of 152 bytes on Linux
-    libc.sigaction(int(signal.SIGTERM), None, before)
-    try:
-        yield
-    finally:
-        libc.sigaction(int(signal.SIGTERM), before, None)
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.register(signal.SIGTERM, file=nowhere, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
 
 
 def _implementation(communication: Any) -> Any:

@@ -174,7 +174,7 @@ def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: P
         results = [json.loads(cluster.wait_for(f"worker:{n}", "RESULT (.*)")[1]) for n in (0, 1)]
         assert re.search(
             r"worker:0: waiting in fit \(epoch 3, before its first step\) for 10 s for worker:1,"
-            r" since \d\d:\d\d:\d\d in its own code, inside fit",
+            r" since \d\d:\d\d:\d\d in its callbacks, inside fit",
             cluster.log("worker:0"),
         )
     for result in results:
