@@ -14,9 +14,8 @@ from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.lines import Line, LineSplitter
-from tfdist_ext.launch.report import Blame, blame_in, log_report
 from tfdist_ext.launch.startup_noise import StartupNoise
-from tfdist_ext.launch.tracebacks import TracebackReader
+from tfdist_ext.launch.tracebacks import Blame, TracebackReader, blame_in
 
 __all__ = ["Printer", "TaskOutput"]
 
@@ -189,7 +188,10 @@ class TaskOutput:
                 data = data[self._log.write(data) :]  # a disk that gets full takes a part
         except OSError as error:  # no reason to end the training; it is reported
             self._close_log()
-            self._report.write(log_report(self.name, error))
+            self._report.write(
+                f"tfdist: the log file of {self.name} is incomplete: {error}; the run continues:"
+                " free some space or give another folder with --log-dir\n"
+            )
 
     def _close_log(self) -> None:
         if self._log is not None:

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from tfdist_ext.launch.processes import TaskProcess
-
+from tfdist_ext.launch.processes import TaskProcess
+from tfdist_ext.launch.tracebacks import Blame
 
 __all__ = [
-    "Blame",
-    "blame_in",
     "failure_report",
-    "log_report",
     "shell_status",
     "timeout_report",
 ]
-
-# The last line of a PeerError's traceback, and of the error that a task is missing at the start;
-# what TensorFlow logs where one's process is gone.
-_BLAMES = (
-    re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
-    re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
-    re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
-)
-
-
-class Blame(NamedTuple):
-    """What a task has written about another one.
-
-    Attributes:
-        task: because of which it failed, as "worker:1".
-        words: its sentence.
-    """
-
-    task: str
-    words: str
-
-
-def blame_in(line: str) -> Blame | None:
-    """The task that a line of output blames, if it does."""
-    for pattern in _BLAMES:
-        if found := pattern.search(line):
-            return Blame(f"{found['job']}:{found['index']}", found["words"])
-    return None
 
 
 def shell_status(returncode: int) -> int:
@@ -120,16 +86,6 @@ def timeout_report(seconds: float, last_lines: Mapping[str, Sequence[str]]) -> s
         [
             f"not finished after {seconds:g} s (--timeout); these tasks were still running:",
             *(f"    {name}: {line}" for name, line in last.items()),
-        ]
-    )
-
-
-def log_report(name: str, error: OSError) -> str:
-    """Why the log file of a task is incomplete."""
-    return _text(
-        [
-            f"the log file of {name} is incomplete: {error}; the run continues: free some space or"
-            " give another folder with --log-dir"
         ]
     )
 

@@ -20,12 +20,12 @@ from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
 from tfdist_ext.launch.report import (
-    Blame,
     failure_report,
     shell_status,
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
+from tfdist_ext.launch.tracebacks import Blame
 
 __all__ = ["Limits", "RunResult", "run_plan"]
 
