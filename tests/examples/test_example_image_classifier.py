@@ -49,7 +49,6 @@ def test_two_workers_that_are_killed_train_like_one_device(
         strategy, train, validation, folder, EPOCHS, callbacks=[killer], verbose=0
     )
     assert (tfdist_cluster.attempt, killer.first) == (1, 21)  # there was a checkpoint of step 20
-    assert len(ours[0]) == 2  # epochs that were ended after the kill
 
     numbers = tfd.data.from_arrays(np.arange(len(train)), global_batch_size=example.BATCH, seed=7)
 
@@ -69,7 +68,7 @@ def test_two_workers_that_are_killed_train_like_one_device(
         )
         accuracy += history.history["val_accuracy"]
     assert by_hand[0] == pytest.approx(accuracy)
-    assert ours[0] == pytest.approx(accuracy[1:])
+    assert ours[0] == pytest.approx(accuracy)  # the history is of the whole training
     for weights in (by_hand[1], ours[1]):
         assert_same_on_all_replicas(weights, strategy=strategy)
         for weight, expected in zip(weights, one_device.get_weights(), strict=True):
