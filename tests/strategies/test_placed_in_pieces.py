@@ -327,14 +327,6 @@ def test_loops_and_statistics_in_pieces() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_a_rule_that_cuts_what_has_too_few_rows(strategy: Any) -> None:
-    said = r"the rule 'table' \(sharded\) must match variables with rows, got the scalar 'table'"
-    with strategy.scope(), pytest.raises(tfd.PlacementError, match=said):
-        tf.Variable(1.0, name="table")
-    with pytest.raises(tfd.PlacementError, match=r"'head/bias' must have a row .* only 2 rows"):
-        tfd.distribute(build, PlacedStrategy(3, {"head/.*": "sharded(3)"}))
-
-
 def template(answer: Any) -> Any:
     body = {"create_variable": lambda self, spec, create, beside: answer(spec, create, beside)}
     return type("Mine", (StrategyTemplate,), body)(2)

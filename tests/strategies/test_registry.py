@@ -83,14 +83,6 @@ def test_logical_cpus_are_made_before_it_is_called(takes: str) -> None:
         tfd.create_strategy("mine", logical_cpus=3)
 
 
-def test_an_option_that_a_factory_does_not_take_is_refused_with_what_to_do() -> None:
-    tfd.register_strategy("mine", lambda: tf.distribute.get_strategy(), "my own")
-    with pytest.raises(tfd.StrategyError, match=r"devices=2\. Give its factory a .* 'devices'"):
-        tfd.create_strategy("mine", devices=2)
-    with pytest.raises(tfd.StrategyError, match=r"Did you mean 'logical_cpus'\?"):
-        tfd.create_strategy("mine", logical_cpu=2)
-
-
 def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Any] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -39,40 +38,10 @@ def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
     assert "devices      CPU:0, CPU:1, CPU:2" in text
 
 
-def test_a_variable_has_an_equal_copy_on_each_device(strategy: StrategyTemplate) -> None:
-    made = variable(strategy, lambda: tf.random.normal([4]), name="mine")
-    one, *others = of_copies(strategy, made)
-    assert others == [one, one]
-    assert [c.device[-5:] for c in strategy.copies(made)] == ["CPU:0", "CPU:1", "CPU:2"]
-    assert [c.name for c in strategy.copies(made)][:2] == ["mine:0", "mine/replica_1:0"]
-    assert strategy.extended.variable_created_in_scope(made)
-    assert not strategy.extended.variable_created_in_scope(tf.Variable(1.0))
-    assert strategy.extended.value_container(strategy.copies(made)[2]) is made
-    with strategy.scope():
-        other = copy.deepcopy(made)
-    made.assign([0, 0, 0, 0])
-    assert of_copies(strategy, other) == [one, one, one]
-
-
 def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
     made = variable(strategy, [1.0, 2.0], shape=tf.TensorShape([None]))
     made.assign([1.0, 2.0, 3.0])
     assert of_copies(strategy, made) == [[1, 2, 3]] * 3
-
-
-def test_extended_update_goes_to_each_copy(strategy: StrategyTemplate) -> None:
-    made, other = variable(strategy, 1.0), variable(strategy, 10.0)
-    with strategy.scope():
-        done = strategy.extended.update(made, lambda v, x: v.assign_add(x + other), args=(2.0,))
-        assert local_values(strategy, done) == [13, 13, 13]
-        listed = strategy.extended.update(made, lambda v: v.assign(0), group=False)
-        assert len(listed) == 3
-
-    def step() -> None:
-        strategy.extended.update(made, lambda v, x: v.assign(x), args=(replica_number(),))
-
-    strategy.run(step)  # each replica's own value: "dangerously out of synchronization"
-    assert of_copies(strategy, made) == [1, 2, 3]
 
 
 def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
