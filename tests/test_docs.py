@@ -375,13 +375,9 @@ def test_pages_for_developers_name_what_exists() -> None:
     [
         (":rtype: None where no environment describes a cluster", True),
         (":type: Whether this task writes what is written once", True),
-        (":type: Deprecated", True),
-        (":rtype: Paths, sorted", True),
         (":vartype rows: rows of the table", True),
         (":rtype: dict[str, tuple[int, ...]] | None", False),
-        (":vartype task: tfdist_ext.cluster.jobs.Task", False),
         (":vartype kind: Literal['gradient', 'metric']", False),
-        (":returns: text: with a colon", False),
     ],
 )
 def test_prose_that_the_reference_takes_for_a_type(field: str, prose: bool) -> None:

@@ -56,14 +56,6 @@ def test_the_error_says_what_was_looked_for(
         assert word in str(raised.value)
 
 
-def test_a_name_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(tfd.StrategyError, match="TPU_NAME is not set"):
-        example.with_tfdist_ext()
-    monkeypatch.setenv("TPU_NAME", "grpc://127.0.0.1:1")
-    with pytest.raises(tfd.StrategyError, match=r"no TPU found at 'grpc://127\.0\.0\.1:1'"):
-        example.with_tfdist_ext()
-
-
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     example.main()
     lines = capsys.readouterr().out.splitlines()
