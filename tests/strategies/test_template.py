@@ -28,16 +28,6 @@ def of_copies(strategy: Any, variable: Any) -> list[Any]:
     return [one.numpy().tolist() for one in strategy.copies(variable)]
 
 
-def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
-    assert isinstance(strategy, tf.distribute.Strategy)
-    assert isinstance(strategy.extended, tf.distribute.StrategyExtended)
-    assert strategy.num_replicas_in_sync == 3
-    assert strategy.devices == ("CPU:0", "CPU:1", "CPU:2")
-    text = str(tfd.explain(strategy))
-    assert "replicas     3 in sync" in text
-    assert "devices      CPU:0, CPU:1, CPU:2" in text
-
-
 def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
     made = variable(strategy, [1.0, 2.0], shape=tf.TensorShape([None]))
     made.assign([1.0, 2.0, 3.0])
@@ -80,12 +70,3 @@ def test_one_replica() -> None:
     assert float(alone.reduce("SUM", total, axis=None)) == 2
     dataset = alone.experimental_distribute_dataset(tf.data.Dataset.range(3).batch(3))
     assert [batch.numpy().tolist() for batch in dataset] == [[0, 1, 2]]
-
-
-def test_replicas_that_reduce_different_things(strategy: StrategyTemplate) -> None:
-    def unequal() -> None:
-        if int(tf.get_static_value(replica_number())) > 1:
-            tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
-
-    with pytest.raises(RuntimeError, match="a different number of"):
-        strategy.run(unequal)
