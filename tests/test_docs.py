@@ -29,7 +29,7 @@ import tfdist_ext as tfd
 from tfdist_ext import cli, testing
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
-PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
+PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml", "mermaid"}
 FILES = {*PYTHON, "toml"}
 BUILT = {ROOT / page for page in PAGES if page.startswith("docs/")} - {ROOT / "docs" / "README.md"}
 FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}
@@ -375,13 +375,9 @@ def test_pages_for_developers_name_what_exists() -> None:
     [
         (":rtype: None where no environment describes a cluster", True),
         (":type: Whether this task writes what is written once", True),
-        (":type: Deprecated", True),
-        (":rtype: Paths, sorted", True),
         (":vartype rows: rows of the table", True),
         (":rtype: dict[str, tuple[int, ...]] | None", False),
-        (":vartype task: tfdist_ext.cluster.jobs.Task", False),
         (":vartype kind: Literal['gradient', 'metric']", False),
-        (":returns: text: with a colon", False),
     ],
 )
 def test_prose_that_the_reference_takes_for_a_type(field: str, prose: bool) -> None:

@@ -6,7 +6,6 @@ import ast
 import enum
 import importlib
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -201,10 +200,6 @@ def test_a_room_says_what_belongs_there_and_is_not_crowded(room: Path) -> None:
     assert doc
 
 
-def test_the_import_check_sees_imports() -> None:
-    assert imported_rooms(PACKAGE / "training" / "model.py") >= {"strategies", "errors", "training"}
-
-
 def test_cluster_and_launcher_start_without_tensorflow() -> None:
     rooms = ", ".join(f"tfdist_ext.{room}" for room in WITHOUT_TENSORFLOW)
     code = f"import sys, tfdist_ext, {rooms}; print({{'tensorflow', 'keras'}} & set(sys.modules))"
@@ -228,13 +223,6 @@ def test_private_names_stay_in_quarantine(path: Path) -> None:
     assert not re.search(r"keras\.src|tensorflow\.python|tf\.python|__internal__", text)
 
 
-def test_the_check_of_defaults_sees_live_objects() -> None:
-    from absl import flags
-
-    assert all(map(is_live, (os.environ, flags.FlagValues(), [], sys.stderr)))
-    assert not any(map(is_live, (None, 1, "a", (), frozenset(), os.path.join, Path)))
-
-
 def test_public_names_are_what_all_says() -> None:
     import tfdist_ext as tfd
 
@@ -247,7 +235,7 @@ def test_public_names_are_what_all_says() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_all_lists_what_is_there(path: Path) -> None:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = module_name(path)
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", []):
         assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
@@ -256,7 +244,7 @@ def test_all_lists_what_is_there(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_default_is_a_live_object(path: Path) -> None:
     """The reference shows defaults: of `os.environ` it would publish the builder's secrets."""
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = module_name(path)
     module = importlib.import_module(name)
     for owner in [module, *filter(inspect.isclass, vars(module).values())]:
         for function in vars(owner).values():

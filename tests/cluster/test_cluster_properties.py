@@ -1,59 +1,17 @@
-"""For every valid cluster and for every text at all: the round trip, and nothing but our error."""
+"""Any text as TF_CONFIG is a valid cluster, or an error that names what is wrong."""
 
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist_ext.cluster import ClusterConfig, Task
+from tfdist_ext.cluster import ClusterConfig
 from tfdist_ext.errors import ClusterConfigError
 
 QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
-
-_label = st.from_regex(r"[a-z0-9_][a-z0-9_-]{0,8}", fullmatch=True)
-_hosts = st.one_of(
-    st.lists(_label, min_size=1, max_size=3).map(".".join),
-    st.ip_addresses(v=4).map(str),
-    st.ip_addresses(v=6).map(lambda ip: f"[{ip}]"),
-)
-_addresses = st.builds("{}:{}".format, _hosts, st.integers(1, 65535))
-_text = st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-
-
-@st.composite
-def clusters(draw: st.DrawFn) -> ClusterConfig:
-    """Any valid config: every set of jobs, dense or with holes, seen by any of its tasks."""
-    names = draw(st.sets(st.sampled_from(["chief", "worker", "ps", "evaluator"]), min_size=1))
-    if "ps" in names:
-        names.add("worker")
-    sizes = {name: 1 if name == "chief" else draw(st.integers(1, 4)) for name in sorted(names)}
-    total = sum(sizes.values())
-    # Names that look like IPv4 but are none ("1.2.3.999") are refused, so they are left out here.
-    pool = draw(
-        st.lists(
-            _addresses.filter(lambda a: not a.replace(".", "").replace(":", "").isdigit())
-            | st.builds("{}:{}".format, st.ip_addresses(v=4), st.integers(1, 65535)),
-            min_size=total,
-            max_size=total,
-            unique_by=str.lower,
-        )
-    )
-    jobs: dict[str, tuple[str, ...]] = {}
-    for name, size in sizes.items():
-        listed, pool = pool[:size], pool[size:]
-        gap = 0 if name == "chief" else draw(st.integers(0, 3))
-        at = draw(st.integers(0, size - 1))
-        jobs[name] = (*listed[:at], *[""] * gap, *listed[at:])
-    task = draw(
-        st.sampled_from(
-            [Task(n, i) for n, listed in jobs.items() for i, a in enumerate(listed) if a]
-        )
-    )
-    return ClusterConfig(jobs, task, rpc_layer=draw(_text), environment=draw(_text))
 
 
 def _parses(text: str) -> bool:
@@ -69,29 +27,6 @@ def _parses(text: str) -> bool:
         return False
     assert ClusterConfig.from_tf_config(config.to_tf_config()) == config
     return True
-
-
-@QUICK
-@given(clusters())
-def test_round_trip(config: ClusterConfig) -> None:
-    text = config.to_tf_config()
-    text.encode("ascii")  # fit for an environment variable in any locale
-    again = ClusterConfig.from_tf_config(text)
-    assert again == config
-    assert again.jobs == config.jobs
-    assert again.task == config.task
-    assert ClusterConfig.from_env({"TF_CONFIG": text}) == config
-
-
-@QUICK
-@given(clusters())
-def test_every_task_sees_the_same_cluster_and_one_is_chief(config: ClusterConfig) -> None:
-    views = [config.for_task(task.type, task.index) for task in config.tasks()]
-    assert len(views) == config.num_tasks == len({view.address for view in views})
-    assert {view.task for view in views} == set(config.tasks())
-    chiefs = [view for view in views if view.is_chief]
-    has_one = "chief" in config.jobs or bool(config.jobs.get("worker", ("",))[0])
-    assert len(chiefs) == (1 if has_one else 0)
 
 
 # Lone surrogates included: os.environ has them where a variable is not UTF-8.
@@ -129,52 +64,3 @@ def test_any_json_parses_or_is_refused(value: Any) -> None:
     _parses(json.dumps({"cluster": {"worker": value}, "task": {"type": "worker", "index": 0}}))
     _parses(json.dumps({"cluster": {"worker": ["a:1", value]}, "task": value}))
     assert not _parses(json.dumps({"cluster": {"worker": ["a:1"]}, "task": value, "nonsense": 1}))
-
-
-@QUICK
-@given(clusters(), st.data())
-def test_a_mutated_config_parses_or_is_refused(config: ClusterConfig, data: st.DataObject) -> None:
-    text = config.to_tf_config()
-    assert _parses(text)
-    start = data.draw(st.integers(0, len(text)))
-    end = data.draw(st.integers(start, min(len(text), start + 5)))
-    _parses(text[:start] + data.draw(_any_text) + text[end:])
-    # One value anywhere in the tree replaced by another kind of value.
-    value: Any = json.loads(text)
-    container: Any = value
-    while True:
-        keys = list(container) if isinstance(container, dict) else list(range(len(container)))
-        key = data.draw(st.sampled_from(keys))
-        inner = container[key]
-        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
-            break
-        container = inner
-    container[key] = data.draw(_json)
-    _parses(json.dumps(value))
-
-
-def _big(tasks: int) -> str:
-    workers = [f"node{n}.cluster.example:2222" for n in range(tasks - 100)]
-    ps = [f"[2001:db8::{n:x}]:2222" for n in range(1, 101)]
-    return json.dumps(
-        {"cluster": {"worker": workers, "ps": ps}, "task": {"type": "worker", "index": tasks - 101}}
-    )
-
-
-def _seconds(text: str) -> float:
-    """The best of five: other work on the machine only ever adds."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        config = ClusterConfig.from_tf_config(text)
-        best = min(best, time.perf_counter() - start)
-    assert config.num_tasks > 4000
-    return best
-
-
-def test_ten_thousand_tasks_and_the_cost_grows_in_proportion() -> None:
-    assert _seconds(_big(10_000)) < 2
-    # In proportion it is 4; with a pair of loops over the tasks it would be 16. Other work on the
-    # machine may spoil a turn, but not every one.
-    turns = (_seconds(_big(20_000)) / _seconds(_big(5_000)) for _ in range(5))
-    assert any(ratio < 8 for ratio in turns)

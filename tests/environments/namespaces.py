@@ -1,4 +1,4 @@
-"""Machines with addresses of their own: network namespaces on a bridge. A link can be cut."""
+"""Machines with addresses of their own: network namespaces on a bridge."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ class Hosts:
     def command(self, host: int, *words: str) -> list[str]:
         """The command that runs these words on a host."""
         return ["ip", "netns", "exec", self.names[host], *words]
-
-    def cut(self, host: int) -> None:
-        """Take a host's link down; nobody is told."""
-        _ip("link", "set", f"{self.names[host]}v", "down")
-
-    def mend(self, host: int) -> None:
-        """Bring its link up again."""
-        _ip("link", "set", f"{self.names[host]}v", "up")
 
 
 @contextlib.contextmanager

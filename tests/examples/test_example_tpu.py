@@ -42,7 +42,7 @@ def test_settings(
     ("tpu", "words"),
     [
         ("local", ["'local'", "TPUs not found", "CPU:0"]),
-        ("grpc://127.0.0.1:1", ["'grpc://127.0.0.1:1'", "127.0.0.1:1", "Connection refused"]),
+        ("grpc://127.0.0.1:1", ["'grpc://127.0.0.1:1'", "127.0.0.1:1"]),
     ],
 )
 def test_the_error_says_what_was_looked_for(
@@ -54,14 +54,6 @@ def test_the_error_says_what_was_looked_for(
     assert time.monotonic() - begun < 5
     for word in ["no TPU", *words]:
         assert word in str(raised.value)
-
-
-def test_a_name_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(tfd.StrategyError, match="TPU_NAME is not set"):
-        example.with_tfdist_ext()
-    monkeypatch.setenv("TPU_NAME", "grpc://127.0.0.1:1")
-    with pytest.raises(tfd.StrategyError, match=r"no TPU found at 'grpc://127\.0\.0\.1:1'"):
-        example.with_tfdist_ext()
 
 
 def test_its_main(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,13 +150,6 @@ MOMENTS = {
         signal.SIGTERM,
         143,
     ),
-    "while only a daemon is left": (
-        """[ $me = 0 ] && exec sleep 20
-        (trap 'touch "$PLACE/now"' TERM; while true; do sleep 0.05; done) &
-        sleep 0.5; exit 139""",
-        signal.SIGTERM,
-        139,
-    ),
 }
 
 
@@ -175,18 +168,6 @@ def test_a_signal_while_a_run_ends_is_the_end_of_all(tfdist, tmp_path: Path, mom
     assert launcher.returncode == status
     assert said(err) == []
     assert (tmp_path / "saved").exists() == ("save" in moment)
-
-
-def test_what_does_not_answer_is_left_out_and_not_who_says_so(tfdist) -> None:
-    script = """
-    [ $all = 2 ] && exit 0
-    [ $me = 2 ] && sleep 30
-    sleep 0.4; [ $me = 0 ] && echo "x.PeerError: worker:2 does not answer" && exit 1
-    sleep 30"""
-    options = ("--workers", "3", "--max-restarts", "3", "--min-workers", "2")
-    status, _, err = run(tfdist, script, *options)
-    assert status == 0
-    assert "worker 2 has failed 2 times in a row and is left out: 2 workers" in said(err)[-1]
 
 
 def test_a_task_that_is_missing_at_the_start_is_blamed_by_servers_and_workers(tfdist) -> None:

@@ -101,16 +101,6 @@ def test_kill_9_of_the_launcher_ends_also_who_cleared_its_environment(tfdist):
     assert not alive
 
 
-def test_kill_9_of_a_launcher_in_a_launcher_leaves_nothing(tfdist, mark):
-    inner = f"{sys.executable} -m tfdist_ext.cli run -- sh -c {shlex.quote(STUBBORN)}"
-    launcher = tfdist("run", "--", "sh", "-c", inner)
-    assert "[worker:0] tfdist: worker:0 started, pid " in launcher.stdout.readline()
-    assert launcher.stdout.readline() == "[worker:0] [worker:0] ready\n"
-    launcher.kill()
-    launcher.wait(timeout=5)
-    assert mark.wait_for(0, seconds=8) == []
-
-
 def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
     out, err = launcher.communicate(timeout=10)
@@ -148,18 +138,6 @@ def test_each_task_knows_the_line_that_started_the_run(tfdist):
     assert out == "[worker:0] sbatch train.sh\n"
 
 
-def test_timeout_and_linger_reach_the_run(tfdist):
-    launcher = tfdist("run", "--timeout", "0.3", "--", "sleep", "60")
-    _, err = launcher.communicate(timeout=10)
-    assert launcher.returncode == 124
-    assert "not finished after 0.3 s" in err
-    script = 'case $TF_CONFIG in *chief\\",*) exit 0;; esac; sleep 60'
-    launcher = tfdist("run", "--ps", "1", "--linger", "0.2", "--", "sh", "-c", script)
-    start = time.monotonic()
-    assert launcher.wait(timeout=10) == 0
-    assert time.monotonic() - start < 4
-
-
 def test_a_reader_that_leaves_does_not_end_the_run(tfdist):
     launcher = tfdist("run", "--", "sh", "-c", "echo a; sleep 0.4; seq 100000; exit 5")
     assert launcher.stdout.readline() == "[worker:0] a\n"
@@ -168,15 +146,6 @@ def test_a_reader_that_leaves_does_not_end_the_run(tfdist):
     err = launcher.stderr.read()
     assert "worker:0 failed first" in err
     assert "BrokenPipe" not in err
-
-
-def test_a_slow_reader_gets_everything(tfdist):
-    # 70 kB fit into the pipes, the 450 kB that are shown do not.
-    launcher = tfdist("run", "--", "sh", "-c", "yes | head -n 35000")
-    time.sleep(1.8)  # the task has long ended, and nobody has read a line
-    out, _ = launcher.communicate(timeout=10)
-    assert launcher.returncode == 0
-    assert out == "[worker:0] y\n" * 35_000
 
 
 def test_ctrl_c_ends_a_run_whose_output_nobody_reads(tfdist, mark):
@@ -218,16 +187,12 @@ def test_dry_run_prints_lines_a_shell_can_run(capsys, tmp_path):
         (["run"], "no command to run; put it after --"),
         (["run", "--wrokers", "2", "--", "true"],
          "unknown: --wrokers 2; see tfdist run --help. Did you mean --workers?"),
-        (["run", "--worker=2", "true"], "--help. Did you mean --workers?"),
         (["check", "--tiemout", "2"], "unknown: --tiemout 2; see tfdist check --help"),
-        (["check", "--wiat", "2"], "--help. Did you mean --wait?"),
         (["rnu", "--", "true"], "--help. Did you mean run?"),
         (["run", "--workers", "two", "--", "true"], "invalid int value: 'two'"),
         (["run", "--grace", "-1", "--", "true"], "seconds must be a number from 0, got '-1'"),
         (["run", "--workers", "0", "--", "true"], "task must train, got --workers 0 and no chief"),
-        (["run", "--ps", "1", "--no-chief", "--", "true"], "must come with a chief, got --ps 1"),
         (["run", "--workers", "99999", "--", "true"], "ask for fewer tasks"),
-        (["run", "--", "no-such-program-here"], "no program 'no-such-program-here'"),
     ],
 )  # fmt: skip
 def test_errors_are_one_sentence(capsys, words, said):
@@ -238,12 +203,11 @@ def test_errors_are_one_sentence(capsys, words, said):
     assert said in err
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_do_not_change_the_status(mark, tmp_path, closed):
+def test_closed_streams_do_not_change_the_status(mark, tmp_path):
     words = f"{sys.executable} -m tfdist_ext.cli run --log-dir {tmp_path} -- sh -c 'echo said; exit"
     for status in (0, 3):
         done = subprocess.run(
-            ["sh", "-c", f"{words} {status}' {closed}"],
+            ["sh", "-c", f"{words} {status}' <&- >&- 2>&-"],
             env=mark.env, cwd=ROOT, capture_output=True, text=True, timeout=20,
         )  # fmt: skip
         assert done.returncode == status, done.stderr
@@ -257,17 +221,3 @@ def test_help_and_version(capsys):
     assert (status, err) == (0, "")
     assert "tfdist run --workers 2 -- python train.py" in out
     assert len(out.splitlines()) < 90
-
-
-def test_tensorflow_is_not_imported():
-    program = (
-        "import sys; from tfdist_ext import cli\n"
-        "status = cli.main(['run', '--dry-run', '--', 'sh'])\n"
-        "heavy = {'tensorflow', 'keras', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'imported: {heavy}' if heavy else status)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=20
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("TF_CONFIG=")

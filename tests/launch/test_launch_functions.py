@@ -144,23 +144,6 @@ def test_an_end_that_is_no_exception(run, end, message):
     assert out.endswith(message + "\n")
 
 
-def test_who_left_is_named_and_who_needed_it_says_why(run):
-    _, out, _ = run(f"""
-        def leaves():
-            {ME}
-            if me.index == 0:
-                time.sleep(0.3)
-                raise tfd.PeerError("worker:1 left at 12:03:04; worker:0 is in fit")
-        try:
-            tfd.launch(leaves)
-        except tfd.TaskError as error:
-            assert error.failed == ("worker:1",)
-            print(error)
-    """)
-    assert "\nworker:1 failed first, exit status 1:\nworker:0 failed because of it:\n" in out
-    assert out.endswith("PeerError: worker:1 left at 12:03:04; worker:0 is in fit\n")
-
-
 def test_it_starts_again(run):
     """The results are those of the last start."""
     status, out, err = run(f"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -72,16 +71,6 @@ def test_a_progress_bar_is_shown_now_and_then_and_its_last_state_always(run_task
     assert (tmp_path / "worker-0.log").read_bytes().count(b"\r") == 10
     assert run_tasks({"worker:0": bar}).lines("worker:0")[-1] == "100%"
     assert run_tasks({"worker:0": bar + r"; printf '\r'"}).lines("worker:0")[-1] == "100%"
-
-
-def test_a_line_of_a_megabyte_arrives_whole_in_pieces(run_tasks, tmp_path):
-    script = "head -c 1000000 /dev/zero | tr '\\0' x; echo; echo after"
-    ran = run_tasks({"worker:0": script}, log_dir=tmp_path)
-    *pieces, after = ran.lines("worker:0")
-    assert after == "after"
-    assert "".join(pieces) == "x" * 1_000_000
-    assert max(map(len, pieces)) <= 65_536
-    assert (tmp_path / "worker-0.log").stat().st_size == 1_000_007
 
 
 def test_tasks_get_their_additions_no_keyboard_and_unbuffered_python(mark):
@@ -194,9 +183,7 @@ def test_a_task_that_is_not_of_this_run_is_no_cause(run_tasks):
     assert "because of" not in ran.err
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGSEGV, 139), (signal.SIGKILL, 137), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGSEGV, 139), (signal.SIGKILL, 137)])
 def test_a_signal_as_root_cause(run_tasks, number, status):
     ran = run_tasks({"worker:0": f"kill -{number.value} $$", "worker:1": SLEEP})
     assert ran.result.exit_status == status
@@ -283,26 +270,6 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hold_the_launcher(run_tasks):
     ran = run_tasks({"worker:0": "setsid sleep 60 & sleep 0.2; echo done; exit 0"})
     assert ran.lines("worker:0") == ["done"]
     assert ran.seconds < 4
-
-
-def test_what_a_task_leaves_behind_is_told_while_the_others_go_on(run_tasks, tmp_path):
-    told = tmp_path / "told"
-    child = f"trap ': > {told}; exit' TERM; sleep 60 & wait"
-    # Where the child were told at the end of the run only, worker:1 would wait in vain.
-    wait = f"for i in $(seq 60); do test -e {told} && exit 0; sleep 0.05; done; exit 1"
-    ran = run_tasks({"worker:0": f'sh -c "{child}" & sleep 0.3; exit 0', "worker:1": wait})
-    assert ran.result.exit_status == 0
-
-
-def test_who_evades_every_means_does_not_hold_the_launcher(run_tasks, tmp_path):
-    # Out of the group and with an empty environment: this one cannot be found.
-    ran = run_tasks(
-        {"worker:0": "env -i setsid sleep 10 & echo $!; sleep 0.2; exit 0"}, log_dir=tmp_path
-    )
-    (pid,) = map(int, ran.lines("worker:0"))
-    os.kill(pid, signal.SIGKILL)  # an error where it had been found after all
-    assert ran.result.exit_status == 0
-    assert ran.seconds < 2.5
 
 
 def test_what_could_not_be_started_ends_what_was(mark, tmp_path):

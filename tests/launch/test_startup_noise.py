@@ -11,7 +11,6 @@ from tfdist_ext.launch.startup_noise import StartupNoise
 pytestmark = pytest.mark.timeout(60)
 
 GLOG = "I0000 00:00:1795702528.736741    2947 "
-DATED = "2026-11-26 12:13:14.567890: I tensorflow/core/util/"
 ONEDNN = (
     "port.cc:153] oneDNN custom operations are on. You may see slightly different numerical results"
     " due to floating-point round-off errors from different computation orders. To turn them off,"
@@ -34,11 +33,6 @@ OPTIONS = (
     [
         [ABSL],
         [GLOG + ONEDNN],
-        [DATED + ONEDNN],
-        [
-            f"{GLOG}cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be"
-            " used."
-        ],
         [
             f"{GLOG}cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use available"
             " CPU instructions in performance-critical operations.",
@@ -49,7 +43,6 @@ OPTIONS = (
             f"E{GLOG[1:]}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed"
             " call to cuInit: UNKNOWN ERROR (303)"
         ],
-        [f"{GLOG}grpc_server_lib.cc:467] Started server with target: grpc://127.0.0.1:30421"],
         [
             f"{GLOG}coordination_service.cc:502] Waiting for 2/3 tasks to connect.",
             f"{GLOG}coordination_service.cc:505] Example stragglers:",
@@ -69,21 +62,12 @@ def test_what_tensorflow_writes_at_every_start_is_known(lines: list[str]) -> Non
     [
         [""],
         [f"I have read: {ONEDNN}"],
-        [f"{GLOG}train.py:3] {ABSL}"],
-        ["To enable the following instructions: call mom, in other operations"],
         # A GPU that does not work is no noise.
         [
             f"E{GLOG[1:]}cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed"
             " call to cuInit: CUDA_ERROR_UNKNOWN: unknown error"
         ],
         [f"W{GLOG[1:]}coordination_service.cc:502] a task is late"],
-        ["/job:worker/replica:0/task:1"],
-        [
-            f"E{GLOG[1:]}base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort"
-            " UNAVAILABLE: Error reported from /job:worker/task:1: The following tasks are"
-            " unhealthy (stopped sending heartbeats):",
-            "/job:worker/replica:0/task:1",
-        ],
         ["device_count {", '  key: "CPU"'],
     ],
 )

@@ -108,7 +108,7 @@ def planned_or_refused(*args: Any, **arguments: Any) -> PlacementPlan | Placemen
         return error
 
 
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=12)
 @given(st.data(), models(), st.integers(1, 6))
 def test_the_smallest_budget_and_number_of_tasks_are_true(
     data: st.DataObject, specs: list[VariableSpec], tasks: int

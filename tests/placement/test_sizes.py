@@ -17,17 +17,12 @@ QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=Non
     ("written", "size"),
     [
         (0, 0),
-        (4096, 4096),
         ("4096", 4096),
-        (" 8 ", 8),
         ("1 B", 1),
-        ("8GiB", 8 * 2**30),
         (" 8 gib ", 8 * 2**30),
         ("500MB", 500 * 10**6),
         ("1.5TiB", 3 * 2**39),
-        ("0.1kB", 100),
         ("0.3KiB", 307),  # a part of a byte is dropped
-        ("2PiB", 2**51),
     ],
 )
 def test_sizes(written: int | str, size: int) -> None:
@@ -37,8 +32,8 @@ def test_sizes(written: int | str, size: int) -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        *("", "GiB", "8G", "-1GB", "8 GiB each", "1.5", "1e9", "٣GB", "9" * 30),
-        *(-1, True, 2.5, None),
+        *("", "GiB", "8G", "-1GB", "1.5", "٣GB", "9" * 30),
+        *(-1, True, 2.5),
     ],
 )
 def test_what_is_no_size(written: Any) -> None:

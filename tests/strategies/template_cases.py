@@ -72,10 +72,6 @@ class Pairwise(StrategyTemplate):
         return [level[0] / len(values) if mean else level[0]] * len(devices)
 
 
-class OwnedAndPairwise(Owned, Pairwise):
-    """The hooks of both."""
-
-
 ROWS = np.random.default_rng(0).normal(size=(41, 5)).astype("float32")
 IDS = np.random.default_rng(1).integers(0, 12, (41, 3))
 LABELS = (ROWS.sum(axis=1, keepdims=True) > 0).astype("float32")

@@ -48,10 +48,6 @@ def test_padding_is_zeros_of_an_index_that_is_there(count: int) -> None:
     np.testing.assert_array_equal(dense, tf.convert_to_tensor(slices).numpy())
 
 
-def test_a_vector_is_padded() -> None:
-    np.testing.assert_array_equal(padded(tf.ones(9), tf.constant(10, tf.int64)), [1] * 9 + [0])
-
-
 INDICES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3)
 
 

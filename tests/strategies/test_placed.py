@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.placement import OnDevice, Owned, Rule
+from tfdist_ext.placement import OnDevice, Rule
 from tfdist_ext.strategies import PlacedStrategy
 
 FULL = "/job:localhost/replica:0/task:0/device:"
@@ -81,26 +81,14 @@ def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
     ("devices", "rules", "said"),
     [
         (["CPU:0", "CPU:9"], (), ["devices that are there, got CPU:9"]),
-        (["CPU:0", "cpu:0"], (), ["must name each device once, got CPU:0"]),
-        (["CPU:1", "CPU:2"], {"k.*": "device CPU:3"}, ["'k.*' (device CPU:3)", "got CPU:3"]),
         (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["the rule 'k' (device GPU:0)", "got GPU:0"]),
-        (2, {"k": "sharded(3)"}, ["the rule 'k' (sharded(3))", "got 3", "CPU:0, CPU:1"]),
-        (2, {"k": "sharded(0)"}, ["the rule 'k': ", "got 0"]),
-        (
-            2,
-            {"k": "task 0"},
-            ["'k' on devices must be mirrored, owned", "got task 0, which is for"],
-        ),
-        (2, [Rule("(", Owned())], ["got '(': missing ), unterminated subpattern"]),
     ],
 )
 def test_bad_input(devices: Any, rules: Any, said: list[str]) -> None:
+    """Other rules that cannot be: tests/placement/test_device_placer.py."""
     with pytest.raises(tfd.StrategyError) as error:
         PlacedStrategy(devices, rules)
-    for words in (
-        "PlacedStrategy",
-        *said,
-    ):
+    for words in ("PlacedStrategy", *said):
         assert words in str(error.value)
 
 

@@ -191,25 +191,6 @@ def test_an_update_is_computed_once_where_the_piece_is(
     assert seen - {(2, "CPU:0")} == (pieces if by_piece else whole)
 
 
-def test_the_plan_counts_pieces_where_they_are() -> None:
-    strategy = PlacedStrategy(4, RULES | {"head/bias": "mirrored"})
-    model = tfd.distribute(build, strategy)
-    model.fit(IDS, RATINGS, batch_size=12, verbose=0)
-    optimizer = model.keras_model.optimizer
-    held = dict.fromkeys(strategy.devices, 0)
-    for variable in [*model.keras_model.weights, *optimizer.variables]:
-        for copy in strategy.copies(variable.value):
-            held[copy.device.removeprefix(FULL)] += copy.shape.num_elements() * copy.dtype.size
-    plan = strategy.placement_plan
-    assert plan is not None
-    assert tuple(held.values()) == plan.bytes_by_task
-    assert len(set(plan.tasks_of("users/embeddings")) | set(plan.tasks_of("head/kernel"))) == 4
-    for path in ("users/embeddings", "head/kernel"):
-        variable = next(v for v in model.keras_model.weights if v.path == path)
-        expected = [strategy.devices[shard.task] for shard in plan.shards_of(path)]
-        assert [device for device, _ in pieces_of(strategy, variable.value)] == expected
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in Keras
 def test_what_is_read_saved_and_assigned(tmp_path: Path) -> None:
     model = trained(PlacedStrategy(3, RULES))
@@ -325,14 +306,6 @@ def test_loops_and_statistics_in_pieces() -> None:
     assert all(is_partitioned(v.value) for v in model.keras_model.get_layer("loops").weights)
     for ours, theirs in zip(values(model), values(looping()), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-
-
-def test_a_rule_that_cuts_what_has_too_few_rows(strategy: Any) -> None:
-    said = r"the rule 'table' \(sharded\) must match variables with rows, got the scalar 'table'"
-    with strategy.scope(), pytest.raises(tfd.PlacementError, match=said):
-        tf.Variable(1.0, name="table")
-    with pytest.raises(tfd.PlacementError, match=r"'head/bias' must have a row .* only 2 rows"):
-        tfd.distribute(build, PlacedStrategy(3, {"head/.*": "sharded(3)"}))
 
 
 def template(answer: Any) -> Any:

@@ -54,7 +54,7 @@ def test_a_strategy_of_one_s_own_gets_its_options() -> None:
         tfd.create_strategy("mine", twic=True)
 
 
-@pytest.mark.parametrize("takes", ["nothing", "any option", "logical CPUs"])
+@pytest.mark.parametrize("takes", ["nothing", "logical CPUs"])
 def test_logical_cpus_are_made_before_it_is_called(takes: str) -> None:
     seen: list[Any] = []
 
@@ -64,15 +64,11 @@ def test_logical_cpus_are_made_before_it_is_called(takes: str) -> None:
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
 
-    def any_option(**options: Any) -> tf.distribute.Strategy:
-        seen.append(options)
-        return nothing()
-
     def logical_cpus(logical_cpus: int) -> tf.distribute.Strategy:
         seen.append({"logical_cpus": logical_cpus})
         return nothing()
 
-    factory: Any = {"nothing": nothing, "any option": any_option, "logical CPUs": logical_cpus}
+    factory: Any = {"nothing": nothing, "logical CPUs": logical_cpus}
     tfd.register_strategy("mine", factory[takes], "my own")
     strategy = tfd.create_strategy("mine", logical_cpus=4)
     assert seen == ([] if takes == "nothing" else [{"logical_cpus": 4}])
@@ -81,14 +77,6 @@ def test_logical_cpus_are_made_before_it_is_called(takes: str) -> None:
     assert "logical_cpus = 4 from the call" in str(tfd.explain(strategy))
     with pytest.raises(tfd.StrategyError, match=r"before TensorFlow starts, got 3 .* with 4"):
         tfd.create_strategy("mine", logical_cpus=3)
-
-
-def test_an_option_that_a_factory_does_not_take_is_refused_with_what_to_do() -> None:
-    tfd.register_strategy("mine", lambda: tf.distribute.get_strategy(), "my own")
-    with pytest.raises(tfd.StrategyError, match=r"devices=2\. Give its factory a .* 'devices'"):
-        tfd.create_strategy("mine", devices=2)
-    with pytest.raises(tfd.StrategyError, match=r"Did you mean 'logical_cpus'\?"):
-        tfd.create_strategy("mine", logical_cpu=2)
 
 
 def test_it_gets_the_cluster_that_was_given_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +122,7 @@ def test_a_factory_that_returns_no_strategy() -> None:
     ("name", "factory", "message"),
     [
         ("mirrored", lambda: None, "must be a new word like 'my_strategy', got 'mirrored'"),
-        ("auto", lambda: None, "got 'auto'. These are there already: auto, default, one_"),
         ("my strategy", lambda: None, "got 'my strategy'"),
-        (3, lambda: None, "got 3"),
         ("mine", "mirrored", "must be a function, got 'mirrored'"),
     ],
 )
@@ -148,11 +134,8 @@ def test_refused_registrations(name: Any, factory: Any, message: str) -> None:
     assert tfd.available_strategies() == before
 
 
-@pytest.mark.parametrize("name", ["mirored", "Mirrored", "", ["mirrored"], None])
+@pytest.mark.parametrize("name", ["mirored", "Mirrored", "", ["mirrored"]])
 def test_an_unknown_name_lists_the_known_ones(name: Any) -> None:
-    if name is None:
-        assert isinstance(tfd.create_strategy(name), tf.distribute.Strategy)  # as if not given
-        return
     with pytest.raises(tfd.StrategyError) as error:
         tfd.create_strategy(name)
     assert "auto, default, one_device, mirrored, multi_worker_mirrored" in str(error.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,73 +26,11 @@ def _tf_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     return resolvers.TFConfigClusterResolver()
 
 
-def _slurm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, value in {
-        "SLURM_STEP_NODELIST": "h[1-2]",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_PROCID": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return resolvers.SlurmClusterResolver(
-        jobs={"worker": 2}, port_base=1, gpus_per_node=1, tasks_per_node=1, auto_set_gpu=False
-    )
-
-
-def _kubernetes(_: pytest.MonkeyPatch) -> Any:
-    pods = [
-        SimpleNamespace(
-            status=SimpleNamespace(phase="Running", host_ip=f"10.0.0.{n}"),
-            metadata=SimpleNamespace(name=f"pod-{n}"),
-        )
-        for n in (1, 2)
-    ]
-    client = SimpleNamespace(list_pod_for_all_namespaces=lambda **_: SimpleNamespace(items=pods))
-    resolver = resolvers.KubernetesClusterResolver(
-        {"worker": ["job-name=train"]}, tf_server_port=1, override_client=client
-    )
-    resolver.task_type, resolver.task_id = "worker", 1
-    return resolver
-
-
-def _gce(_: pytest.MonkeyPatch) -> Any:
-    names = ["a", "b"]
-    answers = {
-        name: {"status": "RUNNING", "networkInterfaces": [{"networkIP": f"10.0.0.{n}"}]}
-        for n, name in enumerate(names)
-    }
-    instances = SimpleNamespace(
-        get=lambda instance, **_: SimpleNamespace(execute=lambda: answers[instance])
-    )
-    listed = {"items": [{"instance": f"zones/z/instances/{name}"} for name in names]}
-    groups = SimpleNamespace(
-        listInstances=lambda **_: SimpleNamespace(execute=lambda: listed),
-        listInstances_next=lambda **_: None,
-    )
-    service = SimpleNamespace(instances=lambda: instances, instanceGroups=lambda: groups)
-    return resolvers.GCEClusterResolver(
-        "p", "z", "group", 1, task_type="worker", task_id=1, credentials=None, service=service
-    )
-
-
-def _union(_: pytest.MonkeyPatch) -> Any:
-    return resolvers.UnionResolver(
-        _simple({"worker": ["h:1"]}), _simple({"worker": ["h:2"]}), task_type="worker", task_id=1
-    )
-
-
 @pytest.mark.parametrize(
     "make",
-    [
-        _tf_config,
-        _slurm,
-        _kubernetes,
-        _gce,
-        _union,
-        lambda _: _simple(TWO, task_type="worker", task_id=1),
-    ],
+    [_tf_config, lambda _: _simple(TWO, task_type="worker", task_id=1)],
 )
-def test_every_resolver_is_accepted_as_it_is(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_is_accepted_as_it_is(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = make(monkeypatch)
     assert resolver_of(resolver) is resolver
     described = describe(resolver)
@@ -175,12 +112,3 @@ def test_a_resolver_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(tfd.StrategyError, match=r"TimeoutError: no answer within 0\.1 s"):
         tfd.create_strategy(cluster=_Own(release.wait))
     release.set()
-
-
-def test_a_broken_tf_config_in_tensorflow_s_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", "{")
-    with pytest.raises(
-        tfd.StrategyError,
-        match="TFConfigClusterResolver must describe the cluster, got JSONDecodeError:",
-    ):
-        tfd.create_strategy(cluster=resolvers.TFConfigClusterResolver())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from event_files import scalars
 from real_tasks import tasks
 
 import tfdist_ext as tfd
@@ -38,15 +39,15 @@ def test_success_ends_every_task_with_0_and_the_evaluator_has_evaluated(tmp_path
     assert "evaluator:0, beside a cluster of 1 chief, 2 workers, 1 ps" in evaluated
     assert evaluated.endswith("run returned None\n")
     # The same numbers as the chief's validation, which it did on the workers at the same states.
-    scalars = _scalars(folder / "evaluator")
+    found = scalars(folder / "evaluator")
     by_step = ["evaluation_accuracy_vs_iterations", "evaluation_loss_vs_iterations"]
-    assert sorted(scalars) == ["epoch_accuracy", "epoch_loss", *by_step]
+    assert sorted(found) == ["epoch_accuracy", "epoch_loss", *by_step]
     for name in ("loss", "accuracy"):
-        by_epoch = scalars[f"epoch_{name}"]
+        by_epoch = found[f"epoch_{name}"]
         assert 2 in by_epoch  # the last; those before may be removed before their turn
         for epoch, value in by_epoch.items():
             assert value == pytest.approx(history[f"val_{name}"][epoch], rel=1e-5)
-        of_steps = scalars[f"evaluation_{name}_vs_iterations"]
+        of_steps = found[f"evaluation_{name}_vs_iterations"]
         assert list(of_steps.values()) == list(by_epoch.values())
 
 
@@ -151,15 +152,3 @@ def test_different_calls_fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", json.dumps(task))
     with pytest.raises(tfd.PeerError):
         tfd.run(main)
-
-
-def _scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """tag -> step -> value of the event files in a folder."""
-    scalars: dict[str, dict[int, float]] = {}
-    for file in folder.iterdir():
-        for record in tf.data.TFRecordDataset(str(file)):
-            event = tf.compat.v1.Event.FromString(record.numpy())
-            for value in event.summary.value:
-                assert value.metadata.plugin_data.plugin_name == "scalars"
-                scalars.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
-    return scalars

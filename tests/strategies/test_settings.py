@@ -51,10 +51,8 @@ def test_the_table_of_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (b"[strategy", "cannot be read as TOML"),
-        (b"\xff[strategy]", "cannot be read as TOML"),
         (b"", "must have a [strategy] table, got nothing"),
         (b"[stratgey]\nname = 'mirrored'", "Did you mean [strategy] by [stratgey]?"),
-        (b"strategy = 'mirrored'", "must have a [strategy] table, got strategy."),
         (b"[strategy]\nname = 3", "must be a text, got 3"),
         (b"[strategy]\ncluster = 'x'", "strategy.cluster must be left out of "),
     ],

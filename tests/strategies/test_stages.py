@@ -17,7 +17,6 @@ from tfdist_ext.strategies.stages import (
     cut,
     repeated,
     same_for_all,
-    source_of,
     writes_of,
 )
 
@@ -51,11 +50,6 @@ def test_a_step_with_one_meeting() -> None:
     assert second == Stage(("update",), ("w:0", "sum:0"), ())
 
 
-def test_a_step_without_meetings_is_one_stage() -> None:
-    (only,) = cut(_STEP[:4], [], {"x", "w"}, ["loss:0"])
-    assert only == Stage(("forward", "loss"), ("x:0", "w:0"), ("loss:0",))
-
-
 def test_reads_of_one_value_are_one_read() -> None:
     reads = [
         _Node("first", "ReadVariableOp", ["rate"]),
@@ -70,14 +64,6 @@ def test_reads_of_one_value_are_one_read() -> None:
 def test_shapes_that_are_equal_are_asked_for_once() -> None:
     nodes = [_Node(name, "Shape", [f"of {name}"]) for name in ("a", "b", "c", "not known")]
     assert repeated(nodes, {"a": (-2, 3), "b": (-4, 3), "c": (-2, 3)}) == {"c": "a"}
-
-
-def test_what_a_later_stage_uses_goes_out_of_its_own() -> None:
-    nodes = [*_STEP, _Node("again", input=["forward:1", "sum"])]
-    first, second = cut(nodes, [MeetingPoint(["gradient:0"], ["sum"])], {"x", "w"}, ["again:0"])
-    assert "forward:1" in first.outputs
-    assert "forward:1" in second.inputs
-    assert second.outputs == ("again:0",)
 
 
 def test_what_was_made_later_and_is_needed_earlier_moves() -> None:
@@ -131,16 +117,6 @@ def test_what_is_brought_to_a_meeting_is_computed_as_soon_as_it_can_be() -> None
     reads = [_READS_ONLY] * 3
     assert same_for_all(stages, agreed, {"w:0"}, reads) == [False, True, True]
     assert same_for_all(stages, agreed, set(), reads) == [False, False, False]
-
-
-def test_stages_after_what_is_the_same_are_the_same() -> None:
-    nodes = [*_STEP[:-1], _Node("clipped", input=["sum"]), _Node("mark", input=["clipped"])]
-    nodes += [_Node("update", input=["w", "mark", "clipped"])]
-    meetings = [MeetingPoint(["gradient:0"], ["sum"]), MeetingPoint(["clipped:0"], ["mark"])]
-    stages = cut(nodes, meetings, {"x", "w"}, [], {"update"})
-    reads = [_READS_ONLY] * 3
-    assert same_for_all(stages, ["sum:0", "mark:0"], {"w:0"}, reads) == [False, True, True]
-    assert same_for_all(stages, ["mark:0"], {"w:0"}, reads) == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -215,15 +191,6 @@ def test_what_is_needed_before_the_meeting_that_gives_it() -> None:
     ]
     with pytest.raises(ValueError, match=r"sum:0 must be there before the meeting"):
         cut(nodes, [MeetingPoint(["loop:0"], ["sum"])], {"x"}, ["late:0"])
-
-
-def test_the_source_of_identities() -> None:
-    nodes = [
-        _Node("sum", "PlaceholderWithDefault", ["x"]),
-        _Node("a", "Identity", ["^x", "sum"]),
-        _Node("b", "Identity", ["a:0"]),
-    ]
-    assert source_of("b:0", {node.name: node for node in nodes}) == "sum:0"
 
 
 @st.composite

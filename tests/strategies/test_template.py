@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -29,50 +28,10 @@ def of_copies(strategy: Any, variable: Any) -> list[Any]:
     return [one.numpy().tolist() for one in strategy.copies(variable)]
 
 
-def test_it_is_a_strategy_of_tensorflow(strategy: StrategyTemplate) -> None:
-    assert isinstance(strategy, tf.distribute.Strategy)
-    assert isinstance(strategy.extended, tf.distribute.StrategyExtended)
-    assert strategy.num_replicas_in_sync == 3
-    assert strategy.devices == ("CPU:0", "CPU:1", "CPU:2")
-    text = str(tfd.explain(strategy))
-    assert "replicas     3 in sync" in text
-    assert "devices      CPU:0, CPU:1, CPU:2" in text
-
-
-def test_a_variable_has_an_equal_copy_on_each_device(strategy: StrategyTemplate) -> None:
-    made = variable(strategy, lambda: tf.random.normal([4]), name="mine")
-    one, *others = of_copies(strategy, made)
-    assert others == [one, one]
-    assert [c.device[-5:] for c in strategy.copies(made)] == ["CPU:0", "CPU:1", "CPU:2"]
-    assert [c.name for c in strategy.copies(made)][:2] == ["mine:0", "mine/replica_1:0"]
-    assert strategy.extended.variable_created_in_scope(made)
-    assert not strategy.extended.variable_created_in_scope(tf.Variable(1.0))
-    assert strategy.extended.value_container(strategy.copies(made)[2]) is made
-    with strategy.scope():
-        other = copy.deepcopy(made)
-    made.assign([0, 0, 0, 0])
-    assert of_copies(strategy, other) == [one, one, one]
-
-
 def test_variables_whose_shape_is_not_known(strategy: StrategyTemplate) -> None:
     made = variable(strategy, [1.0, 2.0], shape=tf.TensorShape([None]))
     made.assign([1.0, 2.0, 3.0])
     assert of_copies(strategy, made) == [[1, 2, 3]] * 3
-
-
-def test_extended_update_goes_to_each_copy(strategy: StrategyTemplate) -> None:
-    made, other = variable(strategy, 1.0), variable(strategy, 10.0)
-    with strategy.scope():
-        done = strategy.extended.update(made, lambda v, x: v.assign_add(x + other), args=(2.0,))
-        assert local_values(strategy, done) == [13, 13, 13]
-        listed = strategy.extended.update(made, lambda v: v.assign(0), group=False)
-        assert len(listed) == 3
-
-    def step() -> None:
-        strategy.extended.update(made, lambda v, x: v.assign(x), args=(replica_number(),))
-
-    strategy.run(step)  # each replica's own value: "dangerously out of synchronization"
-    assert of_copies(strategy, made) == [1, 2, 3]
 
 
 def test_reductions_to_a_place(strategy: StrategyTemplate) -> None:
@@ -111,12 +70,3 @@ def test_one_replica() -> None:
     assert float(alone.reduce("SUM", total, axis=None)) == 2
     dataset = alone.experimental_distribute_dataset(tf.data.Dataset.range(3).batch(3))
     assert [batch.numpy().tolist() for batch in dataset] == [[0, 1, 2]]
-
-
-def test_replicas_that_reduce_different_things(strategy: StrategyTemplate) -> None:
-    def unequal() -> None:
-        if int(tf.get_static_value(replica_number())) > 1:
-            tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
-
-    with pytest.raises(RuntimeError, match="a different number of"):
-        strategy.run(unequal)

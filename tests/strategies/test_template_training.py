@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from template_cases import Mixed, Owned, OwnedAndPairwise, ReadAsMean, Shared, build, train
+from template_cases import Mixed, Owned, ReadAsMean, build, train
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
 
 
-@pytest.mark.parametrize("cls", [StrategyTemplate, Mixed, Shared, OwnedAndPairwise])
-def test_where_keras_s_variables_are(cls: Any) -> None:
-    strategy = cls(3)
+def test_where_keras_s_variables_are() -> None:
+    strategy = Mixed(3)
     model = tfd.distribute(build, strategy).keras_model
-    copies = {len(strategy.copies(v.value)) for v in model.trainable_weights}
-    assert copies == {Mixed: {1, 3}, Shared: {1}}.get(cls, {3})
+    assert {len(strategy.copies(v.value)) for v in model.trainable_weights} == {1, 3}
 
 
 def test_slots_lie_beside_their_variables() -> None:

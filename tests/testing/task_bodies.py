@@ -36,25 +36,6 @@ def summed(offset: float = 0.0) -> tuple[float, int]:
     return float(strategy.run(add)), os.getpid()
 
 
-def on_servers() -> Any:
-    import tensorflow as tf
-
-    import tfdist_ext as tfd
-
-    def main() -> float:
-        strategy = tfd.create_strategy("parameter_server")
-        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        with strategy.scope():
-            total = tf.Variable(0.0)
-        add = tf.function(lambda: total.assign_add(1.0))
-        for _ in range(6):
-            coordinator.schedule(add)
-        coordinator.join()
-        return float(total.numpy())
-
-    return tfd.run(main)
-
-
 def fails_on_one(folder: str) -> None:
     print("about to fail")
     Path(folder, f"{index()}.printed").touch()
@@ -69,12 +50,6 @@ def hangs(folder: str) -> None:
     Path(folder, f"{index()}.pid").write_text(str(os.getpid()))
     if index() == 0:
         summed()
-    time.sleep(600)
-
-
-def exits_with_three() -> None:
-    if index() == 1:
-        os._exit(3)
     time.sleep(600)
 
 

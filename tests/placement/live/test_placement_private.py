@@ -21,7 +21,6 @@ from tfdist_ext.placement.live._keras_private import (
 )
 from tfdist_ext.placement.live._tf_private import (
     as_piece,
-    partitioned,
     partitioned_variable_class,
     server_variable_class,
 )
@@ -71,15 +70,6 @@ def test_names_begin_anew_and_go_on() -> None:
         assert keras.layers.Dense(1).name == "dense"
         keras.random.uniform([1])
     assert keras.layers.Dense(1).name == "dense_4"
-
-
-def test_a_variable_of_pieces() -> None:
-    pieces = [tf.Variable(tf.ones([2, 3])), tf.Variable(tf.zeros([1, 3]))]
-    variable = partitioned(pieces, "both")
-    assert variable.is_sharded_variable
-    assert variable.shape == (3, 3)
-    assert list(variable.variables) == pieces
-    assert tf.convert_to_tensor(variable).numpy().sum() == 6
 
 
 def test_a_variable_of_shared_pieces() -> None:
