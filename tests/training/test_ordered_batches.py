@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from training_cases import X, Y, assert_same_weights, classifier, distributed_fit, weights_of
+from training_cases import X, Y, classifier, distributed_fit
 
 from tfdist_ext.training.inputs import order_of_pass, read
 
@@ -91,19 +90,3 @@ def test_an_epoch_may_end_within_a_pass() -> None:
     ours, _ = distributed_fit(classifier(), data, shuffle=True, epochs=3, steps_per_epoch=3)
     assert int(ours.keras_model.optimizer.iterations.numpy()) == 7
     assert data.noted == ["end", *["begin", "end"] * 3]
-
-
-def test_a_training_goes_on_in_the_same_order(tmp_path: Path) -> None:
-    def fit(folder: str, epochs: int) -> Any:
-        arguments = {"epochs": epochs, "checkpoint_dir": tmp_path / folder, "shuffle": True}
-        return distributed_fit(classifier("adam"), FourBatches(), **arguments)[0]
-
-    whole = fit("whole", 3)
-    fit("parts", 1)
-    random.seed(99)
-    assert_same_weights(whole, fit("parts", 3))
-    in_order, _ = distributed_fit(classifier("adam"), FourBatches(), epochs=3)
-    assert any(
-        np.abs(a - b).max() > 1e-5
-        for a, b in zip(weights_of(whole), weights_of(in_order), strict=True)
-    )

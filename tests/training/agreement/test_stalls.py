@@ -77,7 +77,6 @@ class TestPhases:
 @pytest.mark.parametrize(
     ("known", "task", "says"),
     [
-        ([(7, ""), (6, "")], "worker:1", "worker:1 has stalled reading its data"),
         (
             [(7, ""), (6, "a.py:3 in f"), (6, "")],
             "worker:1",

@@ -17,7 +17,6 @@ from training_cases import X, Y, assert_same_weights, mirrored
 
 import tfdist_ext as tfd
 from tfdist_ext.training.checkpoints.callback_state import callback_state, restore_callbacks
-from tfdist_ext.training.state.chief import broadcast_arrays
 
 EPOCHS = 8
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -300,21 +299,6 @@ def test_of_keras_own_what_cannot_be_stored_is_left_out() -> None:
     found = keras.callbacks.History()
     restore_callbacks(state, [found])
     assert (found.epoch, found.history) == ([0], {"loss": [1.0]})
-
-
-def test_arrays_from_the_chief_are_those_that_it_has() -> None:
-    class OnChief:
-        multi_worker = is_chief = True
-
-        def from_chief(self, value: Any) -> np.ndarray:
-            return np.asarray(value)
-
-    sent = {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(3, ml_dtypes.bfloat16), "c": X[:0]}
-    received = broadcast_arrays(OnChief(), sent)  # type: ignore[arg-type]
-    for name, array in sent.items():
-        assert received[name].dtype == array.dtype
-        np.testing.assert_array_equal(received[name], array)
-        received[name] += 1  # callbacks count on
 
 
 def test_what_a_state_may_be() -> None:

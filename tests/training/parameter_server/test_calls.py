@@ -48,7 +48,6 @@ Detected at node model/take/Gather defined at (most recent call last):
             "{{function_node __inference_f_2}} assertion failed: [3]\n\t [[{{node Assert}}]]",
             "assertion failed: [3] [operation: Assert]",
         ),
-        (f"Op type not registered 'Foo'{GRPC}", "Op type not registered 'Foo'"),
     ],
 )
 def test_the_first_operation_that_failed_is_named(text: str, short: str) -> None:

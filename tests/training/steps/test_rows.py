@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence, RowTrace
+from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence
 
 
 @functools.cache
@@ -118,20 +118,3 @@ def test_what_is_equal_stays_equal() -> None:
         assert not dependence.is_equal(total * x[0])
 
     trace.get_concrete_function(tf.TensorSpec([None, 3], tf.int32))
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        (lambda x: x, (3, 3)),
-        (lambda x: tf.gather(x, [0, 2], axis=1), (2, 2)),
-        (lambda x: x[:, None] * x[None, :, :], (33, 51)),  # not so many for each row
-        (lambda x: tf.boolean_mask(x, x > 1), (None, None)),
-        (lambda x: tf.range(tf.shape(x)[1]), (None, None)),
-    ],
-)
-def test_how_many_entries_a_row_has(entries: Any, expected: Any) -> None:
-    with tf.Graph().as_default():
-        x = tf.compat.v1.placeholder(tf.float32, (None, 3))
-        traces = [RowTrace([entries(x)], [x], primes_from=begin) for begin in (0, 2)]
-    assert tuple(trace.entries_of_row() for trace in traces) == expected
