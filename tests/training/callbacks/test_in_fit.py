@@ -209,25 +209,6 @@ def test_evaluating_and_predicting_stop_too() -> None:
     assert ours.predict(X, **arguments).shape == (32, 1)
 
 
-@SAVES
-def test_backup_and_restore(tmp_path: Path) -> None:
-    class Fails(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise RuntimeError("in the third epoch, after the backup of the second")
-
-    def backup() -> keras.callbacks.Callback:
-        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
-
-    # Not CLASSIFIER: BackupAndRestore leaves its epoch with the model, as in Keras.
-    with pytest.raises(RuntimeError, match="third epoch"):
-        distributed_fit(classifier(), X, Y, callbacks=[backup(), Fails()], **FIT)
-    ours, _ = distributed_fit(classifier(), X, Y, callbacks=[backup()], **FIT)
-    plain, _ = plain_fit(classifier(), X, Y, **FIT)
-    assert ours.keras_model.history.epoch == [2]
-    assert_same_weights(plain, ours)
-
-
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"batch_size": 16, "epochs": 2, "validation_data": (X, Y)}
     ours, _ = distributed_fit(CLASSIFIER, X, Y, **arguments)

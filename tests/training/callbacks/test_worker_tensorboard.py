@@ -92,25 +92,6 @@ def test_means_of_steps_and_a_second_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), means, rtol=1e-4)
 
 
-def test_a_fit_after_one_that_broke_off(tmp_path: Path) -> None:
-    class Breaks(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            raise KeyboardInterrupt
-
-    board = tfd.WorkerTensorBoard(tmp_path)
-    model, _ = fit(mirrored(2))  # ten steps
-    x, y = data()
-    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(x, y, callbacks=[board, Breaks()], **options)
-    model.fit(x, y, **options)  # five steps that no board sees
-    model.fit(x, y, callbacks=[board], **options)
-    found = scalars(tmp_path / "worker-0")["gradient_norm"]
-    assert list(found) == [*range(11, 16), *range(21, 26)]
-    np.testing.assert_allclose(list(found.values()), norms(2, 3)[10:] + norms(2, 5)[20:], rtol=1e-4)
-    assert len(list((tmp_path / "worker-0").iterdir())) == 2  # a file of each fit's own
-
-
 class OwnStep(keras.Sequential):
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data

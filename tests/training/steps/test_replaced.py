@@ -6,7 +6,6 @@ functions that are replaced while a step runs.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import tensorflow as tf
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import TESTED
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import model
@@ -104,17 +102,6 @@ def test_an_import_and_a_fit_leave_all_of_keras_and_tensorflow_as_they_were() ->
     number, changed = counted.split(" ", 1)
     assert int(number) > 20_000
     assert changed == added == "[]"
-
-
-def test_a_fit_leaves_everything_as_it_was() -> None:
-    seen: list[bool] = []
-    look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(in_place() == AT_FIRST)
-    )
-    model = tfd.distribute(classifier(), mirrored())
-    model.fit(X, Y, callbacks=[look], validation_data=(X, Y), **FIT)
-    model.predict(X, verbose=0)
-    assert seen == [True] * 4
 
 
 class Stops(keras.Sequential):
@@ -330,18 +317,3 @@ def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.Monkey
         assert told[0].filename == __file__
     finally:
         model._warn_of_untested_versions.cache_clear()
-
-
-def test_activities_that_keras_sums_over_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Keras 3.14. A replica's sum, as a mean of its part, would be other numbers."""
-    layers = keras.layers
-    dense = layers.Dense(1, activity_regularizer="l2", name="active")
-    model = keras.Sequential([keras.Input((5,)), dense])
-    model.compile("sgd", "mse")
-    monkeypatch.setattr(keras, "__version__", "3.13.2")
-    for strategy, expected in (
-        (strategy_of("default"), contextlib.nullcontext()),
-        (mirrored(), pytest.raises(TrainingError, match="activity_regularizer of layer 'active'")),
-    ):
-        with expected:
-            tfd.distribute(model, strategy).fit(X[:8], X[:8, :1], batch_size=8, verbose=0)

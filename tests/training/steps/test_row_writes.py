@@ -102,46 +102,16 @@ def test_rows_of_a_part_are_refused(write: Any) -> None:
         model.fit(X, Y, batch_size=16, verbose=0)
 
 
-def test_rows_of_all_replicas_are_written_by_class() -> None:
+@pytest.mark.parametrize("write", BY_CLASS)
+def test_rows_of_all_replicas_are_written_by_class(write: Any) -> None:
     def of_all(layer: Any, x: Any) -> None:
-        every = tf.stop_gradient(tfd.all_rows(x))
-        for write in BY_CLASS:
-            write(layer, every)
+        write(layer, tf.stop_gradient(tfd.all_rows(x)))
 
     def build() -> keras.Model:
         return model_that_writes(of_all)
 
     _, ours = assert_trains_as_keras(build, X[:50], Y[:50], batch_size=16, epochs=2)
     assert np.abs(ours.keras_model.layers[1].queue.numpy() - 1).max() > 0.01
-
-
-class CountsByClass(keras.metrics.Metric):
-    """A metric is summed over replicas, so that each may add to rows of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(name="counts")
-        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
-
-    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
-        places = labels(self, predicted)
-        ones = tf.ones(tf.shape(places)[0])
-        counts = tf.convert_to_tensor(self.counts)
-        self.counts.assign(tf.tensor_scatter_nd_add(counts, places, ones))
-
-    def result(self) -> Any:
-        return keras.ops.sum(self.counts * keras.ops.arange(ROWS, dtype="float32"))
-
-
-def test_metrics_add_rows_by_class() -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[CountsByClass()])
-        return model
-
-    _, history = plain_fit(build, X[:50], Y[:50], batch_size=16)
-    assert history["counts"][0] > 0
-    _, found = distributed_fit(build, X[:50], Y[:50], batch_size=16)
-    np.testing.assert_allclose(found["counts"], history["counts"])
 
 
 def statistics(layer: Any, x: Any) -> None:

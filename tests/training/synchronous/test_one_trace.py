@@ -206,7 +206,7 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
     explained = tfd.explain(ours)
     assert explained.steps == (
         f"train: a trace for each of 3 replicas: {why}",
-        "test: one trace for the 3 replicas of this task",
+        "test: one trace for the 3 replicas of this task, compiled by XLA",
     )
     assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
 
