@@ -39,14 +39,10 @@ def turns(x: Any, number: Any) -> Any:
 
 
 SAME = {
-    "range": lambda x: tf.range(4),
     "length": lambda x: tf.range(tf.shape(x)[1]),
-    "last of shape": lambda x: tf.range(tf.shape(x)[-1]),
-    "unpacked shape": lambda x: tf.range(tf.unstack(tf.shape(x))[1]),
     "rest of shape": lambda x: tf.zeros(tf.shape(x)[1:], tf.int32),
     "taken of shape": lambda x: tf.range(tf.gather(tf.shape(x), 1)),
     "Keras": lambda x: keras.ops.expand_dims(keras.ops.arange(keras.ops.shape(x)[1]), 0),
-    "zeros": lambda x: tf.zeros([5], tf.int32),
     "variable": lambda x: variable() + 0,
     "by seed": lambda x: tf.random.stateless_uniform([4], [1, 2], 0, 9, tf.int32),
     "in a function": lambda x: tf.function(lambda y: (tf.range(tf.shape(y)[1]), y))(x)[0],
@@ -57,12 +53,9 @@ SAME = {
     "beside others": lambda x: tf.identity_n([tf.range(3), x])[0],
 }
 OF_ROWS = {
-    "batch": lambda x: x,
     "computed": lambda x: tf.where(x < 0, x + 9, x),
-    "like the batch": tf.zeros_like,
     "rows": lambda x: tf.range(tf.shape(x)[0]),
     "its shape": lambda x: tf.zeros(tf.shape(x), tf.int32),
-    "its size": lambda x: tf.range(tf.size(x)),
     "tiled": lambda x: tf.tile(tf.range(4)[None], [tf.shape(x)[0], 1]),
     "stateful random": lambda x: tf.random.uniform([4], 0, 9, tf.int32),
     "Python": lambda x: tf.py_function(lambda: np.arange(3), [], tf.int64),

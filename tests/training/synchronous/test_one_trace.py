@@ -173,8 +173,13 @@ class InALoop(layers.Layer):
         )[1]
 
 
-def test_layers_of_all_kinds_between_sums_over_replicas() -> None:
-    build = of_layers(statistics, InTable, InPython, InALoop, statistics)
+@pytest.mark.parametrize(
+    "between",
+    [[InTable, InPython], [statistics, InALoop, statistics]],
+    ids=["table and Python", "loop between sums over replicas"],
+)
+def test_layers_of_all_kinds(between: Any) -> None:
+    build = of_layers(*between)
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
