@@ -33,22 +33,6 @@ def classifier(*, lora=False):
     return model
 
 
-def masked(*, lora=False):
-    tokenizer, backbone = bert(lora)
-    preprocessor = keras_hub.models.BertMaskedLMPreprocessor(
-        tokenizer,
-        sequence_length=8,
-        # All tokens are masked, so that every run masks the same ones.
-        mask_selection_rate=1.0,
-        mask_selection_length=8,
-        mask_token_rate=1.0,
-        random_token_rate=0.0,
-    )
-    model = keras_hub.models.BertMaskedLM(backbone, preprocessor=preprocessor)
-    model.compile(keras.optimizers.Adam(0.01), jit_compile=False)
-    return model
-
-
 def causal(*, lora=False):
     letters = sorted({*"".join(WORDS), "Ġ", "th"})
     vocabulary = {name: i for i, name in enumerate(["<|endoftext|>", *letters])}

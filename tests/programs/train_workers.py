@@ -140,25 +140,6 @@ result["chiefs_own"] = mlp.fingerprint(own) if rank == 0 else None
 result["adopted_bits"] = mlp.fingerprint(adopted.keras_model)
 
 
-def refused(call):
-    try:
-        call()
-    except tfd.TrainingError as error:
-        return str(error)
-    return "it passed"
-
-
-part = slice(0, 96 if rank == 0 else 48)
-result["other_length"] = refused(lambda: model.fit(x[part], y[part], batch_size=24, verbose=0))
-result["other_batch"] = refused(lambda: model.fit(x, y, batch_size=24 + rank, verbose=0))
-
-result["other_arrays"] = refused(lambda: model.fit(x, np.roll(y, rank), batch_size=24, verbose=0))
-
-shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(mlp.BATCH)
-tf.random.set_seed(rank)
-result["other_order"] = refused(lambda: model.fit(shuffled.map(lambda *batch: batch), verbose=0))
-
-
 class Named(keras.Model):
     """Dict inputs, BatchNormalization, a step of its own with names of its own."""
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 from training_cases import (
     X,
     Y,
-    assert_same_history,
     assert_same_weights,
     mirrored,
 )
@@ -63,15 +62,6 @@ def expected() -> tuple[keras.Model, dict[str, list[float]]]:
     arguments = {"steps_per_epoch": 4, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
     history = model.fit(batches.repeat(), **arguments).history
     return model, history
-
-
-def test_one_process_reads_all_of_it(expected: Any) -> None:
-    data = by_function()
-    ours = tfd.distribute(build, mirrored(2))
-    history = ours.fit(data, epochs=EPOCHS, verbose=0).history
-    assert_same_weights(expected[0], ours)
-    assert_same_history(expected[1], history)
-    assert data.position == (EPOCHS, 0)
 
 
 def test_told_to_stop_it_goes_on_in_the_same_epoch(expected: Any) -> None:

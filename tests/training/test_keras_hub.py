@@ -56,14 +56,6 @@ def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
 
 
 @pytest.mark.long
-def test_a_masked_language_model_on_arrays_of_strings() -> None:
-    one, expected = plain(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
-    ours, history = distributed(hub_tasks.masked, hub_tasks.TEXTS, lora=False, batch_size=8)
-    assert_same_history(expected, history)
-    assert_same_weights(one, ours)
-
-
-@pytest.mark.long
 def test_a_causal_language_model_trains_and_generates() -> None:
     one, expected = plain(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
     ours, history = distributed(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from training_cases import X, Y, assert_same_weights, classifier, distributed_fit, weights_of
+from training_cases import X, Y, classifier, distributed_fit
 
 from tfdist_ext.training.inputs import order_of_pass, read
 
@@ -45,17 +44,6 @@ def test_every_task_has_the_same_new_order_in_each_pass(options: dict[str, Any])
     assert one != passes_over(Numbered(**options), 1, seed=lambda: 8)
 
 
-def test_weights_of_classes_and_parts() -> None:
-    batches = read(Numbered(), shuffle=True, seed=lambda: 7, class_weight={0: 0.25, 1: 3.0})
-    order = order_of_pass(BATCHES, 7, 0)
-    # The second of two replicas has the second row, the first one the first.
-    for number, (first, second) in zip(order, batches.on_host(0, 2, 2), strict=True):
-        assert [int(rows) for rows in (first[0], first[1], second[0])] == [1, 2, 1]
-        assert first[2][0].numpy().tolist() == second[2][0].numpy().tolist() == [[number]]
-        assert first[2][2].numpy().tolist() == [3.0 if number % 2 else 0.25]
-        assert second[2][2].numpy().tolist() == [3.0]
-
-
 class FourBatches(keras.utils.PyDataset):
     num_batches = 4
 
@@ -75,15 +63,6 @@ class FourBatches(keras.utils.PyDataset):
         self.noted.append("end")
 
 
-def test_hooks_of_epochs() -> None:
-    data = FourBatches()
-    distributed_fit(classifier(), data, shuffle=True, epochs=3)
-    assert data.noted == ["end", *["begin", "end"] * 3]  # as Keras, which begins with an end
-    # Before them, one pass or less to learn what a batch looks like.
-    passes = [sorted(data.asked[-12:][i : i + 4]) for i in (0, 4, 8)]
-    assert passes == [[0, 1, 2, 3]] * 3
-
-
 @pytest.mark.filterwarnings("ignore:the data ended after")
 def test_an_epoch_may_end_within_a_pass() -> None:
     """Epochs of 3 of the 4 batches: 3, then the one that is left, then 3 of the next pass."""
@@ -91,19 +70,3 @@ def test_an_epoch_may_end_within_a_pass() -> None:
     ours, _ = distributed_fit(classifier(), data, shuffle=True, epochs=3, steps_per_epoch=3)
     assert int(ours.keras_model.optimizer.iterations.numpy()) == 7
     assert data.noted == ["end", *["begin", "end"] * 3]
-
-
-def test_a_training_goes_on_in_the_same_order(tmp_path: Path) -> None:
-    def fit(folder: str, epochs: int) -> Any:
-        arguments = {"epochs": epochs, "checkpoint_dir": tmp_path / folder, "shuffle": True}
-        return distributed_fit(classifier("adam"), FourBatches(), **arguments)[0]
-
-    whole = fit("whole", 3)
-    fit("parts", 1)
-    random.seed(99)
-    assert_same_weights(whole, fit("parts", 3))
-    in_order, _ = distributed_fit(classifier("adam"), FourBatches(), epochs=3)
-    assert any(
-        np.abs(a - b).max() > 1e-5
-        for a, b in zip(weights_of(whole), weights_of(in_order), strict=True)
-    )

@@ -21,7 +21,6 @@ ROWS = np.zeros((6, 10), "float32")
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        pytest.param((ROWS, ROWS[:, 0]), "single values", id="labels"),
         pytest.param(({"a": ROWS, "b": ROWS[:, 0]}, ROWS), "single values", id="among inputs"),
         pytest.param((ROWS, ROWS[:, :1]), r"parts of \[1, 10\] rows", id="columns"),
         pytest.param((IMAGES, ROWS[:, :4]), r"parts of \[4, 10\] rows", id="images, classes"),
@@ -56,8 +55,8 @@ def build() -> keras.Model:
     return model
 
 
-def with_table(table: Any = SHARED, rows: int = 16, drop: bool = False) -> tf.data.Dataset:
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows, drop_remainder=drop)
+def with_table(table: Any = SHARED, drop: bool = False) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=drop)
     return dataset.map(lambda x, y: ({"rows": x, "table": table}, y))
 
 
@@ -70,31 +69,21 @@ def of_unknown_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize(
-    ("method", "data", "place", "shape"),
+    ("data", "place", "shape"),
     [
         pytest.param(
-            "evaluate",
             lambda: of_unknown_size(with_table()),
             "x['table']",
             "[20, 5] in a batch of 16",
             id="no size",
         ),
         pytest.param(
-            "predict",
             lambda: tfd.data.from_dataset_fn(lambda _: with_table()),
             "x['table']",
             "[20, 5] in a batch of 16",
             id="from_dataset_fn",
         ),
         pytest.param(
-            "fit",
-            lambda: with_table(SHARED[:16], rows=24),
-            "x['table']",
-            "[16, 5] in a batch of 24",
-            id="few",
-        ),
-        pytest.param(
-            "fit",
             lambda: (
                 tf.data.Dataset.from_tensor_slices((X, Y))
                 .batch(16)

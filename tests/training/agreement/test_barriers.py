@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from real_tasks import Tasks, tasks
-
-from tfdist_ext.training.agreement.barriers import Position, different_calls, odd_one, summary
 
 SECONDS = (
     15.0  # on a machine that is busy; without this the others wait for 10 to 40 s, or for ever
@@ -30,12 +27,10 @@ def error_of(cluster: Tasks, name: str) -> str:
     return str(found[-1])
 
 
-@pytest.mark.long("leaves-0")
 @pytest.mark.parametrize(
     ("event", "victim", "status", "says"),
     [
         ("leaves", 2, 0, r"worker:2 left at \d\d:\d\d:\d\d after epoch 2, step 8: its script"),
-        ("leaves", 0, 0, r"worker:0 left at \d\d:\d\d:\d\d after epoch 2, step 8: its script"),
         (
             "fails",
             0,
@@ -67,53 +62,6 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
             assert statuses[n] == 1
             assert cluster.seconds_after(f"worker:{victim}", f"worker:{n}") < SECONDS
         assert statuses[victim] == status
-
-
-@pytest.mark.parametrize(
-    ("calls", "odd", "says"),
-    [
-        ({"worker:0": "fit", "worker:1": "save"}, "", "worker:0 in fit; worker:1 in save"),
-        (
-            {"worker:2": "fit", "worker:1": "save", "chief:0": "fit"},
-            "worker:1",
-            "chief:0, worker:2 in fit; worker:1 in save",
-        ),
-        (
-            {"worker:0": "fit", "worker:1": "save", "worker:2": "predict"},
-            "",
-            "worker:0 in fit; worker:1 in save; worker:2 in predict",
-        ),
-    ],
-    ids=["of two none is odd", "of three one is", "all differ"],
-)
-def test_who_differs(calls: dict[str, str], odd: str, says: str) -> None:
-    assert odd_one(calls) == odd
-    assert f"in the same order, got {says}. Call" in different_calls(calls)
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (ValueError("no file\nat all"), "ValueError: no file"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (
-            RuntimeError("Graph execution error:\n\nDetected at node A\nOSError: full\n trace"),
-            "RuntimeError: OSError: full",
-        ),
-        (RuntimeError("Graph execution error:\n\nDetected at A"), "RuntimeError: Detected at A"),
-    ],
-)
-def test_an_exception_in_one_line(error: BaseException, says: str) -> None:
-    assert summary(error) == says
-
-
-def test_a_place_in_words() -> None:
-    place = Position(3, "fit > evaluate", "steps after 4", inside=True)
-    assert str(place) == "evaluate inside fit (steps after 4)"
-    assert (
-        str(replace(place, inside=False, detail="")) == "its own code, inside evaluate inside fit"
-    )
-    assert str(Position()) == "its own code"
 
 
 def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:

@@ -29,23 +29,6 @@ class TestPhases:
         assert phases.tick(1.0)
         assert str(phases).startswith("100 s in steps (the longest before took 20.0 s; more than")
 
-    def test_more_of_a_phase_is_progress(self) -> None:
-        phases = Phases(1.0)
-        for _ in range(50):
-            phases.enter("checkpoint")
-            assert not any(phases.tick(1.0) for _ in range(4))
-        assert phases.tick(1.0)
-
-    def test_code_between_trainings_takes_any_time(self) -> None:
-        phases = Phases(1.0)
-        with phases.of_call():
-            assert phases.name == "starting"
-            phases.enter("callbacks")
-            with phases.of_call():
-                phases.enter("steps")
-            assert phases.name == "callbacks"
-        assert not any(phases.tick(1000.0) for _ in range(1000))
-
     @given(
         st.lists(st.tuples(st.floats(0.001, 60), st.booleans()), min_size=1, max_size=1000),
         st.floats(1, 600),
@@ -77,7 +60,6 @@ class TestPhases:
 @pytest.mark.parametrize(
     ("known", "task", "says"),
     [
-        ([(7, ""), (6, "")], "worker:1", "worker:1 has stalled reading its data"),
         (
             [(7, ""), (6, "a.py:3 in f"), (6, "")],
             "worker:1",

@@ -110,22 +110,18 @@ class OwnSGD(keras.optimizers.SGD):
 
 
 def functional_with_lambdas() -> keras.Model:
+    """With shared and nested layers, and operations between layers."""
     x = keras.Input((5,))
-    h = keras.layers.Lambda(lambda v: v * 2)(x)
-    h = keras.layers.Dense(4, activation=lambda v: tf.nn.relu(v) + 0.1)(h)
+    shared = keras.layers.Dense(5, activation="tanh")
+    h = keras.layers.Lambda(lambda v: v * 2)(keras.ops.relu(shared(shared(x * 2.0))) + x)
+    inner = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), Scaling(2)])
+    h = keras.layers.Dense(4, activation=lambda v: tf.nn.relu(v) + 0.1)(inner(h))
     h = keras.layers.Dense(4, activation=lambda v: tf.tanh(v) - 0.2)(h)
     return compiled(
         keras.Model(x, keras.layers.Dense(1)(h)),
         loss=lambda true, predicted: tf.reduce_mean((true - predicted) ** 2, -1),
         metrics=[lambda true, predicted: tf.reduce_mean(tf.abs(true - predicted), -1)],
     )
-
-
-def nested_and_shared() -> keras.Model:
-    x = keras.Input((5,))
-    shared = keras.layers.Dense(5, activation="tanh")
-    inner = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), Scaling(2)])
-    return compiled(keras.Model(x, keras.layers.Dense(1)(inner(shared(shared(x))))))
 
 
 def with_a_function_set_afterwards() -> keras.Model:
@@ -143,14 +139,11 @@ def partly_frozen() -> keras.Model:
 
 MODELS = [
     pytest.param(functional_with_lambdas, id="functional with lambdas"),
-    pytest.param(nested_and_shared, id="nested, shared layers"),
     pytest.param(with_a_function_set_afterwards, id="subclass with config"),
-    pytest.param(lambda: compiled(WithoutConfig()), id="subclass without config"),
     pytest.param(partly_frozen, id="frozen layer, own optimizer, schedule"),
 ]
 
 
-@pytest.mark.long("subclass without config")
 @pytest.mark.parametrize("build", MODELS)
 def test_training_goes_on_as_in_keras(build: Callable[[], keras.Model]) -> None:
     original, _ = plain_fit(build, X, Y, batch_size=16, epochs=2)
@@ -179,15 +172,6 @@ def test_a_model_that_is_not_compiled_predicts() -> None:
             call(X, Y)
 
 
-def test_a_builder_may_hand_out_a_model_made_elsewhere() -> None:
-    original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
-    ours = tfd.distribute(lambda: original, mirrored())
-    assert ours.keras_model is not original
-    ours.fit(X, Y, **FIT)
-    original.fit(X, Y, **FIT)
-    assert_same_weights(original, ours)
-
-
 def test_optimizer_and_metrics_made_outside_the_scope() -> None:
     def build_with(optimizer, metric) -> Callable[[], keras.Model]:
         return lambda: compiled(WithoutConfig(), optimizer, metrics=[metric])
@@ -204,9 +188,8 @@ def test_optimizer_and_metrics_made_outside_the_scope() -> None:
 
 def test_frozen_after_training_and_not_compiled_again() -> None:
     """The optimizer keeps what it was built for, in its order."""
-    frozen = "first"
     original, _ = plain_fit(lambda: compiled(WithoutConfig()), X, Y, batch_size=16)
-    getattr(original, frozen).trainable = False
+    original.first.trainable = False
     ours = tfd.distribute(original, mirrored())
     # Keras's step, once traced, would train on what is frozen now: let it look again.
     original.make_train_function(force=True)
@@ -217,13 +200,6 @@ def test_frozen_after_training_and_not_compiled_again() -> None:
     optimizers = original.optimizer, ours.keras_model.optimizer
     for a, b in zip(*(optimizer.variables for optimizer in optimizers), strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6, err_msg=a.path)
-    for model in (original, ours.keras_model):  # the state of all is there, to go on with
-        getattr(model, frozen).trainable = True
-        model.stop_training = False
-    original.make_train_function(force=True)
-    ours = tfd.distribute(ours.keras_model, mirrored())
-    assert_same_history(original.fit(X, Y, **FIT).history, ours.fit(X, Y, **FIT).history)
-    assert_same_weights(original, ours)
 
 
 def test_an_optimizer_of_other_variables_is_named() -> None:
@@ -236,7 +212,7 @@ def test_an_optimizer_of_other_variables_is_named() -> None:
 
 def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
     for model, what in [(NotCopyable(0.1), "argument 'rate'"), (TellsLessThanAll(1), "of shape")]:
-        compiled(model).fit(X, Y, **FIT)
+        compiled(model, run_eagerly=True).fit(X, Y, **FIT)
         with pytest.raises(tfd.TrainingError, match=f"{what}.*Pass a function that builds"):
             tfd.distribute(model, mirrored())
 
@@ -253,16 +229,6 @@ def test_what_is_no_model_is_refused(given, message: str) -> None:
 def test_what_is_no_strategy_is_refused() -> None:
     with pytest.raises(tfd.TrainingError, match=r"create_strategy\(name\)"):
         tfd.distribute(classifier(), "mirrored")  # type: ignore[arg-type]
-
-
-def test_operations_between_layers() -> None:
-    inputs = keras.Input((5,))
-    hidden = keras.layers.Dense(5)(inputs * 2.0)
-    outputs = keras.layers.Dense(1)(keras.ops.relu(hidden) + inputs)
-    model = keras.Model(inputs, keras.ops.reshape(outputs, (-1, 1)))
-    expected = model.predict(X, verbose=0)
-    ours = tfd.distribute(model, mirrored()).predict(X, verbose=0)
-    np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
 def test_variables_from_outside_of_the_strategy() -> None:

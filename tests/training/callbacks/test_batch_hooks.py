@@ -13,11 +13,6 @@ class Each(keras.callbacks.Callback):
         pass
 
 
-class OldName(keras.callbacks.Callback):
-    def on_batch_end(self, batch, logs=None):
-        pass
-
-
 class EachTest(keras.callbacks.Callback):
     def on_test_batch_begin(self, batch, logs=None):
         pass
@@ -30,22 +25,15 @@ K = keras.callbacks
     ("callback", "kinds"),
     [
         pytest.param(Each(), {"train"}, id="own"),
-        pytest.param(OldName(), {"train"}, id="own, by the old name"),
         pytest.param(EachTest(), {"test"}, id="own, of evaluation"),
         pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
-        pytest.param(K.LambdaCallback(on_epoch_end=print), set(), id="lambda on epochs"),
         pytest.param(K.TerminateOnNaN(), {"train"}, id="looks for NaN"),
         pytest.param(K.History(), set(), id="history"),
-        pytest.param(K.ProgbarLogger(), set(), id="progress"),
-        pytest.param(K.EarlyStopping(), set(), id="early stopping"),
-        pytest.param(K.CSVLogger("x"), set(), id="csv"),
         pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
         pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
-        pytest.param(K.BackupAndRestore("x"), set(), id="backup of epochs"),
         pytest.param(K.BackupAndRestore("x", save_freq=5), {"train"}, id="backup of batches"),
         pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),
         pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),
-        pytest.param(K.TensorBoard("x", profile_batch=2), {"train", "test"}, id="profiling"),
     ],
 )
 def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str]) -> None:

@@ -6,7 +6,6 @@ On a real Ray: tests/environments/test_ray.py.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from training_cases import mirrored
 
 import tfdist_ext as tfd
 from tfdist_ext.ray import CHECKPOINT, ReportCallback
@@ -86,10 +86,10 @@ def model() -> tfd.DistributedModel:
     def build() -> keras.Model:
         keras.utils.set_random_seed(1)
         made = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], run_eagerly=True)
         return made
 
-    return tfd.distribute(build, tfd.create_strategy("mirrored", logical_cpus=4))
+    return tfd.distribute(build, mirrored())
 
 
 def fit(folder: Path | None, epochs: int = 3, scale: float = 1.0) -> Any:
@@ -117,19 +117,18 @@ def test_an_epoch_whose_loss_is_no_number(ray_train: RayTrain, tmp_path: Path) -
     assert (ray_train.epochs, ray_train.checkpoints) == ([0, 1], [None] * 2)
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
 def test_what_was_saved_and_not_reported_is_reported_by_the_next_job(
-    ray_train: RayTrain, tmp_path: Path, epoch: int
+    ray_train: RayTrain, tmp_path: Path
 ) -> None:
-    ray_train.fails_at = epoch
+    ray_train.fails_at = 2
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "fit")
-    assert ray_train.epochs == list(range(epoch))
+    assert ray_train.epochs == [0, 1]
     fit(tmp_path / "fit")
     assert ray_train.epochs == [0, 1, 2]
-    checkpoint = ray_train.checkpoints[epoch]
+    checkpoint = ray_train.checkpoints[2]
     assert checkpoint is not None
-    assert model().restore_checkpoint(Path(checkpoint.path, CHECKPOINT)).epoch == epoch + 1
+    assert model().restore_checkpoint(Path(checkpoint.path, CHECKPOINT)).epoch == 3
     fit(tmp_path / "fit", epochs=4)  # goes on, and tells nothing twice
     assert ray_train.epochs == [0, 1, 2, 3]
 
@@ -147,8 +146,3 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(tfd.TrainingError, match=r'pip install "ray\[train\]"'):
         tfd.ray.ReportCallback()
-
-
-def test_nothing_imports_ray_before_it_is_used() -> None:
-    code = "import sys, tfdist_ext as tfd; tfd.ray.ReportCallback; assert 'ray' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -105,19 +105,6 @@ def test_each_checkpoint_once_until_the_training_is_done(
     assert "evaluator:0: epoch 3 (step 30): loss: 1.5000\n" in said
 
 
-def test_scalars_go_beside_those_of_the_tensorboard_callback(
-    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    _saved(tmp_path / "checkpoints", 3, done=3)
-    callbacks = [keras.callbacks.TensorBoard(tmp_path / "events")]
-    model = Model(tmp_path / "checkpoints")
-    assert _follow(model, chief, callbacks=callbacks, verbose=0) == 0
-    (file,) = (tmp_path / "events" / "evaluator").iterdir()
-    assert b"epoch_loss" in file.read_bytes()
-    assert capsys.readouterr().err == ""
-
-
 def test_checkpoints_in_the_middle_of_an_epoch_are_evaluated_too(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:

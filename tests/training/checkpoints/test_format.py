@@ -104,19 +104,6 @@ def test_a_changed_byte_is_detected_before_the_model_changes(
     assert (progress.epoch, progress.step) == (1, 4)
 
 
-def test_the_damaged_array_is_named(saved: Path, tmp_path: Path) -> None:
-    header, begin = header_of(saved)
-    name = next(name for name in header if name.startswith("model/"))
-    changed = bytearray(saved.read_bytes())
-    changed[begin + header[name]["data_offsets"][0]] ^= 1
-    (tmp_path / "damaged").write_bytes(changed)
-    with (
-        CheckpointFile(str(tmp_path / "damaged")) as file,
-        pytest.raises(DamagedCheckpointError, match=f"the checksum of {name} is wrong"),
-    ):
-        file.verify()
-
-
 def safetensors(metadata: dict[str, str]) -> bytes:
     checksums = {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}
     text = json.dumps({"__metadata__": metadata, "crc32": checksums}).encode()
@@ -140,10 +127,10 @@ def test_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     refused("newer", "has version 9 of the format.*Install a newer version", newer)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_every_float_is_restored_to_the_bit(dtype: str, tmp_path: Path) -> None:
+def test_every_float_is_restored_to_the_bit(tmp_path: Path) -> None:
     def build() -> keras.Model:
-        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, dtype=dtype)])
+        layers = [keras.layers.Dense(4, dtype=d) for d in ("bfloat16", "float16", "float64")]
+        return keras.Sequential([keras.Input((5,)), *layers])
 
     model, other = (tfd.distribute(build, strategy_of(n)) for n in ("mirrored", "central_storage"))
     model.save_checkpoint(tmp_path / "one")

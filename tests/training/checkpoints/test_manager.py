@@ -14,12 +14,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from checkpoint_cases import FIT, FailsIn, assert_same_state, dense, train
+from checkpoint_cases import FIT, FailsIn, assert_same_state, dense
 from training_cases import (
     X,
     Y,
     assert_same_weights,
-    classifier,
     mirrored,
     of_unknown_length,
     steps_taken,
@@ -167,15 +166,13 @@ def shuffled() -> tf.data.Dataset:
     return data.shuffle(64, seed=8, reshuffle_each_iteration=True).batch(16)
 
 
-@pytest.mark.long("shuffled data set", "epochs inside", "endless", "PyDataset")
+@pytest.mark.long("epochs inside")
 @pytest.mark.parametrize(
     ("data", "arguments"),
     [
         pytest.param(lambda: (X, Y), {"steps_per_epoch": 3}, id="epochs inside of passes"),
-        pytest.param(lambda: (shuffled(),), {}, id="shuffled data set"),
         pytest.param(lambda: (of_unknown_length(shuffled()),), {}, id="unknown length"),
-        pytest.param(lambda: (shuffled().repeat(),), {"steps_per_epoch": 5}, id="endless"),
-        pytest.param(lambda: (Shuffles(),), {"shuffle": False}, id="PyDataset"),
+        pytest.param(lambda: (Shuffles(),), {"shuffle": True}, id="PyDataset"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the data ended after")
@@ -198,31 +195,6 @@ def test_longer_training_later_is_one_long_training(
     keras.utils.set_random_seed(3)
     model.fit(X, Y, epochs=5, checkpoint_dir=tmp_path / "whole", **FIT)
     assert_same_weights(model, longer)
-
-
-def test_a_training_that_is_done_gives_the_weights_it_ended_with(tmp_path: Path) -> None:
-    """EarlyStopping takes back the best weights after the last epoch was saved."""
-
-    def fit() -> tuple[tfd.DistributedModel, list[int]]:
-        stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-        model = tfd.distribute(classifier(run_eagerly=True), mirrored())
-        worse = (X[48:], 1 - Y[48:])
-        history = model.fit(
-            X, Y, epochs=9, validation_data=worse, callbacks=[stop], checkpoint_dir=tmp_path, **FIT
-        )
-        return model, history.epoch
-
-    keras.utils.set_random_seed(1)
-    model, epochs = fit()
-    assert 1 < len(epochs) < 9
-    assert training_is_done(tmp_path)
-    again, same = fit()
-    assert same == epochs
-    assert_same_weights(model, again)
-    last = tfd.distribute(classifier(run_eagerly=True), mirrored())
-    last.restore_checkpoint(finished_checkpoints(tmp_path)[-1])
-    with pytest.raises(AssertionError):
-        assert_same_weights(model, last)
 
 
 class AddsOneAtTheEnd(keras.callbacks.Callback):
@@ -293,11 +265,7 @@ def test_fit_refuses_before_it_begins(two: Any, tmp_path: Path) -> None:
     assert steps_taken(model) == 4
 
 
-@pytest.mark.parametrize(
-    "folder",
-    ["", " ", 0, True, b"bytes", [], "a\0b"],
-    ids=["empty", "blank", "zero", "bool", "bytes", "list", "null"],
-)
+@pytest.mark.parametrize("folder", ["", True, "a\0b"], ids=["empty", "bool", "null"])
 def test_what_is_no_folder_is_refused(
     folder: Any, two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,16 +357,3 @@ def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
     assert capsys.readouterr().err == first + "\n"
     resumed.fit(X, Y, **FIT)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_training_resumes_in_an_epoch_if_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="in a callback"):
-        train(tmp_path / "D", FailsIn(2), checkpoint_every=3)
-    before, newest = tfd.finished_checkpoints(tmp_path / "D")[-2:]
-    assert "-batch-" in before.name
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    with pytest.warns(UserWarning, match=rf"{newest.name} is not a .*resumes from {before.name}"):
-        resumed = train(tmp_path / "D")
-    assert resumed.history.epoch == [0, 1, 2, 3]
-    assert_same_weights(train(tmp_path / "whole"), resumed)

@@ -11,7 +11,6 @@ from checkpoint_cases import FailsIn, adam, train
 from training_cases import assert_same_weights, mirrored
 
 import tfdist_ext as tfd
-from tfdist_ext.training.checkpoints import paths
 from tfdist_ext.training.checkpoints.folder import CheckpointFolder, FolderTakenError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -22,12 +21,9 @@ def remote() -> str:
     return f"ram://bucket-{uuid.uuid4().hex}/run"
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_training_goes_on_as_if_it_had_never_ended(
-    tmp_path: Path, remote: str, in_background: bool
-) -> None:
+def test_a_training_goes_on_as_if_it_had_never_ended(tmp_path: Path, remote: str) -> None:
     expected = train(tmp_path / "local", epochs=5)
-    options = {"epochs": 5, "checkpoint_async": in_background, "checkpoint_every": 2}
+    options = {"epochs": 5, "checkpoint_every": 2}
     with pytest.raises(RuntimeError, match="in a callback"):
         train(remote, FailsIn(3), **options)
     before = tfd.finished_checkpoints(remote)
@@ -61,22 +57,3 @@ def test_a_job_that_comes_later_has_the_folder(remote: str) -> None:
     with pytest.raises(FolderTakenError, match="Another job writes to ram://"):
         older.finish(1, saved=False)
     newer.finish(1, saved=False)
-
-
-def test_a_file_that_cannot_be_written_costs_no_checkpoint(
-    remote: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(remote, epochs=2)
-    before = tfd.finished_checkpoints(remote)
-
-    def full(path: str, new: str) -> None:
-        if "epoch" in path:
-            raise OSError(None, "the quota is used up")
-        ordinary(path, new)
-
-    ordinary = paths.rename
-    monkeypatch.setattr(paths, "rename", full)
-    with pytest.raises(tfd.TrainingError, match=r"written to ram://.*quota is used up"):
-        train(remote, epochs=3)
-    assert tfd.finished_checkpoints(remote) == before
-    assert not [name for name in tf.io.gfile.listdir(remote) if "unfinished" in name]

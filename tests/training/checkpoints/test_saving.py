@@ -142,43 +142,20 @@ def test_a_path_or_a_model_that_cannot_be_saved(tmp_path: Path) -> None:
             getattr(tfd.distribute(unbuilt, mirrored()), call)(tmp_path / "new")
 
 
-@pytest.mark.parametrize("part", [0.02, 0.99])
-def test_a_full_disk_leaves_the_file_before(part: float, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_leaves_the_file_before(tmp_path: Path, monkeypatch: Any) -> None:
     """A limit on the size of files stands for a full disk: the system refuses the write alike."""
     monkeypatch.setattr(paths, "SYNC_BYTES", 1000)
     model, path = tfd.distribute(classifier("adam"), mirrored()), tmp_path / "one"
     model.save_checkpoint(path)
     held = path.read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(len(held) * part), before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(len(held) * 0.99), before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             model.save_checkpoint(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == held
-    assert [each.name for each in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_disk_that_fails_while_it_is_written_to(tmp_path: Path, monkeypatch: Any) -> None:
-    """A file goes to the disk in pieces, and the disk may refuse any of them."""
-    model, path = tfd.distribute(classifier("adam"), mirrored()), tmp_path / "one"
-    model.save_checkpoint(path)
-    held, ordinary, calls = path.read_bytes(), os.fsync, []
-
-    def failing(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 3:
-            raise OSError(5, "Input/output error")
-        ordinary(descriptor)
-
-    monkeypatch.setattr(paths, "SYNC_BYTES", 1000)
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="Input/output error"):
-        model.save_checkpoint(path)
-    assert path.read_bytes() == held
-    model.save_checkpoint(path)
-    assert len(calls) > 6  # a file that is synced only at its end has two calls
     assert [each.name for each in tmp_path.iterdir()] == ["one"]
 
 

@@ -13,8 +13,7 @@ from tfdist_ext.training.state.values import assign_whole, copy_value, whole_val
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "int64", "bool"]
 
 
-@pytest.mark.long("default")
-@pytest.mark.parametrize("name", ["default", "mirrored", "central_storage"])
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_whole_values_of_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "BLOCK_BYTES", 24)
     strategy = strategy_of(name)

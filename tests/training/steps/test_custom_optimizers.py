@@ -93,9 +93,7 @@ def scaled_loss() -> Any:
 
 
 OPTIMIZERS = {
-    "apply": lambda: Normalized(0.02),
     "apply_gradients": lambda: AdaptiveSGD(0.1, momentum=0.9),
-    "wrapper": lambda: Lookahead(keras.optimizers.Adam(0.02)),
     "around loss scaling": lambda: Lookahead(scaled_loss()),
 }
 
@@ -123,21 +121,11 @@ def test_an_apply_set_on_the_object() -> None:
 
 
 class Step(keras.Model):
-    """A step of the user's, which makes `change(gradients)` of its gradients."""
-
-    def change(self, gradients: list[Any]) -> list[Any]:
-        return list(tf.clip_by_global_norm(gradients, 0.05)[0])
-
     def gradients(self, data: Any) -> list[Any]:
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(y=y, y_pred=self(x, training=True))
         return tape.gradient(loss, self.trainable_variables)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        gradients = self.change(self.gradients(data))
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"norm": tf.linalg.global_norm(gradients)}
 
 
 class SharpnessAware(Step):
@@ -183,7 +171,7 @@ def accumulating(*arguments: Any) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("kind", [Step, SharpnessAware, accumulating])
+@pytest.mark.parametrize("kind", [SharpnessAware, accumulating])
 def test_a_step_gets_the_gradient_of_the_global_batch(kind: Any) -> None:
     build = build_with(lambda: keras.optimizers.Adam(0.02), kind)
     assert_trains_as_keras(

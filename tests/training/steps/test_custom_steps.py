@@ -16,7 +16,6 @@ from training_cases import (
     assert_trains_as_keras,
     batches,
     classifier,
-    distributed_fit,
     mirrored,
     of_unknown_length,
     strategy_of,
@@ -88,18 +87,6 @@ def test_own_steps_are_used() -> None:
     np.testing.assert_allclose(predicted["twice"], 2 * np.asarray(plain(X[:7])), atol=1e-6)
 
 
-def test_outputs_of_the_last_step_are_means_over_replicas() -> None:
-    class Tells(OwnSteps):
-        def train_step(self, data):
-            x, _ = data
-            return {**super().train_step(data), "sum": tf.reduce_sum(x)}
-
-    _, history = distributed_fit(lambda: compiled(Tells()), X, Y, batch_size=16)
-    halves = X[48:56].sum(), X[56:].sum()
-    assert abs(halves[0] - halves[1]) > 1
-    assert history["sum"] == [pytest.approx(np.mean(halves), rel=1e-5)]
-
-
 def test_own_compute_metrics() -> None:
     class Extra(Net):
         def compute_metrics(self, x, y, y_pred, sample_weight=None):
@@ -108,90 +95,6 @@ def test_own_compute_metrics() -> None:
 
     _, ours = assert_trains_as_keras(lambda: compiled(Extra(), metrics=["mae"]), X, Y, **FIT)
     assert set(ours.evaluate(X, Y, verbose=0, return_dict=True)) == {"loss", "mae", "predicted"}
-
-
-def test_losses_of_layers_and_regularizers() -> None:
-    class Shrinks(keras.layers.Layer):
-        def call(self, x):
-            self.add_loss(0.3 * tf.reduce_mean(x**2))
-            return x
-
-    def build(loss="mse") -> keras.Model:
-        dense = keras.layers.Dense(1, kernel_regularizer="l2", activity_regularizer="l1")
-        model = keras.Sequential([keras.Input((5,)), dense, Shrinks()])
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model
-
-    assert_trains_as_keras(build, X, Y, validation_data=(X, Y), **FIT)
-    assert_trains_as_keras(lambda: build(loss=None), X, **FIT)
-
-
-class TwoOptimizers(keras.Model):
-    """The shape of a GAN."""
-
-    def __init__(self, prepared: bool):
-        super().__init__()
-        self.prepared = prepared
-        self.maker = keras.Sequential([keras.Input((5,)), keras.layers.Dense(5)])
-        self.judge = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        self.tracker = keras.metrics.Mean(name="made")
-
-    def compile(self, for_maker, for_judge):
-        super().compile()
-        self.for_maker, self.for_judge = for_maker, for_judge
-        if self.prepared:
-            for_maker.build(self.maker.trainable_variables)
-            for_judge.build(self.judge.trainable_variables)
-
-    def call(self, x):
-        return self.maker(x)
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def train_step(self, x):
-        def learn(optimizer, variables, loss_of):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(loss_of()) / replicas()
-            optimizer.apply(tape.gradient(loss, variables), variables)
-            return loss * replicas()
-
-        soft = tf.nn.softplus
-        learn(
-            self.for_judge,
-            self.judge.trainable_variables,
-            lambda: soft(-self.judge(x)) + soft(self.judge(self.maker(x))),
-        )
-        made = learn(
-            self.for_maker, self.maker.trainable_variables, lambda: soft(-self.judge(self.maker(x)))
-        )
-        self.tracker.update_state(made)
-        return {"made": self.tracker.result()}
-
-
-def two_optimizers(prepared: bool) -> keras.Model:
-    model = TwoOptimizers(prepared)
-    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
-    return model
-
-
-def test_two_optimizers_and_a_compile_of_its_own() -> None:
-    assert_trains_as_keras(lambda: two_optimizers(True), X, **FIT)
-
-
-def test_an_own_optimizer_without_variables_is_named() -> None:
-    class TellsNone(TwoOptimizers):
-        def train_step(self, x):
-            self.for_judge.apply([tf.ones_like(w) for w in self.judge.trainable_variables])
-
-    def build():
-        model = TellsNone(False)
-        model.compile(keras.optimizers.Adam(), keras.optimizers.Adam())
-        return model
-
-    with pytest.raises(tfd.TrainingError, match=r"TellsNone.for_maker .* build\(variables"):
-        distributed_fit(build, X, **FIT)
 
 
 def test_xla_runs_on_one_device() -> None:
@@ -259,8 +162,7 @@ def test_layers_that_a_loss_of_its_own_uses_first() -> None:
     assert_trains_as_keras(build, X, Y, batch_size=16, epochs=2)
 
 
-@pytest.mark.parametrize("kind", ["one_device", "steps_per_execution", "unknown length"])
-def test_summaries_of_a_step_have_the_tags_of_the_user(kind: str, tmp_path: Path) -> None:
+def test_summaries_of_a_step_have_the_tags_of_the_user(tmp_path: Path) -> None:
     """And the values of the first replica's rows, the first half of each batch of 16."""
 
     class Summarized(Net):
@@ -278,17 +180,16 @@ def test_summaries_of_a_step_have_the_tags_of_the_user(kind: str, tmp_path: Path
         model.compile("sgd", "mse", steps_per_execution=2)
         return model
 
-    model = tfd.distribute(build, mirrored() if kind != "one_device" else strategy_of(kind))
-    data = of_unknown_length(batches()) if kind == "unknown length" else batches()
+    model = tfd.distribute(build, mirrored())
+    data = of_unknown_length(batches())
     with tf.summary.create_file_writer(str(tmp_path)).as_default():
         model.fit(data, verbose=0)
         model.evaluate(data.take(1), verbose=0)
     found = {tag: list(steps.items()) for tag, steps in scalars(tmp_path).items()}
-    rows = 16 if kind == "one_device" else 8
     (in_call,) = {tag for tag in found if tag.endswith("first")}
     assert in_call.startswith("summarized")
-    assert found.pop("tested/second") == [(9, pytest.approx(X[:rows, 1].mean(), rel=1e-5))]
-    means = [X[begin : begin + rows, 0].mean() for begin in range(0, 64, 16)]
+    assert found.pop("tested/second") == [(9, pytest.approx(X[:8, 1].mean(), rel=1e-5))]
+    means = [X[begin : begin + 8, 0].mean() for begin in range(0, 64, 16)]
     # The step of evaluate has the number of the one that fit would do next.
     steps = [*enumerate(means), (4, means[0])]
     assert found.pop(in_call) == [(step, pytest.approx(mean, rel=1e-5)) for step, mean in steps]

@@ -71,38 +71,13 @@ def same(build: Callable, *data: Any, replicas: int = 3, **arguments: Any) -> tu
 
 def test_masks_with_sample_weights() -> None:
     weights = np.outer(WEIGHTS, [1, 2, 0.5, 0]).astype("float32")
-    for reduction in ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"):
+    for reduction in ("sum", "mean_with_sample_weight"):
         same(masked(reduction), WORDS, NEXT, sample_weight=weights)
 
 
-def test_no_reduction_is_a_sum() -> None:
-    def build() -> keras.Model:
-        model = dense(lambda: keras.optimizers.SGD(0.005), metrics=[])()
-        model.compile(model.optimizer, keras.losses.MeanSquaredError(reduction=None))
-        return model
-
-    plain, expected = plain_fit(build, X[:ROWS], Y[:ROWS], **FIT)
-    ours, history = distributed_fit(build, X[:ROWS], Y[:ROWS], strategy=mirrored(3), **FIT)
-    assert_same_weights(plain, ours)
-    assert_same_history(expected, history)
-
-
-def test_a_class_that_is_ignored() -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model
-
-    same(build, X[:ROWS], RNG.integers(0, 3, ROWS))
-
-
-@pytest.mark.long("[clip")
 @pytest.mark.parametrize(
     "settings",
     [
-        {"clipnorm": 0.05},
-        {"clipvalue": 0.01},
         {"gradient_accumulation_steps": 2, "global_clipnorm": 0.05, "weight_decay": 0.1},
         {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": 3},
     ],
@@ -127,20 +102,6 @@ def test_constraints_and_frozen_layers() -> None:
 
     _, ours = same(build, X[:ROWS], Y[:ROWS])
     assert np.linalg.norm(ours.keras_model.layers[1].kernel.numpy()) < 0.3 + 1e-6
-
-
-def test_a_layer_without_a_gradient() -> None:
-    class Unused(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = keras.layers.Dense(3)
-
-        def call(self, x: Any) -> Any:
-            self.unused(x)
-            return super().call(x)
-
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        same(lambda: compiled(Unused()), X[:ROWS], Y[:ROWS])
 
 
 class Overflows(keras.layers.Layer):
@@ -312,18 +273,6 @@ def test_synchronized_batch_normalization() -> None:
     assert_trains_as_keras(build, WORDS, NEXT, strategy=mirrored(3), **FIT)
 
 
-def test_a_layer_that_writes_a_weight_in_its_call() -> None:
-    def build() -> keras.Model:
-        layer = keras.layers.SpectralNormalization(keras.layers.Dense(4))
-        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        return model
-
-    assert_trains_as_keras(
-        build, X[:ROWS], Y[:ROWS], strategy=strategy_of("central_storage", 3), **FIT
-    )
-
-
 class Net(keras.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -337,22 +286,6 @@ class Net(keras.Model):
 def compiled(model: keras.Model) -> keras.Model:
     model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
     return model
-
-
-def replicas() -> int:
-    return tf.distribute.get_strategy().num_replicas_in_sync
-
-
-class LossOfItsOwn(Net):
-    """Written for many devices, with a division by the replicas."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        loss = tf.reduce_mean(tf.abs(y - y_pred)) + super().compute_loss(x, y, y_pred)
-        return loss / replicas()
-
-
-def test_a_custom_loss_divided_by_the_replicas() -> None:
-    same(lambda: compiled(LossOfItsOwn()), X[:ROWS], Y[:ROWS])
 
 
 def test_a_step_with_a_metric_of_single_numbers() -> None:
@@ -372,13 +305,6 @@ def test_a_step_with_a_metric_of_single_numbers() -> None:
             return {"seen": self.seen.result(), "last": loss}
 
     same(lambda: compiled(Step()), X[:ROWS], Y[:ROWS])
-
-
-def test_the_number_of_replicas_is_told_outside_of_steps() -> None:
-    strategy = mirrored(3)
-    assert strategy.num_replicas_in_sync == 3
-    inside = strategy.run(lambda: tf.constant(replicas()))
-    assert [int(n) for n in strategy.experimental_local_results(inside)] == [3, 3, 3]
 
 
 def test_sums_in_a_nested_graph_are_refused_with_a_sentence() -> None:

@@ -6,7 +6,6 @@ functions that are replaced while a step runs.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import tensorflow as tf
 from training_cases import X, Y, classifier, mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import TESTED
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training import model
@@ -31,7 +29,6 @@ from tfdist_ext.training.steps.replaced import (
     StepRecord,
     check_lookups,
     functions_in_place,
-    own_targets,
     requiring,
     step_targets,
     substitutes,
@@ -105,18 +102,6 @@ def test_an_import_and_a_fit_leave_all_of_keras_and_tensorflow_as_they_were() ->
     number, changed = counted.split(" ", 1)
     assert int(number) > 20_000
     assert changed == added == "[]"
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_fit_leaves_everything_as_it_was(eager: bool) -> None:
-    seen: list[bool] = []
-    look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(in_place() == AT_FIRST)
-    )
-    model = tfd.distribute(classifier(run_eagerly=eager), mirrored())
-    model.fit(X, Y, callbacks=[look], validation_data=(X, Y), **FIT)
-    model.predict(X, verbose=0)
-    assert seen == [True] * 4
 
 
 class Stops(keras.Sequential):
@@ -193,30 +178,6 @@ def test_only_threads_in_a_step_and_only_there() -> None:
                 assert strategy.num_replicas_in_sync == 2
         assert strategy.num_replicas_in_sync == 2
     assert of_thread == [2]
-
-
-def test_an_apply_of_the_users_is_replaced_once_in_each_class() -> None:
-    called: list[str] = []
-
-    class First(keras.optimizers.SGD):
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            called.append("first")
-
-    class Second(First):
-        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            called.append("second")
-            super().apply(grads, trainable_variables)
-
-    def note(original: Any, *arguments: Any) -> None:
-        called.append("replaced")
-        original(*arguments)
-
-    before = vars(First)["apply"], vars(Second)["apply"]
-    targets = own_targets([First, Second], [keras.optimizers.Optimizer], ["apply"])
-    with functions_in_place(targets), substitutes({"apply": note}):
-        Second().apply([])
-    assert called == ["replaced", "second", "replaced", "first"]
-    assert (vars(First)["apply"], vars(Second)["apply"]) == before
 
 
 # What a new release of Keras might do; each is past one function, and else as Keras does it.
@@ -356,18 +317,3 @@ def test_one_warning_on_a_release_that_was_not_tested(monkeypatch: pytest.Monkey
         assert told[0].filename == __file__
     finally:
         model._warn_of_untested_versions.cache_clear()
-
-
-def test_activities_that_keras_sums_over_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Keras 3.14. A replica's sum, as a mean of its part, would be other numbers."""
-    layers = keras.layers
-    dense = layers.Dense(1, activity_regularizer="l2", name="active")
-    model = keras.Sequential([keras.Input((5,)), dense])
-    model.compile("sgd", "mse")
-    monkeypatch.setattr(keras, "__version__", "3.13.2")
-    for strategy, expected in (
-        (strategy_of("default"), contextlib.nullcontext()),
-        (mirrored(), pytest.raises(TrainingError, match="activity_regularizer of layer 'active'")),
-    ):
-        with expected:
-            tfd.distribute(model, strategy).fit(X[:8], X[:8, :1], batch_size=8, verbose=0)

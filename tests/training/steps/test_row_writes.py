@@ -51,25 +51,9 @@ def concat(layer: Any, x: Any) -> None:
     layer.queue.assign(ops.concatenate([ops.stop_gradient(ops.normalize(x, axis=1)), kept]))
 
 
-def places(layer: Any, x: Any) -> Any:
-    return (layer.pointer + ops.arange(ops.shape(x)[0]))[:, None] % ROWS
-
-
-def scatter(layer: Any, x: Any) -> None:
-    queue = tf.convert_to_tensor(layer.queue)
-    layer.queue.assign(tf.tensor_scatter_nd_update(queue, places(layer, x), x))
-
-
 def slice_update(layer: Any, x: Any) -> None:
     queue = tf.convert_to_tensor(layer.queue)
     layer.queue.assign(ops.slice_update(queue, tf.stack([layer.pointer * 1, 0]), x))
-
-
-def padded(layer: Any, x: Any) -> None:
-    rows = tf.shape(x)[0]
-    is_new = tf.cast(tf.range(ROWS) < rows, tf.float32)[:, None]
-    new = tf.pad(x, [[0, ROWS - rows], [0, 0]])
-    layer.queue.assign(is_new * new + (1 - is_new) * layer.queue)
 
 
 def in_loop(layer: Any, x: Any) -> None:
@@ -81,18 +65,9 @@ def labels(layer: Any, x: Any) -> Any:
     return tf.cast(tf.abs(x[:, :1]) * 9, tf.int32) % ROWS
 
 
-def scattered(how: str) -> Callable[[Any, Any], None]:
-    function = getattr(tf, f"tensor_scatter_nd_{how}")
-
-    def write(layer: Any, x: Any) -> None:
-        queue = tf.convert_to_tensor(layer.queue)
-        layer.queue.assign(function(queue, labels(layer, x), 0.1 * x + (how == "max")))
-
-    return write
-
-
-def scatter_nd(layer: Any, x: Any) -> None:
-    layer.queue.assign_sub(tf.scatter_nd(labels(layer, x), 0.1 * x, [ROWS, WIDTH]))
+def scatter_of_a_tensor(layer: Any, x: Any) -> None:
+    queue = tf.convert_to_tensor(layer.queue)
+    layer.queue.assign(tf.tensor_scatter_nd_add(queue, labels(layer, x), 0.1 * x))
 
 
 def slices(layer: Any, x: Any) -> None:
@@ -115,22 +90,10 @@ def model_that_writes(write: Any) -> keras.Model:
     return model
 
 
-WAYS = [
-    concat,
-    scatter,
-    slice_update,
-    padded,
-    in_loop,
-]
+BY_CLASS = [scatter_of_a_tensor, slices, scatter_of_the_variable]
 
 
-BY_CLASS = [
-    *map(scattered, ["add", "max"]),
-    *(scatter_nd, slices, scatter_of_the_variable),
-]
-
-
-@pytest.mark.parametrize("write", [*WAYS, *BY_CLASS, one_class])
+@pytest.mark.parametrize("write", [concat, slice_update, in_loop, *BY_CLASS, one_class])
 def test_rows_of_a_part_are_refused(write: Any) -> None:
     strategy = strategy_of("central_storage" if write is in_loop else "mirrored")
     model = tfd.distribute(lambda: model_that_writes(write), strategy)
@@ -149,35 +112,6 @@ def test_rows_of_all_replicas_are_written_by_class(write: Any) -> None:
 
     _, ours = assert_trains_as_keras(build, X[:50], Y[:50], batch_size=16, epochs=2)
     assert np.abs(ours.keras_model.layers[1].queue.numpy() - 1).max() > 0.01
-
-
-class CountsByClass(keras.metrics.Metric):
-    """A metric is summed over replicas, so that each may add to rows of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(name="counts")
-        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
-
-    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
-        places = labels(self, predicted)
-        ones = tf.ones(tf.shape(places)[0])
-        counts = tf.convert_to_tensor(self.counts)
-        self.counts.assign(tf.tensor_scatter_nd_add(counts, places, ones))
-
-    def result(self) -> Any:
-        return keras.ops.sum(self.counts * keras.ops.arange(ROWS, dtype="float32"))
-
-
-def test_metrics_add_rows_by_class() -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[CountsByClass()])
-        return model
-
-    _, history = plain_fit(build, X[:50], Y[:50], batch_size=16)
-    assert history["counts"][0] > 0
-    _, found = distributed_fit(build, X[:50], Y[:50], batch_size=16)
-    np.testing.assert_allclose(found["counts"], history["counts"])
 
 
 def statistics(layer: Any, x: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence, RowTrace
+from tfdist_ext.training.steps.rows import BATCH, CONSTANT, DISTINCT, BatchDependence
 
 
 @functools.cache
@@ -39,14 +39,10 @@ def turns(x: Any, number: Any) -> Any:
 
 
 SAME = {
-    "range": lambda x: tf.range(4),
     "length": lambda x: tf.range(tf.shape(x)[1]),
-    "last of shape": lambda x: tf.range(tf.shape(x)[-1]),
-    "unpacked shape": lambda x: tf.range(tf.unstack(tf.shape(x))[1]),
     "rest of shape": lambda x: tf.zeros(tf.shape(x)[1:], tf.int32),
     "taken of shape": lambda x: tf.range(tf.gather(tf.shape(x), 1)),
     "Keras": lambda x: keras.ops.expand_dims(keras.ops.arange(keras.ops.shape(x)[1]), 0),
-    "zeros": lambda x: tf.zeros([5], tf.int32),
     "variable": lambda x: variable() + 0,
     "by seed": lambda x: tf.random.stateless_uniform([4], [1, 2], 0, 9, tf.int32),
     "in a function": lambda x: tf.function(lambda y: (tf.range(tf.shape(y)[1]), y))(x)[0],
@@ -57,12 +53,9 @@ SAME = {
     "beside others": lambda x: tf.identity_n([tf.range(3), x])[0],
 }
 OF_ROWS = {
-    "batch": lambda x: x,
     "computed": lambda x: tf.where(x < 0, x + 9, x),
-    "like the batch": tf.zeros_like,
     "rows": lambda x: tf.range(tf.shape(x)[0]),
     "its shape": lambda x: tf.zeros(tf.shape(x), tf.int32),
-    "its size": lambda x: tf.range(tf.size(x)),
     "tiled": lambda x: tf.tile(tf.range(4)[None], [tf.shape(x)[0], 1]),
     "stateful random": lambda x: tf.random.uniform([4], 0, 9, tf.int32),
     "Python": lambda x: tf.py_function(lambda: np.arange(3), [], tf.int64),
@@ -118,20 +111,3 @@ def test_what_is_equal_stays_equal() -> None:
         assert not dependence.is_equal(total * x[0])
 
     trace.get_concrete_function(tf.TensorSpec([None, 3], tf.int32))
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        (lambda x: x, (3, 3)),
-        (lambda x: tf.gather(x, [0, 2], axis=1), (2, 2)),
-        (lambda x: x[:, None] * x[None, :, :], (33, 51)),  # not so many for each row
-        (lambda x: tf.boolean_mask(x, x > 1), (None, None)),
-        (lambda x: tf.range(tf.shape(x)[1]), (None, None)),
-    ],
-)
-def test_how_many_entries_a_row_has(entries: Any, expected: Any) -> None:
-    with tf.Graph().as_default():
-        x = tf.compat.v1.placeholder(tf.float32, (None, 3))
-        traces = [RowTrace([entries(x)], [x], primes_from=begin) for begin in (0, 2)]
-    assert tuple(trace.entries_of_row() for trace in traces) == expected

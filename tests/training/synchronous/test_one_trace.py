@@ -49,9 +49,8 @@ def statistics() -> layers.Layer:
     return layers.BatchNormalization(synchronized=True)
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("mirrored", 4), ("central_storage", 2)])
-def test_python_runs_a_step_once(name: str, replicas: int) -> None:
-    model, _ = distributed_fit(of_layers(), X, Y, strategy=strategy_of(name, replicas), epochs=0)
+def test_python_runs_a_step_once() -> None:
+    model, _ = distributed_fit(of_layers(), X, Y, strategy=mirrored(4), epochs=0)
     CALLS.clear()
     model.fit(X, Y, verbose=0, **FIT)
     assert len(CALLS) == 1
@@ -117,24 +116,21 @@ def of_width(width: int, *between: Callable[[], layers.Layer]) -> keras.Sequenti
 
 
 @pytest.mark.parametrize(
-    ("layer", "optimizer", "width", "computed"),
+    ("layer", "width", "computed"),
     [
-        ([], NotingAdam, 256, 1),
+        ([], 256, 1),
         # Replicas have values of their own of a variable that it writes, until they meet.
-        ([lambda: InACond(320)], NotingAdam, 320, 3),
-        ([], NotingAdam, 8, 3),  # it is faster to compute small ones than to pass them on
-        # The conditions of it are not looked into.
-        ([], lambda: NotingAdam(gradient_accumulation_steps=2), 256, 3),
+        ([lambda: InACond(320)], 320, 3),
     ],
 )
 def test_the_first_cpu_computes_large_updates_for_all(
-    layer: Any, optimizer: Any, width: int, computed: int
+    layer: Any, width: int, computed: int
 ) -> None:
     strategy = mirrored(3)
 
     def build() -> keras.Model:
         model = of_width(width, *layer)
-        model.compile(optimizer(), "binary_crossentropy", metrics=["accuracy"])
+        model.compile(NotingAdam(), "binary_crossentropy", metrics=["accuracy"])
         return model
 
     UPDATES.clear()
@@ -177,23 +173,13 @@ class InALoop(layers.Layer):
         )[1]
 
 
-KINDS: dict[str, Callable[[], layers.Layer]] = {
-    "table": InTable,
-    "python": InPython,
-    "loop": InALoop,
-    "statistics": lambda: layers.BatchNormalization(synchronized=True),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_all_kinds(kind: str) -> None:
-    build = of_layers(KINDS[kind])
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
-    assert tfd.explain(ours).steps == (ONE_TRACE,)
-
-
-def test_a_loop_between_sums_over_replicas() -> None:
-    build = of_layers(statistics, InALoop, statistics)
+@pytest.mark.parametrize(
+    "between",
+    [[InTable, InPython], [statistics, InALoop, statistics]],
+    ids=["table and Python", "loop between sums over replicas"],
+)
+def test_layers_of_all_kinds(between: Any) -> None:
+    build = of_layers(*between)
     _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
@@ -207,21 +193,25 @@ class AsksForItsNumber(keras.Sequential):
 
 
 def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
+    """XLA is off there."""
+
     def build() -> keras.Model:
         model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
-        model.compile("adam", "binary_crossentropy")
+        model.compile("adam", "binary_crossentropy", jit_compile=True)
         return model
 
     assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
+        _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    assert len(told) == 1
     assert len(set(CALLS)) >= 3
     ours.evaluate(X, Y, verbose=0)
     why = "it asks for the number of its replica"
     explained = tfd.explain(ours)
     assert explained.steps == (
         f"train: a trace for each of 3 replicas: {why}",
-        "test: one trace for the 3 replicas of this task",
+        "test: one trace for the 3 replicas of this task, compiled by XLA",
     )
     assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
 
@@ -244,6 +234,7 @@ def lstm() -> layers.Layer:
     return layers.LSTM(4)
 
 
+@pytest.mark.long("lstm and statistics")
 @pytest.mark.parametrize(
     ("between", "but_for"),
     [
@@ -268,7 +259,7 @@ def test_xla_is_off_where_a_variable_is_on_another_device() -> None:
     numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
     with pytest.warns(UserWarning, match="jit_compile=True is off: replicas use a variable"):
         _, ours = assert_trains_as_keras(
-            by_xla(lstm), numbers, Y, strategy=strategy_of("central_storage", 3), eager=False, **FIT
+            by_xla(), numbers, Y, strategy=strategy_of("central_storage", 3), eager=False, **FIT
         )
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
@@ -281,18 +272,6 @@ def test_an_operation_takes_variables_of_several_devices() -> None:
     _, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
     (explained,) = tfd.explain(ours).steps
     assert "an operation in it takes variables of several devices" in explained
-
-
-def test_xla_is_off_where_each_replica_has_a_trace() -> None:
-    def build() -> keras.Model:
-        model = AsksForItsNumber([keras.Input((5,)), layers.Dense(1, activation="sigmoid")])
-        model.compile("adam", "binary_crossentropy", jit_compile=True)
-        return model
-
-    with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
-        _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
-    assert len(told) == 1
-    ours.fit(X, Y, verbose=0)  # a second warning would be an error here
 
 
 class Checked(layers.Layer):
@@ -320,10 +299,3 @@ def test_the_error_of_a_replica_is_told(first_wrong: int, error: Any, message: s
     model = tfd.distribute(model, mirrored(2))
     with pytest.raises(error, match=message):
         model.fit(wrong, Y, batch_size=32, shuffle=False, verbose=0)
-
-
-def test_the_error_of_a_replica_is_told_by_predict() -> None:
-    inputs = keras.Input((5,))
-    model = tfd.distribute(keras.Model(inputs, Checked()(inputs)), mirrored(2))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
-        model.predict(X + 10.0, batch_size=32, verbose=0)

@@ -68,18 +68,3 @@ def test_predict_writes_as_on_one_device() -> None:
     counts = ours.keras_model.layers[1]
     assert int(counts.calls.numpy()) == 6
     assert float(counts.rows.result()) == 18
-
-
-def test_fit_evaluate_and_predict_write_the_same_variables() -> None:
-    """A callback predicts with the model that is trained."""
-    predicted = []
-
-    class Predicts(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            predicted.append(self.model.predict(X[:5], batch_size=4, verbose=0))
-
-    ours = tfd.distribute(build, strategy_of("central_storage"))
-    ours.fit(X, X[:, :1], batch_size=32, epochs=2, verbose=0, callbacks=[Predicts()])
-    ours.evaluate(X, X[:, :1], batch_size=32, verbose=0)
-    assert [len(rows) for rows in predicted] == [5, 5]
-    assert int(ours.keras_model.layers[1].calls.numpy()) == 2 * (2 + 2) + 2

@@ -12,19 +12,6 @@ import tfdist_ext as tfd
 from tfdist_ext.training.synchronous import program as progress
 
 
-def test_it_is_said_after_a_while_and_then_less_often(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "FIRST_AFTER", 0.2)
-    with progress.reporting_progress("compiling"):
-        time.sleep(0.7)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["compiling, for 0 s ..."] * 2  # after 0.2 and 0.4 s; the next is at 0.8
-    with progress.reporting_progress("compiling"):
-        pass
-    assert capsys.readouterr().err == ""
-
-
 def test_the_first_step_says_that_it_is_compiled_and_the_second_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
