@@ -29,7 +29,7 @@ import tfdist_ext as tfd
 from tfdist_ext import cli, testing
 from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
 
-PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml", "mermaid"}
+PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
 BUILT = {ROOT / page for page in PAGES if page.startswith("docs/")} - {ROOT / "docs" / "README.md"}
 FOR_SPHINX = {"{include}", "{toctree}", "{literalinclude}", "{eval-rst}"}

@@ -97,7 +97,7 @@ def connecting() -> Iterator[None]:
     It holds Python's lock meanwhile and ignores SIGTERM. If a task ends at this moment, a timer
     that needs no Python ends this process and shows its stacks.
     """
-    faulthandler.dump_traceback_later(_CONNECT, exit=True)
+    faulthandler.dump_traceback_later(_CONNECT, exit=True, file=2)  # stderr may be no file
     try:
         yield
     finally:
