@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from tfdist_ext.cluster.environments.slurm import nodes_by_rank
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
-from tfdist_ext.cluster.layout import nodes_by_rank
 from tfdist_ext.errors import ClusterConfigError
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
