@@ -293,4 +293,4 @@ equality.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")
 told("version", distribute())
 equality.keras = real
 equality.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
-told("python", distribute(lambda: layers(functions[rank])))
+told("python", distribute())
