@@ -32,7 +32,6 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_arrays,
     check_equal_calls,
     check_equal_models,
-    check_equal_versions,
     first_batch_comparison,
 )
 from tfdist_ext.training.building.build import (
@@ -125,7 +124,6 @@ class DistributedModel(SavingMixin):
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
-        check_equal_versions(self._reduction)
         self._unify()
 
     @property

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfdist_ext
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
@@ -45,7 +43,6 @@ __all__ = [
     "check_equal_calls",
     "check_equal_models",
     "check_equal_positions",
-    "check_equal_versions",
     "difference_between_workers",
     "first_batch_comparison",
     "from_each_worker",
@@ -323,25 +320,6 @@ def _as_json(value: object) -> Value:
     if isinstance(value, np.generic):
         return value.item()
     return type(value).__name__
-
-
-def check_equal_versions(reduction: Reduction) -> None:
-    """Compare versions; every worker must call.
-
-    Workers of other versions of TensorFlow, Keras or this package may make other collectives in a
-    step, and then wait for each other forever. Code cannot be compared across versions of Python.
-
-    Raises:
-        TrainingError: on every worker, where one's versions are not the first worker's.
-    """
-    versions = {
-        "the version of TensorFlow": tf.__version__,
-        "the version of Keras": keras.__version__,
-        "the version of tfdist_ext": tfdist_ext.__version__,
-        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-    }
-    advice = "install the same packages on every machine."
-    check_equal_across_workers(reduction, versions, advice)
 
 
 def check_equal_models(
