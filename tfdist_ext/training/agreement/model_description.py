@@ -238,18 +238,22 @@ def describe_array(array: tf.Tensor | np.ndarray) -> dict[str, Any]:
     array = np.asarray(array)
     is_text = array.dtype.kind in "OSU"
     values = _sample(array.reshape(-1))
-    content: dict[str, Any] = {"first": [_plain(value) for value in values[:_FEW]]}
+    content: dict[str, Any] = {}
     if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
-        numbers = np.nan_to_num(values.astype(np.float64), nan=12345.678).clip(-1e30, 1e30)
+        floats = values.astype(np.float64)
+        content["first"] = floats[:_FEW].round(5).tolist()
+        numbers = np.nan_to_num(floats, nan=12345.678).clip(-1e30, 1e30)
         weighted = numbers * (1 + np.arange(numbers.size) % 97 / 97)  # an order counts, too
         starts = np.arange(0, max(numbers.size, 1), max(1, -(-numbers.size // _RUNS)))
         if numbers.size:
             content["sums"] = np.add.reduceat(weighted, starts).tolist()
             content["sizes"] = np.add.reduceat(np.abs(weighted), starts).tolist()
     elif is_text:
-        texts = (value if isinstance(value, bytes) else str(value).encode() for value in values)
+        texts = [value if isinstance(value, bytes) else str(value).encode() for value in values]
+        content["first"] = [text[:40].decode(errors="replace") for text in texts[:_FEW]]
         content["checksum"] = zlib.crc32(b"\0".join(texts))
     else:
+        content["first"] = values[:_FEW].tolist()
         content["checksum"] = zlib.crc32(np.ascontiguousarray(values).tobytes())
     dtype = "string" if is_text else array.dtype.name
     return {"shape": list(array.shape), "dtype": dtype, "content": content}
@@ -260,16 +264,3 @@ def _sample(flat: np.ndarray) -> np.ndarray:
         return flat
     starts = np.linspace(0, flat.size - _RUN, _RUNS).astype(np.int64)
     return np.concatenate([flat[start : start + _RUN] for start in starts])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        value = value[:40].decode(errors="replace")
-    if isinstance(value, str):
-        return value[:40]
-    if isinstance(value, int | np.integer | np.bool_):
-        return int(value)
-    try:
-        return round(float(value), 5)
-    except (TypeError, ValueError):
-        return str(value)[:40]
