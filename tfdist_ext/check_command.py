@@ -61,7 +61,7 @@ class _Progress:
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
-    def show(self, late: Late, tasks: int) -> None:
+    def show(self, late: Late) -> None:
         """Show who is late; all others are ready."""
         if late and time.monotonic() - self._said >= _EACH:
             self._said = time.monotonic()

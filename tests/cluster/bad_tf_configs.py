@@ -49,12 +49,6 @@ BAD_TF_CONFIGS = (
         "99999",
     ),
     Bad("nested 100,000 deep", "[" * 100_000, "nested too deeply", "[[[["),
-    Bad(
-        "half a character",
-        '{"cluster": {"worker": ["\\ud800:1"]}}',
-        "cluster.worker[0] has a lone surrogate",
-        "\\ud800",
-    ),
     # The top level
     Bad("no cluster", '{"task": {"type": "worker", "index": 0}}', "cluster is missing", "'index'"),
     Bad("a misspelt key", '{"clusters": {}}', 'Did you mean "cluster"?', "'clusters'"),

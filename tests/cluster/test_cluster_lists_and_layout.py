@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tfdist_ext.cluster.environments.slurm import nodes_by_rank
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
-from tfdist_ext.cluster.layout import nodes_by_rank
 from tfdist_ext.errors import ClusterConfigError
 
 HOSTS = (

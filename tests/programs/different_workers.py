@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import tempfile
-import types
 import warnings
 from pathlib import Path
 
@@ -276,12 +275,3 @@ model.keras_model.compile("sgd", "mse")
 import shuffled_training  # noqa: E402
 
 result["orders"] = shuffled_training.losses(strategy, ["shuffled, batched", "infinite"])
-
-from tfdist_ext.training.agreement import equality  # noqa: E402
-
-real = equality.keras
-equality.keras = types.SimpleNamespace(__version__=f"3.{15 + rank}.0")
-told("version", distribute())
-equality.keras = real
-equality.platform = types.SimpleNamespace(python_version_tuple=lambda: ("3", str(11 + rank), "0"))
-told("python", distribute(lambda: layers(functions[rank])))

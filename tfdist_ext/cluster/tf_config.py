@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist_ext.cluster import strict_json
-from tfdist_ext.cluster.jobs import MAX_INDEX, ClusterDescription, Jobs, Task, index_too_large
+from tfdist_ext.cluster.jobs import (
+    MAX_INDEX,
+    ClusterDescription,
+    Jobs,
+    Task,
+    check_job_name,
+    index_too_large,
+)
 from tfdist_ext.messages import nearest, refuse
 
 _KEYS = ("cluster", "task", "rpc_layer", "environment")
@@ -108,15 +115,17 @@ def _jobs(value: dict[str, Any], where: str) -> Jobs:
         name: _from_sparse(name, given, where) if isinstance(given, dict) else given
         for name, given in cluster.items()
     }
+    jobs = Jobs(dense, where)
     for name, given in cluster.items():
         # Holes are what the sparse form leaves out. In a list they are a forgotten address.
         if isinstance(given, list) and "" in given:
             path = f"cluster.{name}[{given.index('')}]"
             raise refuse(where, f"{path} is blank", given, 'Write "host:port" for it.')
-    return Jobs(dense, where)
+    return jobs
 
 
 def _from_sparse(name: str, given: dict[str, Any], where: str) -> list[Any]:
+    check_job_name(name, "cluster", where)
     by_index: dict[int, Any] = {}
     for key, address in given.items():
         if not (key.isascii() and key.isdigit()):

@@ -19,7 +19,6 @@ from tfdist_ext.strategies.cluster_start import (
     run_preflight,
     start_failures_in_words,
 )
-from tfdist_ext.strategies.cores import share_cores
 from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.serving import (
@@ -66,7 +65,7 @@ def multi_worker_mirrored(
         )
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     here = identity(described.address)[0]
-    share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
+    _share_cores([identity(each)[0] for each in described.addresses.values()].count(here))
     with start_failures_in_words(described):
         endpoint = run_preflight(described, wait, first=True)
         if endpoint is not None:
@@ -132,6 +131,26 @@ class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             super().__del__()
+
+
+def _share_cores(processes: int) -> None:
+    """Let an operation use this process's share of the cores, not all, unless the user has set it.
+
+    TensorFlow splits each large operation over as many threads as there are cores. If several
+    processes do so on the same cores, they wait for each other's threads in each operation. A
+    process that may not run on all cores has its share already.
+
+    Args:
+        processes: of this job on this machine.
+    """
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    if processes < 2 or usable < cores or "TF_NUM_INTRAOP_THREADS" in os.environ:
+        return
+    threads = tf.config.threading
+    if not threads.get_intra_op_parallelism_threads():
+        with contextlib.suppress(RuntimeError):  # TensorFlow has started
+            threads.set_intra_op_parallelism_threads(max(1, cores // processes))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def run_preflight(
     devices = {"GPU": len(tf.config.list_physical_devices("GPU"))}
     reports = WaitReports()
 
-    def show(late: Late, _: int) -> None:
+    def show(late: Late) -> None:
         known = [task for task, state in late.items() if state != UNKNOWN]
         waited = reports.waited
         if known and reports.due(waited):

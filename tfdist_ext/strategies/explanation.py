@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,23 +62,29 @@ class Explanation:
         return self.text
 
 
-_MADE: weakref.WeakKeyDictionary[tf.distribute.Strategy, Choice] = weakref.WeakKeyDictionary()
+_CHOICE = "tfdist_choice"  # the attribute of a strategy
 
 
 def remember(strategy: tf.distribute.Strategy, choice: Choice) -> None:
-    _MADE[strategy] = choice
+    """Keep with the strategy why it was chosen."""
+    setattr(strategy, _CHOICE, choice)
+
+
+def _made_by(strategy: tf.distribute.Strategy) -> Choice | None:
+    """The choice that led to it; None where it was not made by `create_strategy`."""
+    return getattr(strategy, _CHOICE, None)
 
 
 def evaluates(strategy: tf.distribute.Strategy) -> Described | None:
     """The cluster beside which this task evaluates; None in every task that trains."""
-    made = _MADE.get(strategy)
+    made = _made_by(strategy)
     cluster = None if made is None else made.cluster
     return cluster if cluster is not None and cluster.is_evaluator else None
 
 
 def is_apart(strategy: tf.distribute.Strategy) -> bool:
     """Whether it was asked for without the cluster that the environment describes, on purpose."""
-    made = _MADE.get(strategy)
+    made = _made_by(strategy)
     return made is not None and made.apart
 
 
@@ -89,7 +94,7 @@ def computing_tasks(strategy: tf.distribute.Strategy, count: int) -> list[str]:
     jobs = {} if cluster is None else cluster.jobs
     names = [
         f"{job} {index}" if len(jobs.get(job, ())) > 1 or job == "worker" else f"the {job}"
-        for job in ("chief", "master", "worker")
+        for job in ("chief", "worker")
         for index in range(len(jobs.get(job, ())))
     ]
     return names if len(names) == count else [f"worker {index}" for index in range(count)]
@@ -149,8 +154,8 @@ def explain(strategy: Any) -> Explanation:
 
 
 def _choice_of(strategy: tf.distribute.Strategy) -> Choice:
-    if strategy in _MADE:
-        return _MADE[strategy]
+    if (made := _made_by(strategy)) is not None:
+        return made
     cluster = describe_if_known(getattr(strategy, "cluster_resolver", None))
     return Choice("made elsewhere", "it was not made by create_strategy", cluster=cluster)
 

@@ -32,7 +32,6 @@ from tfdist_ext.training.agreement.equality import (
     check_equal_arrays,
     check_equal_calls,
     check_equal_models,
-    check_equal_versions,
     first_batch_comparison,
 )
 from tfdist_ext.training.building.build import (
@@ -125,7 +124,6 @@ class DistributedModel(SavingMixin):
         self._reduction = self._engine.reduction
         self._check_batch_normalization()
         self._compared: dict[str, tuple[object, ...]] = {}  # kind of step -> what was compared
-        self._same_python = check_equal_versions(self._reduction)
         self._unify()
 
     @property
@@ -649,7 +647,7 @@ class DistributedModel(SavingMixin):
             return
         compiled = compiled_parts(self._model) if self._model.compiled else ()
         if self._reduction.any_worker(bool(created) or self._compared.get(kind) != compiled):
-            check_equal_models(self._reduction, self._model, created, same_python=self._same_python)
+            check_equal_models(self._reduction, self._model, created)
             if self._compared:
                 broadcast_variables(self._reduction, created)
             else:  # weights that came along are each worker's own

@@ -33,7 +33,7 @@ def info(task: str, jobs: Any, gpus: int = 0, **versions: str) -> TaskInfo:
 
 
 def outcomes(
-    infos: list[TaskInfo], *delays: float, wait: float = 20.0, show: Any = lambda late, tasks: None
+    infos: list[TaskInfo], *delays: float, wait: float = 20.0, show: Any = lambda late: None
 ) -> list[str]:
     """The error of each task; "" where it may start."""
 
@@ -157,7 +157,7 @@ def test_rubbish_does_no_harm() -> None:
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         leader = Connection(address)
-        report = {"task": "worker:1", "key": "k", "digest": info("worker:1", jobs).digest}
+        report = {"task": "worker:1", "key": "k", "jobs": jobs}
         for message in ({}, {"task": 3}, {**report, "versions": [], "devices": None}):
             assert leader.ask(message, 5.0) == (READY, {})
         assert outcomes([info("worker:1", jobs)]) == [""]
@@ -169,7 +169,7 @@ def test_progress_is_shown() -> None:
     with cluster(worker=3) as jobs:
         first, other = info("worker:0", jobs), info("worker:1", jobs)
 
-        def show(late: Any, tasks: int) -> None:
+        def show(late: Any) -> None:
             seen.append(dict(late))
 
         outcomes([other], wait=0.5, show=show)

@@ -40,13 +40,11 @@ ERRORS = {
     "evaluate steps": ["steps must be the same on all workers, got 2 on worker 0 and 3 on"],
     "predict": ["the first batch differs: x must be the same on all workers, got [0.12573"],
     "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
-    "version": ["the version of Keras must be the same on all workers, got 3.15.0 on worker 0"],
 }
 WARNINGS = {  # of the chief
     "attribute": ["attribute rank of layer 'own' must be", "got 0 on worker 0 and 1 on worker 1"],
     "augmentation": ["the first batch differs: x must be", "if only an augmentation differs"],
     "generator": ["the first batch differs: x must be", "calls Python"],
-    "python": ["the version of Python must be the same on all workers, got 3.11 on worker 0 and"],
 }
 NOTHING = ["harmless", "order of a dict", "read by the chief"]
 

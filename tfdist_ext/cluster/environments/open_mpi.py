@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist_ext.cluster import layout
-from tfdist_ext.cluster.environments.reading import ALONE, number, ranked_cluster, size
+from tfdist_ext.cluster.environments.reading import ALONE, local_ids, number, ranked_cluster, size
 from tfdist_ext.cluster.jobs import ClusterDescription
 from tfdist_ext.messages import refuse, shown
 
@@ -65,7 +64,7 @@ def _hosts(env: Mapping[str, str], total: int, where: str) -> list[str]:
 
 
 def _check_place(env: Mapping[str, str], hosts: list[str], rank: int, where: str) -> None:
-    expected = {_LOCAL_RANK: layout.local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
+    expected = {_LOCAL_RANK: local_ids(hosts)[rank], _LOCAL_SIZE: hosts.count(hosts[rank])}
     for name, value in expected.items():
         if env.get(name) and number(env, name, where, _BY_MPIRUN) != value:
             what = f"{name} must be {value}, as TFDIST_HOSTS has it for rank {rank}"

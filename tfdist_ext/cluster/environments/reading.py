@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from tfdist_ext.cluster import layout
 from tfdist_ext.cluster.jobs import JOB_NAMES, MAX_INDEX, ClusterDescription, Jobs, Task
 from tfdist_ext.messages import refuse
 
@@ -100,13 +100,24 @@ def cluster_at(
 ) -> ClusterDescription:
     """The cluster of tasks on these hosts, by job; ports as in `ranked_cluster`."""
     everyone = [host for of_job in hosts.values() for host in of_job]
-    last = max(layout.local_ids(everyone))
+    local = local_ids(everyone)
+    last = max(local)
     if env.get("TFDIST_PORT_BASE", "").strip():
         advice = f"Set it to a port from 1 to {65535 - last}, or unset it for {port_base}."
         port_base = number(env, "TFDIST_PORT_BASE", source, advice)
         if not 1 <= port_base <= 65535 - last:
             what = f"TFDIST_PORT_BASE must leave room for {last + 1} ports"
             raise refuse(source, what, port_base, advice)
-    addresses = iter(layout.addresses(everyone, port_base))
+    addresses = (f"{host}:{port_base + n}" for host, n in zip(everyone, local, strict=True))
     jobs = {job: [next(addresses) for _ in of_job] for job, of_job in hosts.items()}
     return ClusterDescription(Jobs(jobs, source), task, source)
+
+
+def local_ids(places: Iterable[object]) -> list[int]:
+    """For each rank, how many earlier ranks are in the same place."""
+    before: Counter[object] = Counter()
+    ids: list[int] = []
+    for place in places:
+        ids.append(before[place])
+        before[place] += 1
+    return ids

@@ -8,9 +8,8 @@ without a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tfdist_ext.cluster import layout
 from tfdist_ext.cluster.environments.reading import ALONE, number, ranked_cluster, required, size
 from tfdist_ext.cluster.hostlist import expand_counts, expand_hosts
 from tfdist_ext.cluster.jobs import ClusterDescription
@@ -39,7 +38,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     _check_totals(env, hosts, counts, rank, where)
     if sum(counts) == 1:
         return ALONE
-    nodes = layout.nodes_by_rank(counts, _chunk(env, where))
+    nodes = nodes_by_rank(counts, _chunk(env, where))
     _check_place(env, hosts, nodes, rank, where)
     return ranked_cluster(env, [hosts[node] for node in nodes], rank, where, port_base(env, where))
 
@@ -79,6 +78,26 @@ def _chunk(env: Mapping[str, str], where: str) -> int | None:
         what = "SLURM_DISTRIBUTION must tell which rank runs where"
         raise refuse(where, what, kind, _USE_BLOCK)
     return None
+
+
+def nodes_by_rank(counts: Sequence[int], chunk: int | None) -> list[int]:
+    """The node of each rank, when `counts[i]` tasks run on node i.
+
+    Nodes are visited round and round, and take `chunk` tasks a visit as long as they have room:
+    1 is Slurm's cyclic distribution, n its plane distribution with planes of n tasks, None fills
+    node after node, its block distribution (after `_task_layout_*` in slurm_step_layout.c).
+    """
+    left = list(counts)
+    step = max(left, default=0) if chunk is None else chunk
+    ranks: list[int] = []
+    open_nodes = [node for node, count in enumerate(left) if count]
+    while open_nodes:
+        for node in open_nodes:
+            take = min(step, left[node])
+            ranks.extend([node] * take)
+            left[node] -= take
+        open_nodes = [node for node in open_nodes if left[node]]
+    return ranks
 
 
 def _check_place(

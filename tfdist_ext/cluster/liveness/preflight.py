@@ -58,7 +58,7 @@ def preflight(
     info: TaskInfo,
     *,
     wait: float,
-    show: Callable[[Late, int], None] = lambda late, tasks: None,
+    show: Callable[[Late], None] = lambda late: None,
 ) -> Endpoint:
     """Return when all tasks of the cluster are there, and agree; every task calls this.
 
@@ -66,7 +66,7 @@ def preflight(
         info: of this task.
         wait: seconds for the others to come.
         show: called about every second with the tasks that are not ready yet (the first few of
-            many), and the number of all.
+            many).
 
     Returns:
         The endpoint of this task, which still listens.
@@ -97,9 +97,7 @@ def preflight(
 class _Leader:
     """The first task: knows which tasks have reported, and tells all of them the result."""
 
-    def __init__(
-        self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late, int], None]
-    ) -> None:
+    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], None]) -> None:
         self._info = info
         self._tasks = tasks
         self._show = show
@@ -113,10 +111,8 @@ class _Leader:
     def answer(self, message: Message) -> Message:
         """The answer to the report of a task."""
         task, key, now = str(message["task"]), str(message["key"]), time.monotonic()
-        if message["digest"] != self._info.digest and "jobs" not in message:
-            return {"send": "jobs"}
-        jobs = message.get("jobs", self._info.jobs)
-        other = TaskInfo(task, jobs, dict(message["versions"]), dict(message["devices"]))
+        jobs, versions, devices = (dict(message[key]) for key in ("jobs", "versions", "devices"))
+        other = TaskInfo(task, jobs, versions, devices)
         found = differences(self._info, other)
         with self._lock:
             before, when = self._reported.get(task, (key, now))
@@ -146,7 +142,7 @@ class _Leader:
                     break
                 if time.monotonic() - shown >= 1.0:
                     shown = time.monotonic()
-                    self._show({task: self._states[task] for task in late}, len(self._tasks))
+                    self._show({task: self._states[task] for task in late})
                 time.sleep(_STEP)
         for connection in connections.values():
             connection.close()
@@ -200,18 +196,15 @@ class _Leader:
 class _Follower:
     """A task that reports itself to the leader until the leader answers with the result."""
 
-    def __init__(
-        self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late, int], None]
-    ) -> None:
+    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], None]) -> None:
         self._tasks = tasks
         self._show = show
         self._leader = next(iter(tasks))
         self._others = [task for task in tasks if task not in (self._leader, info.task)]
-        self._jobs = {job: list(addresses) for job, addresses in info.jobs.items()}
         self._report: Message = {
             "task": info.task,
-            "digest": info.digest,
             "key": secrets.token_hex(16),
+            "jobs": dict(info.jobs),
             "versions": dict(info.versions),
             "devices": dict(info.devices),
         }
@@ -233,14 +226,11 @@ class _Follower:
                 return
             if answer.get("errors") or answer.get("missing"):
                 raise PreflightError(*answer["errors"], missing=answer["missing"])
-            if answer.get("send"):
-                self._report["jobs"] = self._jobs
-                continue
             late = answer.get("late", {self._leader: state})
             if time.monotonic() - shown >= 1.0:
                 shown = time.monotonic()
                 known = late if "late" in answer else late | dict.fromkeys(self._others, UNKNOWN)
-                self._show(known, len(self._tasks))
+                self._show(known)
             time.sleep(_STEP + len(self._tasks) / 1000)
         raise PreflightError(missing=_named(late, self._tasks))
 

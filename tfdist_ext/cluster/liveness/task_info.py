@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +28,6 @@ class TaskInfo:
     jobs: Mapping[str, Sequence[str]]
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """A digest of the cluster."""
-        text = json.dumps({job: list(at) for job, at in self.jobs.items()}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def info_of(task: str, jobs: Mapping[str, Sequence[str]], devices: Mapping[str, int]) -> TaskInfo:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfdist_ext
 from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
@@ -45,7 +43,6 @@ __all__ = [
     "check_equal_calls",
     "check_equal_models",
     "check_equal_positions",
-    "check_equal_versions",
     "difference_between_workers",
     "first_batch_comparison",
     "from_each_worker",
@@ -100,7 +97,7 @@ def difference_between_workers(
     """The values of the first worker that has others than worker 0; every worker must call."""
     if not reduction.multi_worker:
         return None
-    text = json.dumps(_as_json(values), sort_keys=True).encode()
+    text = json.dumps(_as_json(values)).encode()
     digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.int32)
     digests = from_each_worker(reduction, digest)
     different = np.flatnonzero((digests != digests[0]).any(axis=1))
@@ -325,64 +322,27 @@ def _as_json(value: object) -> Value:
     return type(value).__name__
 
 
-def check_equal_versions(reduction: Reduction) -> bool:
-    """Compare versions; every worker must call.
-
-    Workers of other versions of TensorFlow, Keras or this package may make other collectives in a
-    step, and then wait for each other forever. Python's own does not change a step: there is a
-    warning, because code cannot be compared then.
-
-    Returns:
-        Whether Python is the same minor release everywhere.
-
-    Raises:
-        TrainingError: on every worker, where one's packages are not the first worker's.
-    """
-    advice = "install the same packages on every machine."
-    versions = {
-        "the version of TensorFlow": tf.__version__,
-        "the version of Keras": keras.__version__,
-        "the version of tfdist_ext": tfdist_ext.__version__,
-    }
-    check_equal_across_workers(reduction, versions, advice)
-    python = {"the version of Python": ".".join(platform.python_version_tuple()[:2])}
-    difference = difference_between_workers(reduction, python)
-    if difference is not None and reduction.is_chief:
-        warn(f"{difference}: {advice}")
-    return difference is None
-
-
 def check_equal_models(
-    reduction: Reduction,
-    model: keras.Model,
-    created: Sequence[tf.Variable],
-    *,
-    same_python: bool = True,
+    reduction: Reduction, model: keras.Model, created: Sequence[tf.Variable]
 ) -> None:
     """Compare models; every worker must call.
 
     Args:
         created: new variables, which need not belong to the model.
-        same_python: functions are compared by their bytecode, too.
 
     Raises:
         TrainingError: on every worker, where one's model is not the first worker's.
     """
-    described = describe_model(model, with_code=same_python)
-    new = {"new variables": [f"{v.dtype.name} {v.shape}" for v in created]}
-    # One collective where models agree, as they nearly always do.
-    together = {"certain": described.certain, "new": new, "attributes": described.attributes}
-    if difference_between_workers(reduction, together) is None:
-        return
-    for values in (described.certain, new):
-        difference = difference_between_workers(reduction, values)
-        if difference is not None:
-            raise TrainingError(
-                f"the models differ: {difference}. All workers train one model together: build and"
-                " compile the same one on every worker, from the same code and settings."
-            )
+    described = describe_model(model)
+    new = [f"{variable.dtype.name} {variable.shape}" for variable in created]
+    certain = {**described.certain, "new variables": new}
+    if difference := difference_between_workers(reduction, certain):
+        raise TrainingError(
+            f"the models differ: {difference}. All workers train one model together: build and"
+            " compile the same one on every worker, from the same code and settings."
+        )
     difference = difference_between_workers(reduction, described.attributes)
-    if difference is not None and reduction.is_chief:
+    if difference and reduction.is_chief:
         warn(
             f"the models differ: {difference}. If that changes what the model computes, the"
             " workers train a mixture of models."
