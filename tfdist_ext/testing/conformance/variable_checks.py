@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import StrategyCase
-from tfdist_ext.testing.conformance.strategy_probes import (
+from tfdist_ext.testing.conformance.strategy_case import (
     RUN_MODES,
+    StrategyCase,
     expect_equal,
     ignore_known_warnings,
     local_values,
