@@ -103,9 +103,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="the ends that are worth it (default exception,128-255; 128 + n is signal n, and an"
         " exception in the same place as before is not)",
     )
-    seconds = functools.partial(again.add_argument, type=seconds_of, metavar="SECONDS")
-    to_grow = "with fewer workers: try all again after this time, and twice as long each time"
-    seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
@@ -125,7 +122,6 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         workers,
         workers if options.min_workers is None else options.min_workers,
         options.restart_on,
-        options.grow_after,
     )
     limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}

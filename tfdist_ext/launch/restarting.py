@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -71,7 +71,6 @@ def run_with_restarts(
                         plan,
                         left,
                         env={**env, RESTARTS: str(number)},
-                        restart_after=history.seconds_with(history.workers),
                         stop=stop,
                         replaces=history.replaces,
                         names_pids=names_pids,
@@ -129,25 +128,21 @@ class _History:
         self._since = time.monotonic()
         self._gone.clear()
 
-    def seconds_with(self, workers: Sequence[int]) -> float | None:
-        """How long these workers may be without the others; None: any time."""
-        return self._policy.seconds_with(workers, self.past)
-
     def replaces(
         self, task: str, status: int, raised: str, seconds: float
-    ) -> tuple[Literal["start", "leave out", "fail"], float | None]:
+    ) -> Literal["start", "leave out", "fail"]:
         """What becomes of a worker that has failed, and whose work the others do."""
         self._add(status, task, raised, seconds)
         following = next_attempt(self._policy, self.past)
         if following.workers is None:
             self.past.pop()  # it ends the start, whose end is told in a moment
-            return "fail", None
+            return "fail"
         self.say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
         number = self._number_of(task)
         if number is None or number in following.workers:
-            return "start", None
+            return "start"
         self._gone.add(number)
-        return "leave out", self.seconds_with(following.workers)
+        return "leave out"
 
     def ended(self, result: RunResult) -> bool:
         """Take note of the end of a start; whether there is another one."""
@@ -157,8 +152,7 @@ class _History:
             result.raised,
             time.monotonic() - self._since,
             lost=result.lost,
-            stopped=result.ended_by in ("signal", "timeout"),
-            to_grow=result.ended_by == "limit",
+            stopped=result.ended_by != "tasks",
         )
         self.starts.append(_described(result, self.past[-1]))
         following = next_attempt(self._policy, self.past)

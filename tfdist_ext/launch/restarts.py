@@ -23,8 +23,6 @@ class RestartPolicy:
         workers: how many there are when all of them are there.
         min_workers: how many are enough; a worker that fails again and again is left out.
         on: the ends that are worth it.
-        grow_after: seconds with fewer workers after which all are tried again; twice as many each
-            time.
 
     Raises:
         LaunchError: numbers that make no sense.
@@ -34,13 +32,6 @@ class RestartPolicy:
     workers: int
     min_workers: int
     on: RestartOn = field(default_factory=RestartOn)
-    grow_after: float = 600.0
-
-    def seconds_with(self, workers: Sequence[int], past: Sequence[Attempt]) -> float | None:
-        """How long a start with these workers may take; None: any time, as all are there."""
-        if len(workers) == self.workers:
-            return None
-        return self.grow_after * 2.0 ** sum(attempt.to_grow for attempt in past)
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -72,7 +63,6 @@ class Attempt:
         raised: where a Python exception came from that was the root cause; "" where it was none.
         lost: a task does not answer, and the others have failed because of that.
         stopped: a signal to the launcher or its time limit has ended it.
-        to_grow: the launcher has ended it, to go on with all workers.
     """
 
     status: int
@@ -82,7 +72,6 @@ class Attempt:
     raised: str = ""
     lost: bool = False
     stopped: bool = False
-    to_grow: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +90,6 @@ class Next:
 def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
     """What comes after the last of these attempts."""
     last = past[-1]
-    everyone = tuple(range(policy.workers))
-    if last.to_grow:
-        return Next(everyone, f"going on with all {policy.workers} workers")
     if last.status == DONE or last.stopped or not policy.max_restarts:
         return Next()
     if last.status == PREEMPTED and not _counts(last):
@@ -125,7 +111,7 @@ def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
 def _counts(attempt: Attempt) -> bool:
     if attempt.status == PREEMPTED and attempt.seconds >= _AT_ONCE:
         return False
-    return not attempt.to_grow and attempt.status != DONE
+    return attempt.status != DONE
 
 
 def _without_the_failing(
