@@ -11,7 +11,7 @@ from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.liveness.preflight import UNKNOWN, Late, PreflightError, preflight
 from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
 from tfdist_ext.launch.gpus import gpus_of
-from tfdist_ext.launch.options import seconds
+from tfdist_ext.run_command import seconds_of
 
 __all__ = ["EPILOG", "add_check_options", "run_check_command"]
 
@@ -27,7 +27,7 @@ _EACH = 10.0  # seconds between two lines
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     wait = "for the other tasks to come (default 300)"
-    parser.add_argument("--wait", type=seconds, default=300.0, metavar="SECONDS", help=wait)
+    parser.add_argument("--wait", type=seconds_of, default=300.0, metavar="SECONDS", help=wait)
 
 
 def run_check_command(options: argparse.Namespace, _: list[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.exit_codes import COMMAND
 
 __all__ = ["relevant_variables", "run_env_command"]
 

@@ -17,22 +17,19 @@ from typing import Any
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
-from tfdist_ext.launch.command_line import COMMAND
 from tfdist_ext.launch.exit_codes import (
+    COMMAND,
     STALL_TIMEOUT,
     USUAL_STALL_TIMEOUT,
-    RestartOn,
     stall_timeout,
 )
 from tfdist_ext.launch.gpus import gpus_of, one_gpu_each
-from tfdist_ext.launch.options import seconds as seconds_of
-from tfdist_ext.launch.options import stop_signal
 from tfdist_ext.launch.restarting import run_with_restarts
-from tfdist_ext.launch.restarts import RestartPolicy
+from tfdist_ext.launch.restarts import RestartOn, RestartPolicy
 from tfdist_ext.launch.run import Limits
 from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = ["EPILOG", "add_run_options", "run_run_command"]
+__all__ = ["EPILOG", "add_run_options", "run_run_command", "seconds_of"]
 
 EPILOG = """\
 Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
@@ -41,6 +38,21 @@ chief is. Ctrl-C ends everything.
 
 example:
   tfdist run --workers 2 -- python train.py --epochs 3"""
+
+
+def seconds_of(text: str) -> float:
+    """A time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
+    return value
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +79,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
         "--preemption-signal",
-        type=stop_signal,
-        default=signal.SIGTERM,
+        choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"],
+        default="SIGTERM",
         metavar="SIGNAL",
         help="one that asks the training to save and end, beside SIGTERM (SIGUSR1 on Slurm)",
     )
@@ -135,7 +147,7 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        stop = StopSignals(options.preemption_signal)
+        stop = StopSignals(signal.Signals[options.preemption_signal])
         ended = run_with_restarts(planned, policy, log_dir, env, limits, stop, names_pids=True)
         status = ended.exit_status
     finally:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART, RestartOn, outcome_of
-from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
-from tfdist_ext.launch.tracebacks import TracebackReader
+from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART, outcome_of
+from tfdist_ext.launch.lines import TracebackReader
+from tfdist_ext.launch.restarts import Attempt, RestartOn, RestartPolicy, next_attempt
 
 KILLED = 128 + 9
 THREE = (0, 1, 2)

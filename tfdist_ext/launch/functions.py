@@ -72,8 +72,12 @@ def launch(
         TaskError: a task failed; names it, and has the traceback of its exception.
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
-    from tfdist_ext.launch.command_line import COMMAND
-    from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
+    from tfdist_ext.launch.exit_codes import (
+        COMMAND,
+        STALL_TIMEOUT,
+        USUAL_STALL_TIMEOUT,
+        stall_timeout,
+    )
     from tfdist_ext.launch.restarting import run_with_restarts
     from tfdist_ext.launch.restarts import RestartPolicy
     from tfdist_ext.launch.run import Limits

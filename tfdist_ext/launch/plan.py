@@ -62,8 +62,13 @@ class LaunchPlan:
 def addresses_needed(
     *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
 ) -> int:
-    """How many ports `plan_local` wants: one for each task."""
-    return max(workers, 0) + max(ps, 0) + int(_with_chief(chief, ps)) + int(evaluator)
+    """How many ports `plan_local` wants: one for each task.
+
+    Raises:
+        LaunchError: these tasks make no cluster.
+    """
+    counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
+    return sum(counts.values())
 
 
 def plan_local(
@@ -135,7 +140,7 @@ def task_counts(
     Raises:
         LaunchError: these tasks make no cluster.
     """
-    has_chief = _with_chief(chief, ps)
+    has_chief = ps > 0 if chief is None else chief
     _check_tasks(workers, has_chief, ps)
     counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     return {job: count for job, count in counts.items() if count}
@@ -145,10 +150,6 @@ def shell_line(task: TaskPlan) -> str:
     """The task as one line that can be pasted into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
     return " ".join([*settings, shlex.join(task.argv)])
-
-
-def _with_chief(chief: bool | None, ps: int) -> bool:
-    return ps > 0 if chief is None else chief
 
 
 def _check_tasks(workers: int, chief: bool, ps: int) -> None:

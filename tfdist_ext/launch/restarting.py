@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.command_line import COMMAND, LAST_CHECKPOINT, STARTS_AGAIN
-from tfdist_ext.launch.exit_codes import FAILED, outcome_of
+from tfdist_ext.launch.exit_codes import COMMAND, FAILED, LAST_CHECKPOINT, STARTS_AGAIN, outcome_of
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, PREEMPTED, RestartOn
+from tfdist_ext.launch.exit_codes import DONE, PREEMPTED
 
-__all__ = ["Attempt", "Next", "RestartPolicy", "next_attempt"]
+__all__ = ["Attempt", "Next", "RestartOn", "RestartPolicy", "next_attempt"]
 
 AGAIN_AND_AGAIN = 2  # failures in a row of one worker, after which it is left out
 _AT_ONCE = 10.0  # seconds; a preemption before counts, or a run could start again without end
+_EXCEPTION = "exception"
+_CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")
+
+
+@dataclass(frozen=True)
+class RestartOn:
+    """The ends of a task after which a run starts again.
+
+    Attributes:
+        codes: exit statuses; 128 + n is signal n.
+        exceptions: a Python exception, too, where it comes from another place than those before.
+    """
+
+    codes: frozenset[int] = frozenset(range(128, 256))
+    exceptions: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> RestartOn:
+        """Of words with commas between: exit codes, ranges of them, "exception".
+
+        Raises:
+            LaunchError: anything else, or a code that is none.
+        """
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        codes: set[int] = set()
+        for word in words:
+            if word == _EXCEPTION:
+                continue
+            match = _CODES.fullmatch(word)
+            low = int(match[1]) if match else 0
+            high = int(match[2] or low) if match else 0
+            if not 1 <= low <= high <= 255:
+                raise LaunchError(
+                    f"--restart-on must be exit codes from 1 to 255, ranges of them, and"
+                    f" {_EXCEPTION!r}, got {word!r}; write, for example:"
+                    f" --restart-on {_EXCEPTION},75,128-255"
+                )
+            codes.update(range(low, high + 1))
+        return cls(frozenset(codes), _EXCEPTION in words)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
+from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
@@ -25,7 +26,6 @@ from tfdist_ext.launch.report import (
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.tracebacks import Blame
 
 __all__ = ["Limits", "RunResult", "run_plan"]
 

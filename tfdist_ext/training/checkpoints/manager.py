@@ -22,8 +22,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.liveness.reports import say
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.launch.command_line import LAST_CHECKPOINT, command_line, is_started_again
-from tfdist_ext.launch.exit_codes import PREEMPTED
+from tfdist_ext.launch.exit_codes import LAST_CHECKPOINT, PREEMPTED, command_line, is_started_again
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.callback_state import (
     CallbackState,
