@@ -7,7 +7,6 @@ import contextlib
 import os
 import platform
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -79,26 +78,10 @@ def relevant_variables(env: Mapping[str, str]) -> list[str]:
     found = {name: value for name, value in sorted(env.items()) if _RELEVANT.fullmatch(name)}
     lines = []
     for name, value in found.items():
-        if name == COMMAND:
-            value = _without_values(value)
-        elif _SECRET.search(name) or _SECRET.search(value):
+        if name == COMMAND or _SECRET.search(name) or _SECRET.search(value):
             value = "(hidden)"
         lines.append(f"{name}={value}")
     return lines
-
-
-def _without_values(command: str) -> str:
-    """A command line's programs and the names of its options."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return "(hidden)"
-    programs = re.compile(r"(.*/)?(tfdist|python[\d.]*)|run|--|-m|[\w./-]+\.py")
-    shown = []
-    for word in words:
-        option = word.startswith("-") and word != "--"
-        shown.append(word.partition("=")[0] if option or programs.fullmatch(word) else "...")
-    return " ".join(shown)
 
 
 def _version(name: str) -> str:

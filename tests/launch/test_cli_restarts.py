@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -55,10 +54,6 @@ def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Pa
     assert all(ports)
     assert not ports[0] & ports[1]
     assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert [start["status"] for start in result["starts"]] == [137, 137, 0]
-    assert (result["outcome"], result["failed_task"]) == ("done", None)
-    assert result["starts"][0]["failed_task"] == "worker:1"
 
 
 @pytest.mark.parametrize(

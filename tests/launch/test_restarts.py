@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART, outcome_of
+from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART
 from tfdist_ext.launch.lines import TracebackReader
 from tfdist_ext.launch.restarts import Attempt, RestartOn, RestartPolicy, next_attempt
 
@@ -122,12 +122,6 @@ def test_what_is_no_end_is_refused(text: str) -> None:
 def test_numbers_that_make_no_sense(numbers: tuple[int, int, int], said: str) -> None:
     with pytest.raises(LaunchError, match=said):
         RestartPolicy(*numbers)
-
-
-def test_the_contract_of_exit_codes() -> None:
-    names = {0: "done", 1: "failed", 127: "failed", 137: "restart", 138: "restart"}
-    assert {code: outcome_of(code) for code in names} == names
-    assert outcome_of(143) == "preempted"
 
 
 def place_of(function: str, error: BaseException, line: int = 7) -> str:

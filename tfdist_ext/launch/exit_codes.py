@@ -26,7 +26,6 @@ __all__ = [
     "USUAL_STALL_TIMEOUT",
     "command_line",
     "is_started_again",
-    "outcome_of",
     "stall_timeout",
 ]
 
@@ -53,12 +52,6 @@ def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) ->
     except ValueError:
         timeout = usual
     return timeout if 0 < timeout < math.inf else 0.0
-
-
-def outcome_of(status: int) -> str:
-    """ "done", "failed", "restart" or "preempted": what the contract says of a status."""
-    named = {DONE: "done", PREEMPTED: "preempted"}
-    return named.get(status, "restart" if status >= 128 else "failed")
 
 
 def is_started_again() -> bool:
