@@ -14,7 +14,11 @@ from pathlib import Path
 
 from tfdist_ext.launch.exit_codes import COMMAND
 
-__all__ = ["relevant_variables", "run_env_command"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "relevant_variables", "run"]
+
+SUMMARY = "what this machine has, to paste into a bug report"
+USAGE = "env"
+EPILOG = ""
 
 _PACKAGES = ("tfdist_ext", "tensorflow", "keras", "numpy", "h5py", "protobuf", "grpcio")
 # Other programs have variables of these prefixes, too, as Terraform has TF_CLI_CONFIG_FILE.
@@ -38,7 +42,11 @@ _SECRET = re.compile(
 )
 
 
-def run_env_command(_options: argparse.Namespace, _: list[str]) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
     for title, lines in _sections(env):

@@ -29,7 +29,10 @@ from tfdist_ext.launch.restarts import RestartOn, RestartPolicy
 from tfdist_ext.launch.run import Limits
 from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = ["EPILOG", "add_run_options", "run_run_command", "seconds_of"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
+
+SUMMARY = "start a cluster on this machine, watch it, and end it"
+USAGE = "run [options] -- command"
 
 EPILOG = """\
 Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
@@ -55,7 +58,7 @@ def seconds_of(text: str) -> float:
     return value
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist run`."""
     tasks = parser.add_argument_group("tasks")
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
@@ -120,7 +123,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
+def run(options: argparse.Namespace, command: list[str]) -> int:
     """The exit status of the run."""
     env = dict(os.environ)  # read here, and passed down
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))

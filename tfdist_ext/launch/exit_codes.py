@@ -17,7 +17,6 @@ __all__ = [
     "DONE",
     "FAILED",
     "GRACE",
-    "LAST_CHECKPOINT",
     "PREEMPTED",
     "PREEMPTION_SIGNAL",
     "RESTART",
@@ -41,8 +40,6 @@ STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a ta
 USUAL_STALL_TIMEOUT = 60.0
 COMMAND = "TFDIST_COMMAND"  # the line that started the launcher
 STARTS_AGAIN = "TFDIST_STARTS_AGAIN"  # "1": the launcher starts tasks again that fail
-
-LAST_CHECKPOINT = "The last checkpoint is"  # what a task writes when its training stops
 
 
 def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import COMMAND, FAILED, LAST_CHECKPOINT, STARTS_AGAIN
+from tfdist_ext.launch.exit_codes import FAILED, STARTS_AGAIN
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
@@ -51,8 +51,7 @@ def run_with_restarts(
         LaunchError: the first start could not be made.
     """
     began = time.monotonic()
-    speaks = policy.max_restarts and not env.get(STARTS_AGAIN)  # else a scheduler may start it
-    history = _History(policy, env[COMMAND] if speaks else "")
+    history = _History(policy)
     if policy.max_restarts:
         env = {**env, STARTS_AGAIN: "1"}
     with stop.handled():
@@ -96,17 +95,13 @@ class _History:
         workers: of this start, or the next one, each by its number among all.
         past: the ends that count for what follows: those of starts, and of tasks that were
             replaced in one.
-
-    Args:
-        command: how a person starts the run again, to be said at its end; "": nothing is said.
     """
 
-    def __init__(self, policy: RestartPolicy, command: str) -> None:
+    def __init__(self, policy: RestartPolicy) -> None:
         self._report = Printer(sys.stderr)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
         self._policy = policy
-        self._command = command
         self._since = 0.0
         self._gone: set[int] = set()  # left out while the others went on
 
@@ -149,13 +144,6 @@ class _History:
         if following.why:
             self.say(following.why)
         if following.workers is None:
-            said = (line for lines in result.last_lines.values() for line in lines)
-            if (
-                self._command
-                and result.exit_status
-                and any(LAST_CHECKPOINT in line for line in said)
-            ):
-                self.say(f"to resume from the last checkpoint, run again: {self._command}")
             return False
         self.workers = following.workers
         return True
