@@ -41,11 +41,6 @@ class LineSplitter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._rest = ""
 
-    @property
-    def pending(self) -> bool:
-        """Whether something arrived that is no whole line yet."""
-        return bool(self._rest)
-
     def feed(self, data: bytes) -> list[Line]:
         """The lines that `data` completes."""
         text = self._rest + self._decoder.decode(data)
