@@ -11,9 +11,12 @@ from tfdist_ext.cluster import ClusterConfig, describe_environments
 from tfdist_ext.cluster.liveness.preflight import UNKNOWN, Late, PreflightError, preflight
 from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
 from tfdist_ext.launch.gpus import gpus_of
-from tfdist_ext.launch.options import seconds
+from tfdist_ext.run_command import seconds_of
 
-__all__ = ["EPILOG", "add_check_options", "run_check_command"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
+
+SUMMARY = "is this task's cluster right, and are the other tasks there"
+USAGE = "check [options]"
 
 EPILOG = """\
 Run it on every task with the environment of the job: in its place, before it, or beside a job that
@@ -25,12 +28,12 @@ example:
 _EACH = 10.0  # seconds between two lines
 
 
-def add_check_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     wait = "for the other tasks to come (default 300)"
-    parser.add_argument("--wait", type=seconds, default=300.0, metavar="SECONDS", help=wait)
+    parser.add_argument("--wait", type=seconds_of, default=300.0, metavar="SECONDS", help=wait)
 
 
-def run_check_command(options: argparse.Namespace, _: list[str]) -> int:
+def run(options: argparse.Namespace, _: list[str]) -> int:
     """0 where all tasks are there and agree, or there is no cluster; else 1."""
     cluster = ClusterConfig.from_env(os.environ)
     if cluster is None:

@@ -11,8 +11,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from tfdist_ext import __version__, check_command, env_command, plan_command, run_command
@@ -22,6 +22,13 @@ __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
+# Each has SUMMARY, USAGE, EPILOG, add_options(parser) and run(options, words after --).
+_COMMANDS = {
+    "run": run_command,
+    "check": check_command,
+    "env": env_command,
+    "plan": plan_command,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,29 +44,6 @@ class _Parser(argparse.ArgumentParser):
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f". Did you mean {close[0]}?" if close else ""
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A sub-command.
-
-    Attributes:
-        summary: the first line of its --help.
-        epilog: the last lines of it.
-        add_options: declares its options.
-        run: gets the options and the words after `--`, and returns the exit status.
-        usage: its words and options.
-    """
-
-    summary: str
-    epilog: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, list[str]], int]
-    usage: str
-
-    @property
-    def takes_command(self) -> bool:
-        return " -- " in self.usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,16 +75,20 @@ def _dispatch(words: list[str]) -> int:
     command = _COMMANDS[options.command]
     if unknown:
         _refuse_unknown(unknown, options.command, command, dashes)
-    if dashes and not command.takes_command:
+    if dashes and not _takes_command(command):
         raise LaunchError(
             f"tfdist {options.command} must come without a command, got words after --; leave them"
             " out"
         )
-    return command.run(options, command_line)
+    return int(command.run(options, command_line))
 
 
-def _refuse_unknown(unknown: list[str], name: str, command: _Command, dashes: bool) -> NoReturn:
-    if command.takes_command and not dashes and not unknown[0].startswith("-"):
+def _takes_command(command: ModuleType) -> bool:
+    return " -- " in command.USAGE
+
+
+def _refuse_unknown(unknown: list[str], name: str, command: ModuleType, dashes: bool) -> NoReturn:
+    if _takes_command(command) and not dashes and not unknown[0].startswith("-"):
         raise LaunchError(
             f"the command to run must stand after --, got {unknown[0]!r} without it; write: tfdist"
             f" {name} [options] -- {' '.join(unknown)}"
@@ -121,47 +109,15 @@ def _parser() -> _Parser:
     for name, command in _COMMANDS.items():
         sub = commands.add_parser(
             name,
-            help=command.summary,
-            description=command.summary + ".",
-            epilog=command.epilog,
+            help=command.SUMMARY,
+            description=command.SUMMARY + ".",
+            epilog=command.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"tfdist {command.usage}",
+            usage=f"tfdist {command.USAGE}",
             allow_abbrev=False,
         )
         command.add_options(sub)
     return parser
-
-
-_COMMANDS = {
-    "run": _Command(
-        summary="start a cluster on this machine, watch it, and end it",
-        epilog=run_command.EPILOG,
-        add_options=run_command.add_run_options,
-        run=run_command.run_run_command,
-        usage="run [options] -- command",
-    ),
-    "check": _Command(
-        summary="is this task's cluster right, and are the other tasks there",
-        epilog=check_command.EPILOG,
-        add_options=check_command.add_check_options,
-        run=check_command.run_check_command,
-        usage="check [options]",
-    ),
-    "env": _Command(
-        summary="what this machine has, to paste into a bug report",
-        epilog="",
-        add_options=lambda parser: None,
-        run=env_command.run_env_command,
-        usage="env",
-    ),
-    "plan": _Command(
-        summary="where each variable of a model would live on parameter servers",
-        epilog=plan_command.EPILOG,
-        add_options=plan_command.add_plan_options,
-        run=plan_command.run_plan_command,
-        usage="plan module:builder [options]",
-    ),
-}
 
 
 def _open_standard_streams() -> None:

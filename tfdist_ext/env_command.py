@@ -7,15 +7,18 @@ import contextlib
 import os
 import platform
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from tfdist_ext.launch.command_line import COMMAND
+from tfdist_ext.launch.exit_codes import COMMAND
 
-__all__ = ["relevant_variables", "run_env_command"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "relevant_variables", "run"]
+
+SUMMARY = "what this machine has, to paste into a bug report"
+USAGE = "env"
+EPILOG = ""
 
 _PACKAGES = ("tfdist_ext", "tensorflow", "keras", "numpy", "h5py", "protobuf", "grpcio")
 # Other programs have variables of these prefixes, too, as Terraform has TF_CLI_CONFIG_FILE.
@@ -39,7 +42,11 @@ _SECRET = re.compile(
 )
 
 
-def run_env_command(_options: argparse.Namespace, _: list[str]) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(_options: argparse.Namespace, _: list[str]) -> int:
     """Print versions, devices, memory, variables, and what `auto` would choose."""
     env = dict(os.environ)  # TensorFlow adds to it
     for title, lines in _sections(env):
@@ -79,26 +86,10 @@ def relevant_variables(env: Mapping[str, str]) -> list[str]:
     found = {name: value for name, value in sorted(env.items()) if _RELEVANT.fullmatch(name)}
     lines = []
     for name, value in found.items():
-        if name == COMMAND:
-            value = _without_values(value)
-        elif _SECRET.search(name) or _SECRET.search(value):
+        if name == COMMAND or _SECRET.search(name) or _SECRET.search(value):
             value = "(hidden)"
         lines.append(f"{name}={value}")
     return lines
-
-
-def _without_values(command: str) -> str:
-    """A command line's programs and the names of its options."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return "(hidden)"
-    programs = re.compile(r"(.*/)?(tfdist|python[\d.]*)|run|--|-m|[\w./-]+\.py")
-    shown = []
-    for word in words:
-        option = word.startswith("-") and word != "--"
-        shown.append(word.partition("=")[0] if option or programs.fullmatch(word) else "...")
-    return " ".join(shown)
 
 
 def _version(name: str) -> str:

@@ -96,4 +96,6 @@ class TaskError(LaunchError):
         failed: names of the tasks, the root cause first, as "worker:1".
     """
 
-    failed: tuple[str, ...] = ()
+    def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.failed = failed

@@ -18,7 +18,10 @@ from tfdist_ext.messages import nearest
 if TYPE_CHECKING:
     from tfdist_ext.placement import PlacementPlan, Rule
 
-__all__ = ["EPILOG", "add_plan_options", "run_plan_command"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
+
+SUMMARY = "where each variable of a model would live on parameter servers"
+USAGE = "plan module:builder [options]"
 
 EPILOG = """\
 The function is called once, with variables that have shapes and no values: nothing is allocated.
@@ -29,7 +32,7 @@ examples:
   tfdist plan train.py:build --ps 4 --compare --devices 8"""
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     builder = "a function without arguments that returns a built Keras model, as train.py:build"
     add("builder", metavar="module:builder", help=builder)
@@ -49,7 +52,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--lookups", type=int, default=1024, metavar="N", help=f"{lookups} (default 1024)")
 
 
-def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
+def run(options: argparse.Namespace, _: list[str]) -> int:
     """Plan, print, and write what is asked for; 0, or the error of a plan that cannot be."""
     from tfdist_ext.placement import compare, rules_from  # they need numpy, and not every command
     from tfdist_ext.placement.picture import require_matplotlib
@@ -71,7 +74,7 @@ def run_plan_command(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _planned(options: argparse.Namespace, rules: Sequence[Rule]) -> PlacementPlan:
-    builder = find_builder(options.builder)
+    builder = _builder(options.builder)
     from tfdist_ext.placement.live.learning import plan_placement
 
     budget: Any = options.budget
@@ -84,7 +87,7 @@ def _planned(options: argparse.Namespace, rules: Sequence[Rule]) -> PlacementPla
     )
 
 
-def find_builder(text: str) -> Callable[[], Any]:
+def _builder(text: str) -> Callable[[], Any]:
     """The function of "module:name" or "file.py:name".
 
     Raises:

@@ -17,22 +17,22 @@ from typing import Any
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
-from tfdist_ext.launch.command_line import COMMAND
 from tfdist_ext.launch.exit_codes import (
+    COMMAND,
     STALL_TIMEOUT,
     USUAL_STALL_TIMEOUT,
-    RestartOn,
     stall_timeout,
 )
 from tfdist_ext.launch.gpus import gpus_of, one_gpu_each
-from tfdist_ext.launch.options import seconds as seconds_of
-from tfdist_ext.launch.options import stop_signal
 from tfdist_ext.launch.restarting import run_with_restarts
-from tfdist_ext.launch.restarts import RestartPolicy
+from tfdist_ext.launch.restarts import RestartOn, RestartPolicy
 from tfdist_ext.launch.run import Limits
 from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = ["EPILOG", "add_run_options", "run_run_command"]
+__all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run", "seconds_of"]
+
+SUMMARY = "start a cluster on this machine, watch it, and end it"
+USAGE = "run [options] -- command"
 
 EPILOG = """\
 Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
@@ -43,7 +43,22 @@ example:
   tfdist run --workers 2 -- python train.py --epochs 3"""
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def seconds_of(text: str) -> float:
+    """A time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist run`."""
     tasks = parser.add_argument_group("tasks")
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
@@ -67,8 +82,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
         "--preemption-signal",
-        type=stop_signal,
-        default=signal.SIGTERM,
+        choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"],
+        default="SIGTERM",
         metavar="SIGNAL",
         help="one that asks the training to save and end, beside SIGTERM (SIGUSR1 on Slurm)",
     )
@@ -103,15 +118,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="the ends that are worth it (default exception,128-255; 128 + n is signal n, and an"
         " exception in the same place as before is not)",
     )
-    seconds = functools.partial(again.add_argument, type=seconds_of, metavar="SECONDS")
-    to_grow = "with fewer workers: try all again after this time, and twice as long each time"
-    seconds("--grow-after", default=600.0, help=f"{to_grow} (default 600)")
     run.add_argument(
         "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
     )
 
 
-def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
+def run(options: argparse.Namespace, command: list[str]) -> int:
     """The exit status of the run."""
     env = dict(os.environ)  # read here, and passed down
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
@@ -125,7 +137,6 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
         workers,
         workers if options.min_workers is None else options.min_workers,
         options.restart_on,
-        options.grow_after,
     )
     limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
@@ -139,7 +150,7 @@ def run_run_command(options: argparse.Namespace, command: list[str]) -> int:
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
-        stop = StopSignals(options.preemption_signal)
+        stop = StopSignals(signal.Signals[options.preemption_signal])
         ended = run_with_restarts(planned, policy, log_dir, env, limits, stop, names_pids=True)
         status = ended.exit_status
     finally:

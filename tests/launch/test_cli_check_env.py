@@ -87,8 +87,7 @@ def test_variables_come_without_secrets() -> None:
         "KERAS_HOME=(hidden)",
         "NCCL_DEBUG=INFO",
         "SM_HOSTS=(hidden)",
-        "TFDIST_COMMAND=tfdist run --workers ... -- python train.py -u ... --db-pwd --header ..."
-        " --epochs ...",
+        "TFDIST_COMMAND=(hidden)",
         "TFDIST_PASSWORD=(hidden)",
         'TF_CONFIG={"cluster": {}}',
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -23,7 +22,7 @@ all=$(echo "$TF_CONFIG" | sed 's/.*"worker": \\[\\([^]]*\\)\\].*/\\1/' | tr ',' 
 
 
 _OF_RESTARTS = re.compile(
-    r"tfdist: (restart \d|preempted;|going on with|all \d+ restarts|exit code \d+ is|the same exc"
+    r"tfdist: (restart \d|preempted;|all \d+ restarts|exit code \d+ is|the same exc"
     r"|worker:\d failed \()"
 )
 
@@ -42,6 +41,7 @@ def said(err: str) -> list[str]:
 def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Path) -> None:
     script = """
     echo $n $TF_CONFIG; sleep 0.5
+    [ "$TFDIST_STARTS_AGAIN" = 1 ] || exit 3
     [ $n = 2 ] && exit 0
     [ $me = 1 ] && kill -9 $$
     sleep 20"""
@@ -55,29 +55,6 @@ def test_a_job_starts_again_on_other_ports_until_it_is_done(tfdist, tmp_path: Pa
     assert all(ports)
     assert not ports[0] & ports[1]
     assert "2 {" in (tmp_path / "restart-2" / "worker-1.log").read_text()
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert [start["status"] for start in result["starts"]] == [137, 137, 0]
-    assert (result["outcome"], result["failed_task"]) == ("done", None)
-    assert result["starts"][0]["failed_task"] == "worker:1"
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "count"),
-    [
-        ("exit 138", ["--max-restarts", "1"], 1),
-        ("exit 3", ["--max-restarts", "1"], 1),
-        ("exit 138", [], 0),  # the task says so
-    ],
-)
-def test_how_to_run_again_is_said_only_where_no_restart_follows(
-    tfdist, script: str, options: list[str], count: int
-) -> None:
-    says = 'echo "The last checkpoint is a.h5, after epoch 3 (step 12)." again=$TFDIST_STARTS_AGAIN'
-    _, out, err = run(tfdist, f"{says}; {script}", *options)
-    assert ("again=1" in out) == bool(options)
-    assert (
-        err.count("\ntfdist: to resume from the last checkpoint, run again: tfdist run ") == count
-    )
 
 
 def test_an_exception_in_the_same_place_is_permanent(tfdist) -> None:
@@ -94,30 +71,28 @@ step()'"""
     ]
 
 
-def test_it_goes_on_without_a_worker_that_always_fails_and_tries_it_again(tfdist) -> None:
-    """Worker 1 of 3 fails in the first two starts, and is well after that."""
+def test_it_goes_on_without_a_worker_that_always_fails(tfdist) -> None:
     script = """
     echo start $n of $all
     [ $n -lt 2 ] && [ $me = 1 ] && kill -9 $$
-    [ $n = 3 ] && exit 0
+    [ $n = 2 ] && exit 0
     trap 'exit 143' TERM
     while :; do sleep 0.05; done"""
-    options = ("--workers", "3", "--min-workers", "2", "--max-restarts", "3", "--grow-after", "1")
+    options = ("--workers", "3", "--min-workers", "2", "--max-restarts", "3")
     status, out, err = run(tfdist, script, *options)
     assert status == 0
-    workers = [set(re.findall(rf"start {n} of (\d)", out)) for n in range(4)]
-    assert workers == [{"3"}, {"3"}, {"2"}, {"3"}]
+    workers = [set(re.findall(rf"start {n} of (\d)", out)) for n in range(3)]
+    assert workers == [{"3"}, {"3"}, {"2"}]
     assert said(err) == [
         "tfdist: restart 1 of 3",
         "tfdist: restart 2 of 3; worker 1 has failed 2 times in a row and is left out: 2 workers",
-        "tfdist: going on with all 3 workers",
     ]
 
 
 def test_a_signal_to_the_launcher_is_no_reason_to_start_again(tfdist) -> None:
     script = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
-    launcher = tfdist("run", "--max-restarts", "3", "--preemption-signal", "USR1", "--", "sh", "-c",
-                      script)  # fmt: skip
+    options = ("--max-restarts", "3", "--preemption-signal", "SIGUSR1")
+    launcher = tfdist("run", *options, "--", "sh", "-c", script)
     assert "ready" in launcher.stdout.readline()
     launcher.send_signal(signal.SIGUSR1)
     out, err = launcher.communicate(timeout=10)
@@ -224,7 +199,7 @@ def test_a_worker_beside_parameter_servers_starts_again_alone(tfdist) -> None:
 def test_numbers_are_checked_before_anything_starts(tfdist) -> None:
     for options, words in (
         (("--min-workers", "1", "--workers", "2"), "must come with --max-restarts"),
-        (("--preemption-signal", "HELLO"), "a signal must be one of SIGTERM, SIGUSR1, "),
+        (("--preemption-signal", "HELLO"), "invalid choice: 'HELLO' (choose from"),
     ):
         status, out, err = run(tfdist, "echo started", *options)
         assert (status, out) == (2, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch.startup_noise import StartupNoise
+from tfdist_ext.launch.lines import StartupNoise
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.strategies import StrategyTemplate
-from tfdist_ext.testing.conformance.strategy_probes import local_values, replica_number, run
+from tfdist_ext.testing.conformance.strategy_case import local_values, replica_number, run
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 

@@ -18,11 +18,9 @@ class Less:
     test_placed_training have, too; the one that is left has a table, clipping and averages."""
 
     test_trains_dense_with_sgd = None
-    test_trains_dense_with_adamw = None
-    test_trains_table_with_sgd = None
 
 
-@pytest.mark.long("trains_dense", "trains_table_with_sgd")
+@pytest.mark.long("trains_dense")
 class TestMixed(StrategyConformance):
     def strategy(self) -> tf.distribute.Strategy:
         return Mixed(3)

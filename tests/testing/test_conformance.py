@@ -12,8 +12,6 @@ class Less:
     """Trainings that take long, and that tests/exactness and the new strategy's test have, too."""
 
     test_trains_dense_with_sgd = None
-    test_trains_dense_with_adamw = None
-    test_trains_table_with_sgd = None
 
 
 @pytest.mark.long("trains_table_with_adamw", "training_checkpoint")

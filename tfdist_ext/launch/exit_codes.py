@@ -1,4 +1,4 @@
-"""What an exit status says about a job, and which ones are worth another start.
+"""What the launcher and its tasks agree on: exit statuses, and variables of the environment.
 
 The numbers are those that others use: from 128 on an end may be tried again, as Kubeflow has it;
 143 is what TensorFlow's PreemptionCheckpointHandler exits with, and what SIGTERM leaves.
@@ -7,13 +7,13 @@ The numbers are those that others use: from 128 on an end may be tried again, as
 from __future__ import annotations
 
 import math
-import re
+import os
+import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-from tfdist_ext.errors import LaunchError
 
 __all__ = [
+    "COMMAND",
     "DONE",
     "FAILED",
     "GRACE",
@@ -21,9 +21,10 @@ __all__ = [
     "PREEMPTION_SIGNAL",
     "RESTART",
     "STALL_TIMEOUT",
+    "STARTS_AGAIN",
     "USUAL_STALL_TIMEOUT",
-    "RestartOn",
-    "outcome_of",
+    "command_line",
+    "is_started_again",
     "stall_timeout",
 ]
 
@@ -37,6 +38,8 @@ PREEMPTION_SIGNAL = "TFDIST_PREEMPTION_SIGNAL"  # one that says what SIGTERM say
 GRACE = "TFDIST_GRACE"  # seconds from the signal until the task is killed
 STALL_TIMEOUT = "TFDIST_STALL_TIMEOUT"  # seconds without progress that end a task; 0: never
 USUAL_STALL_TIMEOUT = 60.0
+COMMAND = "TFDIST_COMMAND"  # the line that started the launcher
+STARTS_AGAIN = "TFDIST_STARTS_AGAIN"  # "1": the launcher starts tasks again that fail
 
 
 def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) -> float:
@@ -48,48 +51,18 @@ def stall_timeout(env: Mapping[str, str], usual: float = USUAL_STALL_TIMEOUT) ->
     return timeout if 0 < timeout < math.inf else 0.0
 
 
-_EXCEPTION = "exception"
-_CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")
+def is_started_again() -> bool:
+    """Whether the launcher starts this task again if it fails, and says so if it does not."""
+    return bool(os.environ.get(STARTS_AGAIN))
 
 
-def outcome_of(status: int) -> str:
-    """ "done", "failed", "restart" or "preempted": what the contract says of a status."""
-    named = {DONE: "done", PREEMPTED: "preempted"}
-    return named.get(status, "restart" if status >= 128 else "failed")
+def command_line() -> str | None:
+    """The line for a shell: the launcher's, where one has started this process.
 
-
-@dataclass(frozen=True)
-class RestartOn:
-    """The ends of a task after which a run starts again.
-
-    Attributes:
-        codes: exit statuses; 128 + n is signal n.
-        exceptions: a Python exception, too, where it comes from another place than those before.
+    None in an interactive session.
     """
-
-    codes: frozenset[int] = frozenset(range(128, 256))
-    exceptions: bool = True
-
-    @classmethod
-    def parse(cls, text: str) -> RestartOn:
-        """Of words with commas between: exit codes, ranges of them, "exception".
-
-        Raises:
-            LaunchError: anything else, or a code that is none.
-        """
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        codes: set[int] = set()
-        for word in words:
-            if word == _EXCEPTION:
-                continue
-            match = _CODES.fullmatch(word)
-            low = int(match[1]) if match else 0
-            high = int(match[2] or low) if match else 0
-            if not 1 <= low <= high <= 255:
-                raise LaunchError(
-                    f"--restart-on must be exit codes from 1 to 255, ranges of them, and"
-                    f" {_EXCEPTION!r}, got {word!r}; write, for example:"
-                    f" --restart-on {_EXCEPTION},75,128-255"
-                )
-            codes.update(range(low, high + 1))
-        return cls(frozenset(codes), _EXCEPTION in words)
+    if line := os.environ.get(COMMAND):
+        return line
+    if hasattr(sys, "ps1") or not sys.argv[0]:
+        return None
+    return shlex.join(sys.orig_argv)

@@ -26,11 +26,10 @@ from tfdist_ext.user_frames import filter_traceback
 if TYPE_CHECKING:
     import pickle
 
-    from tfdist_ext.errors import TaskError
     from tfdist_ext.launch.plan import LaunchPlan
     from tfdist_ext.launch.run import RunResult
 
-__all__ = ["function_plan", "launch", "raise_stop_signal", "results_in", "said_by", "task_error"]
+__all__ = ["function_plan", "launch", "raise_stop_signal", "results_in", "said_by"]
 
 
 @filter_traceback
@@ -72,8 +71,13 @@ def launch(
         TaskError: a task failed; names it, and has the traceback of its exception.
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
-    from tfdist_ext.launch.command_line import COMMAND
-    from tfdist_ext.launch.exit_codes import STALL_TIMEOUT, USUAL_STALL_TIMEOUT, stall_timeout
+    from tfdist_ext.errors import TaskError
+    from tfdist_ext.launch.exit_codes import (
+        COMMAND,
+        STALL_TIMEOUT,
+        USUAL_STALL_TIMEOUT,
+        stall_timeout,
+    )
     from tfdist_ext.launch.restarting import run_with_restarts
     from tfdist_ext.launch.restarts import RestartPolicy
     from tfdist_ext.launch.run import Limits
@@ -95,7 +99,7 @@ def launch(
         ended = run_with_restarts(planned, policy, logs, env, limits, stop)
         raise_stop_signal(stop.first)
         if ended.exit_status:
-            raise task_error(said_by(ended, folder), str(ended.failed_task))
+            raise TaskError(said_by(ended, folder), (str(ended.failed_task),))
         return results_in(folder, ended)
 
 
@@ -235,15 +239,6 @@ def said_by(ended: RunResult, folder: Path) -> str:
         said = tracebacks[named].read_text(encoding="utf-8")
         said = said if named == cause else f"{named} failed because of it:\n{said}"
     return f"{cause} failed first, exit status {ended.exit_status}:\n{said}".rstrip()
-
-
-def task_error(message: str, *failed: str) -> TaskError:
-    """The error for a run in which these tasks have failed."""
-    from tfdist_ext.errors import TaskError
-
-    error = TaskError(message)
-    error.failed = failed
-    return error
 
 
 def raise_stop_signal(number: signal.Signals | None) -> None:

@@ -1,4 +1,8 @@
-"""Bytes of a process, in whatever pieces they arrive, cut into lines that can be shown."""
+"""The lines that a process writes: cut from its bytes, and what they say.
+
+TensorFlow's start-up messages are kept from the screen; tracebacks say where a failure was raised,
+and some lines blame another task for it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import codecs
 import re
 from typing import NamedTuple
 
-__all__ = ["Line", "LineSplitter"]
+__all__ = ["Blame", "Line", "LineSplitter", "StartupNoise", "TracebackReader", "blame_in"]
 
 # A carriage return at the very end stays undecided: the next byte may be its newline.
 _END = re.compile(r"\r?\n|\r(?!\Z)")
@@ -37,11 +41,6 @@ class LineSplitter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._rest = ""
 
-    @property
-    def pending(self) -> bool:
-        """Whether something arrived that is no whole line yet."""
-        return bool(self._rest)
-
     def feed(self, data: bytes) -> list[Line]:
         """The lines that `data` completes."""
         text = self._rest + self._decoder.decode(data)
@@ -65,3 +64,108 @@ class LineSplitter:
         starts = range(0, max(len(text), 1), self._limit)
         pieces = [_CODE.sub("", text[start : start + self._limit]) for start in starts]
         return [*(Line(piece, "") for piece in pieces[:-1]), Line(pieces[-1], end)]
+
+
+# "I0000 00:00:1795702528.736741    2947 port.cc:153] ", and
+# "2026-11-26 12:13:14.567890: I tensorflow/core/util/port.cc:153] ". I: only information.
+_INFORMATION = (
+    r"(?:I\d{4} \d\d:\d\d:\d+(?:\.\d+)? +\d+ |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I )"
+    r"(?:[\w.+-]+/)*"
+    r"(?:port|cudart_stub|cpu_feature_guard|grpc_server_lib|coordination_service(?:_agent)?"
+    r"|eager_service_impl)\.(?:cc|h):\d+\] .*"
+)
+_NOISE = re.compile(
+    rf"{_INFORMATION}"
+    # A machine without a GPU. Other errors of CUDA are shown.
+    r"|E\d{4} .* cuda_platform\.cc:\d+\] failed call to cuInit: .*"
+    r"(?:UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE: .*)"
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"|To enable the following instructions:[A-Z0-9_. ]+, in other operations, rebuild TensorFlow"
+    r" with the appropriate compiler flags\."
+)
+# The lines that may follow such a line: a list of tasks; a protobuf that an empty line ends.
+_FOLLOWING = {
+    "] Example stragglers:": re.compile(r"/job:\w+/replica:\d+/task:\d+"),
+    "] SessionOptions:": re.compile(r"(?: *(?:\w+: \S+|\w+ \{|\}))?"),
+}
+
+
+class StartupNoise:
+    """Knows the lines that TensorFlow writes at every start, one after another.
+
+    TF_CPP_MIN_LOG_LEVEL does not hide them: they are written before TensorFlow reads it.
+    """
+
+    def __init__(self) -> None:
+        self._following: re.Pattern[str] | None = None
+
+    def has(self, line: str) -> bool:
+        """Whether the next line, without its end, is one that TensorFlow writes at every start."""
+        if self._following is not None and self._following.fullmatch(line):
+            if not line:
+                self._following = None
+            return True
+        noise = _NOISE.fullmatch(line) is not None
+        found = (lines for end, lines in _FOLLOWING.items() if noise and end in line)
+        self._following = next(found, None)
+        return noise
+
+
+_HEAD = "Traceback (most recent call last):"
+_MARGIN = re.compile(r" *\| ")  # of an exception group
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
+_ERROR = re.compile(r"(?P<kind>[A-Za-z_][\w.<>]*)(:.*)?")
+# The last line of a PeerError's traceback, and of the error that a task is missing at the start;
+# what TensorFlow logs where one's process is gone.
+_BLAMES = (
+    re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
+    re.compile(r"(?P<words>Error reported from /job:(?P<job>\w+)/task:(?P<index>\d+).*)"),
+)
+
+
+class Blame(NamedTuple):
+    """What a task has written about another one.
+
+    Attributes:
+        task: because of which it failed, as "worker:1".
+        words: its sentence.
+    """
+
+    task: str
+    words: str
+
+
+def blame_in(line: str) -> Blame | None:
+    """The task that a line of output blames, if it does."""
+    for pattern in _BLAMES:
+        if found := pattern.search(line):
+            return Blame(f"{found['job']}:{found['index']}", found["words"])
+    return None
+
+
+class TracebackReader:
+    """Reads lines, one after another.
+
+    Attributes:
+        raised: all frames of the last traceback, and the exception's class; the same text for the
+            same exception in the same place. "" where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.raised = ""
+        self._frames: list[str] | None = None
+
+    def feed(self, line: str) -> None:
+        """The next line."""
+        if line.endswith(_HEAD):  # after what another thread has not ended
+            self._frames = []
+            return
+        if self._frames is None:
+            return
+        line = _MARGIN.sub("", line, count=1)
+        if frame := _FRAME.fullmatch(line):
+            self._frames.append(f"{frame['file']}:{frame['line']} in {frame['name']}")
+        elif self._frames and not line.startswith(" ") and (error := _ERROR.fullmatch(line)):
+            self.raised = f"{error['kind']} at {' < '.join(reversed(self._frames))}"
+            self._frames = None

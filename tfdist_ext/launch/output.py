@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.lines import Line, LineSplitter
-from tfdist_ext.launch.startup_noise import StartupNoise
-from tfdist_ext.launch.tracebacks import Blame, TracebackReader, blame_in
+from tfdist_ext.launch.lines import (
+    Blame,
+    Line,
+    LineSplitter,
+    StartupNoise,
+    TracebackReader,
+    blame_in,
+)
 
 __all__ = ["Printer", "TaskOutput"]
 

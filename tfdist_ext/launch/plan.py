@@ -62,8 +62,13 @@ class LaunchPlan:
 def addresses_needed(
     *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
 ) -> int:
-    """How many ports `plan_local` wants: one for each task."""
-    return max(workers, 0) + max(ps, 0) + int(_with_chief(chief, ps)) + int(evaluator)
+    """How many ports `plan_local` wants: one for each task.
+
+    Raises:
+        LaunchError: these tasks make no cluster.
+    """
+    counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
+    return sum(counts.values())
 
 
 def plan_local(
@@ -135,23 +140,7 @@ def task_counts(
     Raises:
         LaunchError: these tasks make no cluster.
     """
-    has_chief = _with_chief(chief, ps)
-    _check_tasks(workers, has_chief, ps)
-    counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
-    return {job: count for job, count in counts.items() if count}
-
-
-def shell_line(task: TaskPlan) -> str:
-    """The task as one line that can be pasted into a shell."""
-    settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
-    return " ".join([*settings, shlex.join(task.argv)])
-
-
-def _with_chief(chief: bool | None, ps: int) -> bool:
-    return ps > 0 if chief is None else chief
-
-
-def _check_tasks(workers: int, chief: bool, ps: int) -> None:
+    has_chief = ps > 0 if chief is None else chief
     for option, count in {"--workers": workers, "--ps": ps}.items():
         if count < 0:
             raise LaunchError(f"{option} must be a number of tasks of at least 0, got {count}")
@@ -160,16 +149,24 @@ def _check_tasks(workers: int, chief: bool, ps: int) -> None:
             f"--ps must come with workers, got --ps {ps} alone: parameter servers hold variables"
             " and compute nothing; add --workers 1 or more"
         )
-    if ps and not chief:
+    if ps and not has_chief:
         raise LaunchError(
             f"--ps must come with a chief, got --ps {ps} without one: training with parameter"
             " servers is driven by a coordinator, which is the chief task; leave out --no-chief, or"
             " leave out --ps"
         )
-    if not workers and not chief:
+    if not workers and not has_chief:
         raise LaunchError(
             "at least one task must train, got --workers 0 and no chief; add --workers 1 or more"
         )
+    counts = {"chief": int(has_chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
+    return {job: count for job, count in counts.items() if count}
+
+
+def shell_line(task: TaskPlan) -> str:
+    """The task as one line that can be pasted into a shell."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in task.env.items()]
+    return " ".join([*settings, shlex.join(task.argv)])
 
 
 def find_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:

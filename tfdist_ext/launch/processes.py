@@ -14,7 +14,6 @@ from typing import Protocol, TypeAlias
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch import watchdog
 from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
-from tfdist_ext.launch.guard import Guard
 from tfdist_ext.launch.output import Printer, TaskOutput
 from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
@@ -138,7 +137,7 @@ class Tasks:
     ) -> None:
         self.all: list[TaskProcess] = []
         self._plan = plan
-        self._guard = Guard(env)
+        self._guard = watchdog.Guard(env)
         self._screen = screen
         self._report = report
         self._start_process = start

@@ -6,8 +6,8 @@ import math
 import signal
 from collections.abc import Mapping, Sequence
 
+from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.processes import TaskProcess
-from tfdist_ext.launch.tracebacks import Blame
 
 __all__ = [
     "failure_report",

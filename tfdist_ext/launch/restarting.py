@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.command_line import COMMAND, LAST_CHECKPOINT, STARTS_AGAIN
-from tfdist_ext.launch.exit_codes import FAILED, outcome_of
+from tfdist_ext.launch.exit_codes import FAILED, STARTS_AGAIN
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 from tfdist_ext.launch.run import Limits, RunResult, run_plan
 from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = ["RESTARTS", "RESULT", "run_with_restarts"]
+__all__ = ["RESTARTS", "run_with_restarts"]
 
 RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
-RESULT = "result.json"  # beside the logs: how the run has ended
 
 # (workers, folder of logs) -> the plan of one start, its ports reserved meanwhile.
 Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]]
@@ -44,9 +42,8 @@ def run_with_restarts(
     Args:
         planned: gives the plan of one start, its ports reserved meanwhile: of these workers, by
             their numbers among all, with log files in this folder.
-        log_dir: gets the logs of the first start, those of the others in folders
-            `restart-1`, ..., and `result.json` where one has failed: the root cause, and how each
-            start has ended.
+        log_dir: gets the logs of the first start, and those of the others in folders
+            `restart-1`, ...
         stop: the signals that end the run.
         names_pids: as of `run_plan`.
 
@@ -54,14 +51,11 @@ def run_with_restarts(
         LaunchError: the first start could not be made.
     """
     began = time.monotonic()
-    speaks = policy.max_restarts and not env.get(STARTS_AGAIN)  # else a scheduler may start it
-    history = _History(policy, env[COMMAND] if speaks else "")
+    history = _History(policy)
     if policy.max_restarts:
         env = {**env, STARTS_AGAIN: "1"}
-    (log_dir / RESULT).unlink(missing_ok=True)  # of another run
     with stop.handled():
-        while True:
-            number = len(history.starts)
+        for number in itertools.count():
             folder = log_dir / f"restart-{number}" if number else log_dir
             left = _limits_after(time.monotonic() - began, limits) if number else limits
             history.begin()
@@ -71,7 +65,6 @@ def run_with_restarts(
                         plan,
                         left,
                         env={**env, RESTARTS: str(number)},
-                        restart_after=history.seconds_with(history.workers),
                         stop=stop,
                         replaces=history.replaces,
                         names_pids=names_pids,
@@ -81,13 +74,11 @@ def run_with_restarts(
                     raise
                 history.say(f"not started again: {error}")
                 return dataclasses.replace(result, exit_status=FAILED)
-            goes_on = history.ended(result)
-            if goes_on or number or result.exit_status:
-                _write_result(log_dir, result, history.starts)
-            if not goes_on:
+            if not history.ended(result):
                 return result
             if stop.first is not None:  # in this moment
                 return dataclasses.replace(result, exit_status=stop.status)
+    raise AssertionError("unreachable")
 
 
 def _limits_after(seconds: float, limits: Limits) -> Limits:
@@ -104,19 +95,13 @@ class _History:
         workers: of this start, or the next one, each by its number among all.
         past: the ends that count for what follows: those of starts, and of tasks that were
             replaced in one.
-        starts: what is written of each start.
-
-    Args:
-        command: how a person starts the run again, to be said at its end; "": nothing is said.
     """
 
-    def __init__(self, policy: RestartPolicy, command: str) -> None:
+    def __init__(self, policy: RestartPolicy) -> None:
         self._report = Printer(sys.stderr)
         self.workers = tuple(range(policy.workers))
         self.past: list[Attempt] = []
-        self.starts: list[dict[str, Any]] = []
         self._policy = policy
-        self._command = command
         self._since = 0.0
         self._gone: set[int] = set()  # left out while the others went on
 
@@ -129,25 +114,21 @@ class _History:
         self._since = time.monotonic()
         self._gone.clear()
 
-    def seconds_with(self, workers: Sequence[int]) -> float | None:
-        """How long these workers may be without the others; None: any time."""
-        return self._policy.seconds_with(workers, self.past)
-
     def replaces(
         self, task: str, status: int, raised: str, seconds: float
-    ) -> tuple[Literal["start", "leave out", "fail"], float | None]:
+    ) -> Literal["start", "leave out", "fail"]:
         """What becomes of a worker that has failed, and whose work the others do."""
         self._add(status, task, raised, seconds)
         following = next_attempt(self._policy, self.past)
         if following.workers is None:
             self.past.pop()  # it ends the start, whose end is told in a moment
-            return "fail", None
+            return "fail"
         self.say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
         number = self._number_of(task)
         if number is None or number in following.workers:
-            return "start", None
+            return "start"
         self._gone.add(number)
-        return "leave out", self.seconds_with(following.workers)
+        return "leave out"
 
     def ended(self, result: RunResult) -> bool:
         """Take note of the end of a start; whether there is another one."""
@@ -157,21 +138,12 @@ class _History:
             result.raised,
             time.monotonic() - self._since,
             lost=result.lost,
-            stopped=result.ended_by in ("signal", "timeout"),
-            to_grow=result.ended_by == "limit",
+            stopped=result.ended_by != "tasks",
         )
-        self.starts.append(_described(result, self.past[-1]))
         following = next_attempt(self._policy, self.past)
         if following.why:
             self.say(following.why)
         if following.workers is None:
-            said = (line for lines in result.last_lines.values() for line in lines)
-            if (
-                self._command
-                and result.exit_status
-                and any(LAST_CHECKPOINT in line for line in said)
-            ):
-                self.say(f"to resume from the last checkpoint, run again: {self._command}")
             return False
         self.workers = following.workers
         return True
@@ -194,28 +166,3 @@ class _History:
         job, _, index = (task or "").partition(":")
         known = job == "worker" and index.isdigit() and int(index) < len(self.workers)
         return self.workers[int(index)] if known else None
-
-
-def _described(result: RunResult, attempt: Attempt) -> dict[str, Any]:
-    return {
-        "status": result.exit_status,
-        "outcome": outcome_of(result.exit_status),
-        "ended_by": result.ended_by,
-        "failed_task": result.failed_task,
-        "exception": attempt.raised,
-        "workers": list(attempt.workers),
-        "seconds": round(attempt.seconds, 1),
-    }
-
-
-def _write_result(log_dir: Path, result: RunResult, starts: list[dict[str, Any]]) -> None:
-    """Write how the run ended beside the logs: the last start's end, its last lines, all starts."""
-    cause = result.failed_task
-    last_lines = list(result.last_lines[cause]) if cause is not None else []
-    described = {**starts[-1], "last_lines": last_lines, "starts": starts}
-    path = log_dir / RESULT
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:  # no reason to end otherwise
-        print(f"tfdist: {path} could not be written: {error}", file=sys.stderr, flush=True)

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, PREEMPTED, RestartOn
+from tfdist_ext.launch.exit_codes import DONE, PREEMPTED
 
-__all__ = ["Attempt", "Next", "RestartPolicy", "next_attempt"]
+__all__ = ["Attempt", "Next", "RestartOn", "RestartPolicy", "next_attempt"]
 
 AGAIN_AND_AGAIN = 2  # failures in a row of one worker, after which it is left out
 _AT_ONCE = 10.0  # seconds; a preemption before counts, or a run could start again without end
+_EXCEPTION = "exception"
+_CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")
+
+
+@dataclass(frozen=True)
+class RestartOn:
+    """The ends of a task after which a run starts again.
+
+    Attributes:
+        codes: exit statuses; 128 + n is signal n.
+        exceptions: a Python exception, too, where it comes from another place than those before.
+    """
+
+    codes: frozenset[int] = frozenset(range(128, 256))
+    exceptions: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> RestartOn:
+        """Of words with commas between: exit codes, ranges of them, "exception".
+
+        Raises:
+            LaunchError: anything else, or a code that is none.
+        """
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        codes: set[int] = set()
+        for word in words:
+            if word == _EXCEPTION:
+                continue
+            match = _CODES.fullmatch(word)
+            low = int(match[1]) if match else 0
+            high = int(match[2] or low) if match else 0
+            if not 1 <= low <= high <= 255:
+                raise LaunchError(
+                    f"--restart-on must be exit codes from 1 to 255, ranges of them, and"
+                    f" {_EXCEPTION!r}, got {word!r}; write, for example:"
+                    f" --restart-on {_EXCEPTION},75,128-255"
+                )
+            codes.update(range(low, high + 1))
+        return cls(frozenset(codes), _EXCEPTION in words)
 
 
 @dataclass(frozen=True)
@@ -23,8 +63,6 @@ class RestartPolicy:
         workers: how many there are when all of them are there.
         min_workers: how many are enough; a worker that fails again and again is left out.
         on: the ends that are worth it.
-        grow_after: seconds with fewer workers after which all are tried again; twice as many each
-            time.
 
     Raises:
         LaunchError: numbers that make no sense.
@@ -34,13 +72,6 @@ class RestartPolicy:
     workers: int
     min_workers: int
     on: RestartOn = field(default_factory=RestartOn)
-    grow_after: float = 600.0
-
-    def seconds_with(self, workers: Sequence[int], past: Sequence[Attempt]) -> float | None:
-        """How long a start with these workers may take; None: any time, as all are there."""
-        if len(workers) == self.workers:
-            return None
-        return self.grow_after * 2.0 ** sum(attempt.to_grow for attempt in past)
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -72,7 +103,6 @@ class Attempt:
         raised: where a Python exception came from that was the root cause; "" where it was none.
         lost: a task does not answer, and the others have failed because of that.
         stopped: a signal to the launcher or its time limit has ended it.
-        to_grow: the launcher has ended it, to go on with all workers.
     """
 
     status: int
@@ -82,7 +112,6 @@ class Attempt:
     raised: str = ""
     lost: bool = False
     stopped: bool = False
-    to_grow: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +130,6 @@ class Next:
 def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
     """What comes after the last of these attempts."""
     last = past[-1]
-    everyone = tuple(range(policy.workers))
-    if last.to_grow:
-        return Next(everyone, f"going on with all {policy.workers} workers")
     if last.status == DONE or last.stopped or not policy.max_restarts:
         return Next()
     if last.status == PREEMPTED and not _counts(last):
@@ -125,7 +151,7 @@ def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
 def _counts(attempt: Attempt) -> bool:
     if attempt.status == PREEMPTED and attempt.seconds >= _AT_ONCE:
         return False
-    return not attempt.to_grow and attempt.status != DONE
+    return attempt.status != DONE
 
 
 def _without_the_failing(

@@ -16,6 +16,7 @@ from typing import Literal, TextIO, TypeAlias
 
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import FAILED, GRACE, PREEMPTED, PREEMPTION_SIGNAL, RESTART
+from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.output import Printer
 from tfdist_ext.launch.plan import LaunchPlan
 from tfdist_ext.launch.processes import StartProcess, TaskProcess, Tasks, start_process
@@ -25,7 +26,6 @@ from tfdist_ext.launch.report import (
     timeout_report,
 )
 from tfdist_ext.launch.stop_signals import StopSignals
-from tfdist_ext.launch.tracebacks import Blame
 
 __all__ = ["Limits", "RunResult", "run_plan"]
 
@@ -37,12 +37,9 @@ _GRACE_OF_FAILURE, _GRACE_OF_CTRL_C = 1.0, 5.0
 
 
 # (task, its exit status, the Python exception in it, seconds that it ran) -> what becomes of a task
-# that has failed, and whose work the others do: it is started again, left out, or has failed the
-# run; and the seconds from then on after which the run is ended to be started anew, None for any.
-Replaces: TypeAlias = Callable[
-    [str, int, str, float], tuple[Literal["start", "leave out", "fail"], float | None]
-]
-EndedBy: TypeAlias = Literal["tasks", "signal", "timeout", "limit"]
+# that has failed, and whose work the others do.
+Replaces: TypeAlias = Callable[[str, int, str, float], Literal["start", "leave out", "fail"]]
+EndedBy: TypeAlias = Literal["tasks", "signal", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class RunResult:
             has failed before, or does not answer; None where none did.
         raised: the Python exception of that task, with its frames; "" where it was none.
         lost: that task does not answer: it had not ended by itself.
-        ended_by: "tasks"; or what has ended them: "signal", "timeout", "limit" (see `run_plan`).
+        ended_by: "tasks"; or what has ended them: "signal" or "timeout".
         returncodes: of each task; -n where signal n ended it, None where nothing could end it.
         last_lines: of each task, at most 20.
     """
@@ -106,7 +103,6 @@ def run_plan(
     env: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
     report: TextIO | None = None,
-    restart_after: float | None = None,
     stop: StopSignals | None = None,
     replaces: Replaces | None = None,
     start: StartProcess = start_process,
@@ -125,8 +121,6 @@ def run_plan(
         env: what the tasks' environment starts from; None: this process's.
         stream: where the tasks' lines go; None: standard output.
         report: where the launcher itself speaks; None: standard error.
-        restart_after: seconds after which the tasks are ended to be started anew, which is no
-            failure; None: never.
         stop: the signals of several runs one after another; None: those of this run.
         replaces: what becomes of a task of `plan.replaceable` that fails; None: it fails the run.
         start: starts the process of a task.
@@ -143,7 +137,7 @@ def run_plan(
     env[PREEMPTION_SIGNAL] = stop.preemption.name
     reporter = Printer(report or sys.stderr)
     tasks = Tasks(plan, env, Printer(stream or sys.stdout), reporter, start)
-    run = _Run(plan, tasks, reporter, limits, restart_after, stop, replaces, names_pids)
+    run = _Run(plan, tasks, reporter, limits, stop, replaces, names_pids)
     with stop.handled() if own else contextlib.nullcontext():
         return run.run()
 
@@ -164,7 +158,6 @@ class _Run:
     tasks: Tasks
     report: Printer
     limits: Limits
-    restart_after: float | None
     stop: StopSignals
     replaces: Replaces | None
     names_pids: bool
@@ -193,7 +186,8 @@ class _Run:
             on_end = lambda task, code: self.events.put((task, code))  # noqa: E731
             self.tasks.start(on_end, names_pids=self.names_pids)
             self.start = time.monotonic()
-            self.deadline = self._end_of_time()
+            if self.limits.timeout is not None:
+                self.deadline = self.start + self.limits.timeout
             if self.limits.stall_timeout:
                 self.tasks.kill_stopped(self.limits.stall_timeout)
             while self.tasks.running() and self._handle_next():
@@ -204,8 +198,6 @@ class _Run:
             self.tasks.end()
             self.tasks.close(self._output_given_up)
             self.stop.tell = None
-        if self.ended_by == "limit" and all(task.returncode == 0 for task in self.tasks.all):
-            self.status, self.ended_by = 0, "tasks"  # done, a moment before its end
         if self.stop.first is not None:
             self.ended_by = "signal"
         self._say_why()
@@ -218,11 +210,6 @@ class _Run:
             returncodes={task.name: task.returncode for task in self.tasks.all},
             last_lines={task.name: tuple(task.output.last_lines) for task in self.tasks.all},
         )
-
-    def _end_of_time(self) -> float | None:
-        """When the tasks are ended, in monotonic time."""
-        seconds = [s for s in (self.limits.timeout, self.restart_after) if s is not None]
-        return self.start + min(seconds) if seconds else None
 
     def _handle_next(self) -> bool:
         """Handle one event or the passing of a deadline; False when nothing more can be done."""
@@ -240,7 +227,9 @@ class _Run:
     def _deadline_passed(self) -> bool:
         match self.phase:
             case _Phase.RUNNING:
-                self._time_is_up()
+                self.status, self.ended_by = _TIMED_OUT, "timeout"
+                self.hurried = True
+                self._begin_ending()
             case _Phase.LINGERING:
                 self._begin_ending()
             case _Phase.SETTLING:
@@ -250,15 +239,6 @@ class _Run:
             case _Phase.KILLING:
                 return False
         return True
-
-    def _time_is_up(self) -> None:
-        timeout = self.limits.timeout
-        if self.restart_after is not None and (timeout is None or self.restart_after < timeout):
-            self.status, self.ended_by = PREEMPTED, "limit"
-        else:
-            self.status, self.ended_by = _TIMED_OUT, "timeout"
-            self.hurried = True
-        self._begin_ending()
 
     def _signalled(self, number: signal.Signals) -> None:
         if self.signalled:
@@ -300,11 +280,8 @@ class _Run:
         blame = _blame(task) if status in (FAILED, RESTART) else None
         if blame is not None and blame.task != task.name:  # it is not the one to be replaced
             return False
-        now = time.monotonic()
-        does, seconds = self.replaces(task.name, status, task.output.raised(), now - task.began)
-        if does == "leave out" and seconds is not None:
-            self.restart_after = now - self.start + seconds
-            self.deadline = self._end_of_time()
+        lasted = time.monotonic() - task.began
+        does = self.replaces(task.name, status, task.output.raised(), lasted)
         if does == "start":
             self.tasks.start_again(task)
         return does != "fail"

@@ -58,10 +58,6 @@ class StopSignals:
         return PREEMPTED if self.first == self.preemption else 128 + self.first
 
     def _came(self, number: int, _: object) -> None:
-        self.came(number)
-
-    def came(self, number: int) -> None:
-        """Take note of a signal, to this process or to one that passes it on."""
         now = time.monotonic()
         if self.first is None:
             self.first, self._at = signal.Signals(number), now

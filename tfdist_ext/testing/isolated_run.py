@@ -106,7 +106,7 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
         folder = Path(made)
 
         def replaces(task: str, *_: Any) -> Any:
-            return ("start" if (folder / f"{task}{_KILLED}").exists() else "fail"), None
+            return "start" if (folder / f"{task}{_KILLED}").exists() else "fail"
 
         arguments = (str(folder), _test_of(item), _options(item.config), needs.logical_cpus)
         ended = run_function(

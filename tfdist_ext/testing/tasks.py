@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.cluster.jobs import JOB_NAMES
-from tfdist_ext.errors import LaunchError
+from tfdist_ext.errors import LaunchError, TaskError
 from tfdist_ext.launch.function_task import DONE
 from tfdist_ext.launch.functions import (
     function_plan,
     raise_stop_signal,
     results_in,
     said_by,
-    task_error,
 )
 from tfdist_ext.launch.plan import task_counts
 from tfdist_ext.launch.run import Limits, Replaces, RunResult, run_plan
@@ -88,7 +87,7 @@ def run_tasks(
             if shown := text.strip():
                 cut = "" if len(shown) <= _MAX_OUTPUT else f", the last {_MAX_OUTPUT} characters"
                 lines.append(f"---- output of {name}{cut}\n{shown[-_MAX_OUTPUT:]}")
-        raise task_error("\n".join(lines), *ended.failed)
+        raise TaskError("\n".join(lines), ended.failed)
     results = Results(ended.results)
     results.outputs = ended.outputs
     return results

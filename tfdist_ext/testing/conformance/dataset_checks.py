@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import StrategyCase
-from tfdist_ext.testing.conformance.strategy_probes import (
+from tfdist_ext.testing.conformance.strategy_case import (
+    StrategyCase,
     expect_equal,
     ignore_known_warnings,
     local_values,
@@ -27,15 +27,6 @@ class DatasetChecks(StrategyCase):
     def test_distribute_dataset_not_fetched(self) -> None:
         """The same with an option: parts are left on the host."""
         self._expect_cut(tf.distribute.InputOptions(experimental_fetch_to_device=False))
-
-    def test_a_batch_smaller_than_the_replicas(self) -> None:
-        """One row for all replicas: one of them has it."""
-        strategy = self.under_test()
-        rows = tf.data.Dataset.range(2).batch(1)
-        distributed = strategy.experimental_distribute_dataset(rows)
-        with ignore_known_warnings():
-            counted = tf.function(self._counted)(distributed)
-        expect_equal("(rows, their sum)", [int(number) for number in counted], [2, 1])
 
     def test_distribute_a_structure(self) -> None:
         """Dicts and tuples keep their structure, and what belongs together stays together."""

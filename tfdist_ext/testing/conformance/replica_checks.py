@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import StrategyCase
-from tfdist_ext.testing.conformance.strategy_probes import (
+from tfdist_ext.testing.conformance.strategy_case import (
     RUN_MODES,
+    StrategyCase,
     expect_equal,
     local_values,
     probe_sums,

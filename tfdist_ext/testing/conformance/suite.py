@@ -19,12 +19,12 @@ from tfdist_ext.messages import nearest
 from tfdist_ext.testing.conformance.dataset_checks import DatasetChecks
 from tfdist_ext.testing.conformance.replica_checks import ReplicaChecks
 from tfdist_ext.testing.conformance.training_checks import TrainingChecks
-from tfdist_ext.testing.conformance.variable_checks import SavingChecks
+from tfdist_ext.testing.conformance.variable_checks import VariableChecks
 
 __all__ = ["StrategyConformance", "check_names"]
 
 
-class StrategyConformance(TrainingChecks, DatasetChecks, SavingChecks, ReplicaChecks):
+class StrategyConformance(TrainingChecks, DatasetChecks, VariableChecks, ReplicaChecks):
     """The contract of a synchronous strategy on the devices of one machine.
 
     A subclass defines `strategy()`, and may leave checks out (`test_gather = None`) and set:

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import StrategyCase
-from tfdist_ext.testing.conformance.strategy_probes import (
+from tfdist_ext.testing.conformance.strategy_case import (
+    StrategyCase,
     expect_close,
     expect_equal,
     ignore_known_warnings,
@@ -32,26 +32,25 @@ LABELS = _RNG.integers(0, CLASSES, 37)
 WEIGHTS = np.linspace(0.1, 2, 37)  # so that a mean of means is none of the rows
 
 
-def _dense() -> tuple[keras.Model, list[np.ndarray]]:
+def _dense() -> tuple[keras.Model, list[np.ndarray], keras.optimizers.Optimizer]:
     layers = keras.layers
     inputs = keras.Input([5])
     hidden = layers.Dense(8, "tanh", kernel_regularizer=keras.regularizers.L2(0.05))(inputs)
-    return keras.Model(inputs, layers.Dense(CLASSES)(hidden)), [NUMBERS]
+    model = keras.Model(inputs, layers.Dense(CLASSES)(hidden))
+    return model, [NUMBERS], keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def _table() -> tuple[keras.Model, list[np.ndarray]]:
-    """An embedding, whose gradients are slices, and BatchNormalization."""
+def _table() -> tuple[keras.Model, list[np.ndarray], keras.optimizers.Optimizer]:
+    """An embedding, whose gradients are slices, and BatchNormalization.
+
+    The optimizer clips by the norm of the whole gradient, and averages the weights.
+    """
     layers = keras.layers
     numbers, ids = keras.Input([5]), keras.Input([3], dtype="int32")
     rows = layers.Flatten()(layers.Embedding(12, 4)(ids))
     hidden = layers.Dense(8, "tanh")(layers.Concatenate()([numbers, rows]))
     hidden = layers.BatchNormalization(synchronized=True, momentum=0.8)(hidden)
-    return keras.Model([numbers, ids], layers.Dense(CLASSES)(hidden)), [NUMBERS, IDS]
-
-
-def _adamw() -> keras.optimizers.Optimizer:
-    """With clipping by the global norm, which must be that of the whole gradient, and averages."""
-    return keras.optimizers.AdamW(
+    optimizer = keras.optimizers.AdamW(
         0.01,
         weight_decay=0.1,
         global_clipnorm=0.3,
@@ -59,32 +58,30 @@ def _adamw() -> keras.optimizers.Optimizer:
         ema_momentum=0.8,
         ema_overwrite_frequency=3,
     )
+    return keras.Model([numbers, ids], layers.Dense(CLASSES)(hidden)), [NUMBERS, IDS], optimizer
 
 
 MODELS = {"dense": _dense, "table": _table}
-OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adamw": _adamw}
-EVALUATED = ("table", "adamw")
 
 
 class Training:
     """A model with its optimizer; its compiled steps are kept for all sizes.
 
     Args:
-        model, optimizer: of MODELS and OPTIMIZERS.
+        model: of MODELS.
         distribute: builder -> something with Keras's fit, evaluate and predict.
     """
 
     def __init__(
         self,
         model: str,
-        optimizer: str,
         distribute: Callable[[Callable[[], keras.Model]], Any] = lambda build: build(),
     ):
         def build() -> keras.Model:
             keras.utils.set_random_seed(7)
-            made, self._inputs = MODELS[model]()
+            made, self._inputs, optimizer = MODELS[model]()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            made.compile(OPTIMIZERS[optimizer](), loss, weighted_metrics=["accuracy"])
+            made.compile(optimizer, loss, weighted_metrics=["accuracy"])
             made.optimizer.build(made.trainable_variables)
             return made
 
@@ -92,8 +89,6 @@ class Training:
         self.plain: keras.Model = getattr(self.model, "keras_model", self.model)
         self.variables = [*self.plain.weights, *self.plain.optimizer.variables]
         self._start = self.values()
-        # Test and predict steps use no optimizer, so one model is enough for them.
-        self._evaluated = (model, optimizer) == EVALUATED
 
     def values(self) -> list[np.ndarray]:
         """Of weights and optimizer variables."""
@@ -104,11 +99,9 @@ class Training:
             variable.assign(value)
 
     def train_from_start(self, rows: int) -> dict[str, Any]:
-        """Train from the initial weights; for EVALUATED also evaluate and predict."""
+        """Train from the initial weights, evaluate and predict."""
         self.assign(self._start)
         result = self.continue_training(rows)
-        if not self._evaluated:
-            return result
         tested = self.model.evaluate(**self._data(rows), return_dict=True)
         result |= {f"{name} of evaluate": value for name, value in tested.items()}
         result["predictions"] = self.predictions(rows)
@@ -140,9 +133,9 @@ class Training:
 
 
 @functools.cache
-def single_device_results(model: str, optimizer: str) -> dict[str, dict[str, Any]]:
+def single_device_results(model: str) -> dict[str, dict[str, Any]]:
     """The results of Keras alone, without a strategy, for each of SIZES."""
-    training = Training(model, optimizer)
+    training = Training(model)
     return {size: training.train_from_start(rows) for size, rows in SIZES.items()}
 
 
@@ -154,23 +147,15 @@ class TrainingChecks(StrategyCase):
 
     def test_trains_dense_with_sgd(self) -> None:
         """With weights of rows and of regularization, and momentum."""
-        self._expect_single_device_results("dense", "sgd")
-
-    def test_trains_dense_with_adamw(self) -> None:
-        """Clipped by the global norm, with averages of the weights."""
-        self._expect_single_device_results("dense", "adamw")
-
-    def test_trains_table_with_sgd(self) -> None:
-        """With slices as gradients, and BatchNormalization over all replicas."""
-        self._expect_single_device_results("table", "sgd")
+        self._expect_single_device_results("dense")
 
     def test_trains_table_with_adamw(self) -> None:
-        """The same, clipped, with slots for the table."""
-        self._expect_single_device_results("table", "adamw")
+        """With slices as gradients, BatchNormalization, clipping, and averages of the weights."""
+        self._expect_single_device_results("table")
 
     def test_training_checkpoint_and_resume(self) -> None:
         """A checkpoint brings back weights and optimizer; the .keras file is plain Keras's."""
-        training = self._training(*EVALUATED)
+        training = self._training("table")
         rows = SIZES["uneven batches"]
         training.train_from_start(rows)
         predictions = training.predictions(rows)
@@ -213,14 +198,13 @@ class TrainingChecks(StrategyCase):
         mean.reset_state()
         expect_equal("the mean after reset_state", float(mean.result()), 0.0)
 
-    def _training(self, model: str, optimizer: str) -> Training:
+    def _training(self, model: str) -> Training:
         on_strategy = functools.partial(distribute, strategy=self.under_test())
-        make = functools.partial(Training, model, optimizer, on_strategy)
-        return self._cached(f"{model} {optimizer}", make)
+        return self._cached(model, functools.partial(Training, model, on_strategy))
 
-    def _expect_single_device_results(self, model: str, optimizer: str) -> None:
-        training = self._training(model, optimizer)
-        for size, right in single_device_results(model, optimizer).items():
+    def _expect_single_device_results(self, model: str) -> None:
+        training = self._training(model)
+        for size, right in single_device_results(model).items():
             found = training.train_from_start(SIZES[size])
             for name, value in right.items():
                 expect_close(f"{size}, {name}", found[name], value, self.tolerance)

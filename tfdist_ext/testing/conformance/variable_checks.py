@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.testing.conformance.strategy_case import StrategyCase
-from tfdist_ext.testing.conformance.strategy_probes import (
+from tfdist_ext.testing.conformance.strategy_case import (
     RUN_MODES,
+    StrategyCase,
     expect_equal,
     ignore_known_warnings,
     local_values,
@@ -20,7 +20,7 @@ from tfdist_ext.testing.conformance.strategy_probes import (
     run,
 )
 
-__all__ = ["SavingChecks", "VariableChecks"]
+__all__ = ["VariableChecks"]
 
 # 1 MiB of float32, for strategies that decide by size.
 LARGE = [512, 512]
@@ -250,10 +250,6 @@ class VariableChecks(StrategyCase):
 
     def _devices(self, variable: Any) -> set[str]:
         return {copy.device for copy in self.under_test().experimental_local_results(variable)}
-
-
-class SavingChecks(VariableChecks):
-    """Values that a step has written, so that no initial value passes for them."""
 
     def test_checkpoint(self) -> None:
         """`tf.train.Checkpoint`: saved, changed, restored in every copy."""

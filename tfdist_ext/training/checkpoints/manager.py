@@ -22,8 +22,7 @@ import tensorflow as tf
 from tfdist_ext.cluster.liveness.reports import say
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import PeerError, TrainingError
-from tfdist_ext.launch.command_line import LAST_CHECKPOINT, command_line, is_started_again
-from tfdist_ext.launch.exit_codes import PREEMPTED
+from tfdist_ext.launch.exit_codes import PREEMPTED, command_line, is_started_again
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.checkpoints.callback_state import (
     CallbackState,
@@ -387,12 +386,12 @@ class CheckpointManager:
         if self._saved is None:
             return f"There is no checkpoint in {files.path} yet."
         if not self._reduction.is_chief:
-            sentence = f"{LAST_CHECKPOINT} in {files.path} on the chief."
+            sentence = f"The last checkpoint is in {files.path} on the chief."
         elif self._on_disk is None:
             return f"There is no checkpoint in {files.path} yet."
         else:
             path = files.file(name_of(self._on_disk))
-            sentence = f"{LAST_CHECKPOINT} {path}, after {self._on_disk}."
+            sentence = f"The last checkpoint is {path}, after {self._on_disk}."
         if is_started_again():
             return sentence
         line = command_line()
