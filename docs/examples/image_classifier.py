@@ -42,6 +42,10 @@ class Moved:
         self.images = np.pad(images, ((0, 0), (ROOM, ROOM), (ROOM, ROOM), (0, 0)))
         self.labels = labels
         self.moves = np.random.default_rng(1).integers(0, 2 * ROOM + 1, (2, len(labels) * copies))
+        self.element_spec = (
+            tf.TensorSpec([None, SIZE, SIZE, 1], tf.float32),
+            tf.TensorSpec([None], tf.int32),
+        )
 
     def __len__(self):
         return self.moves.shape[1]
@@ -51,6 +55,15 @@ class Moved:
         down, right = self.moves[:, numbers, None] + np.arange(SIZE)
         moved = self.images[image[:, None, None], down[:, :, None], right[:, None, :]]
         return moved, self.labels[image]
+
+    def take(self, numbers):
+        """The examples with these numbers, in tf.data."""
+        images, labels = tf.numpy_function(self.__getitem__, [numbers], [tf.float32, tf.int32])
+        return tf.ensure_shape(images, [None, SIZE, SIZE, 1]), tf.ensure_shape(labels, [None])
+
+    def fingerprint(self):
+        """Another one would be another data set: a checkpoint's position does not fit."""
+        return {"kind": "moved images", "images": len(self.labels), "examples": len(self)}
 
 
 def build(steps):

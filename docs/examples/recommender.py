@@ -141,13 +141,13 @@ def main(epochs=4, picture=PICTURE):
         return None  # to train on
 
     train, test = load()
+    strategy = tfd.create_strategy("parameter_server", placement=plan)
+    ours, model = with_tfdist_ext(strategy, train, test, epochs, verbose=1)
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=servers)
     strategy = tf.distribute.ParameterServerStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(), variable_partitioner=partitioner
     )
     by_hand, places = plain(strategy, train, test, epochs)
-    strategy = tfd.create_strategy("parameter_server", placement=plan)
-    ours, model = with_tfdist_ext(strategy, train, test, epochs, verbose=1)
 
     means = error_of_means(train, test)
     print(f"\n{'error in stars':>24} on {len(test[2])} ratings held out")

@@ -259,7 +259,12 @@ def test_xla_is_off_where_a_variable_is_on_another_device() -> None:
     numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
     with pytest.warns(UserWarning, match="jit_compile=True is off: replicas use a variable"):
         _, ours = assert_trains_as_keras(
-            by_xla(), numbers, Y, strategy=strategy_of("central_storage", 3), eager=False, **FIT
+            by_xla(layers.Flatten),
+            numbers,
+            Y,
+            strategy=strategy_of("central_storage", 3),
+            eager=False,
+            **FIT,
         )
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 

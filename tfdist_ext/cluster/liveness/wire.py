@@ -135,7 +135,8 @@ class Endpoint:
         self._answer = answer
         self._port = identity(address)[1]
         self._words: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._opened = threading.Event()
+        self._opened, self._freed = threading.Event(), threading.Event()
+        self._is_early = threading.Event()
         if not port_is_free(self._port):
             raise OSError(f"port {self._port} is in use")
         handlers = {
@@ -144,7 +145,10 @@ class Endpoint:
         }
         self._server = grpc.server(
             ThreadPoolExecutor(16),
-            handlers=[grpc.method_handlers_generic_handler(_SERVICE, handlers)],
+            handlers=[
+                grpc.method_handlers_generic_handler(_SERVICE, handlers),
+                _EarlyClients(self._forwarded),
+            ],
             options=[("grpc.so_reuseport", 0)],
         )
         try:
@@ -171,6 +175,16 @@ class Endpoint:
         except Exception:  # the connection has broken
             return
 
+    def _forwarded(self, method: str, request: bytes) -> bytes:
+        """What TensorFlow's server answers to one of its clients that has come too early."""
+        import grpc
+
+        self._is_early.set()
+        self._freed.wait(_FOREVER)
+        with grpc.insecure_channel(f"127.0.0.1:{self._port}", options=_CHANNEL) as channel:
+            call = channel.unary_unary(method)
+            return call(request, timeout=_FORWARDED, wait_for_ready=True)
+
     def free_port(self, *, session_within: float = 0.0) -> None:
         """Stop listening; the session stays.
 
@@ -178,11 +192,13 @@ class Endpoint:
             session_within: seconds to wait for the session to be opened.
         """
         self._opened.wait(session_within)
-        self._server.stop(_FOREVER if self._opened.is_set() else 1.0)
+        is_used = self._opened.is_set() or self._is_early.is_set()
+        self._server.stop(_FOREVER if is_used else 1.0)
         for _ in range(100):
             if port_is_free(self._port):
-                return
+                break
             threading.Event().wait(0.05)
+        self._freed.set()
 
     @property
     def had_session(self) -> bool:
@@ -200,7 +216,34 @@ class Endpoint:
         self._server.stop(0.2).wait()  # gRPC logs an abrupt end on the other side
 
 
+class _EarlyClients:
+    """The question with which TensorFlow's coordinator connects, as a generic handler of gRPC.
+
+    Other calls of TensorFlow come later, or are tried again by TensorFlow: a worker may wait in
+    them for a process that waits for this one, with Python's lock.
+
+    Args:
+        answer: (method, request) -> response, as bytes.
+    """
+
+    _METHOD = "/tensorflow.WorkerService/GetStatus"
+
+    def __init__(self, answer: Callable[[str, bytes], bytes]) -> None:
+        self._answer = answer
+
+    def service(self, call: Any) -> Any:
+        """The handler of a call, or None for another method."""
+        import grpc
+
+        if call.method != self._METHOD:
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            lambda request, _: self._answer(self._METHOD, request)
+        )
+
+
 _FOREVER = 10.0**6
+_FORWARDED = 60.0  # seconds for TensorFlow's server to start and to answer
 
 
 def port_is_free(port: int) -> bool:
