@@ -192,8 +192,12 @@ class Endpoint:
             session_within: seconds to wait for the session to be opened.
         """
         self._opened.wait(session_within)
-        is_used = self._opened.is_set() or self._is_early.is_set()
-        self._server.stop(_FOREVER if is_used else 1.0)
+        if self._opened.is_set() or self._is_early.is_set():
+            self._server.stop(_FOREVER)
+        else:
+            # To its end: a call that is still in Python would wait for TensorFlow's constructor,
+            # which holds Python's lock while it waits for the caller.
+            self._server.stop(0.5).wait(_STOPPED)
         for _ in range(100):
             if port_is_free(self._port):
                 break
@@ -243,6 +247,7 @@ class _EarlyClients:
 
 
 _FOREVER = 10.0**6
+_STOPPED = 10.0  # seconds for calls to end
 _FORWARDED = 60.0  # seconds for TensorFlow's server to start and to answer
 
 
