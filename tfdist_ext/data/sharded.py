@@ -46,7 +46,7 @@ class ShardedDataset(abc.ABC):
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, how much of it is done): in examples if they are ordered, else in batches."""
+        """The epoch, and what is done of it, in examples if they are ordered, else in batches."""
         return self._epoch, self._done
 
     @property

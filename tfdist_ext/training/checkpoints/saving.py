@@ -129,7 +129,8 @@ class SavingMixin:
         that is not compiled takes the weights only.
 
         Returns:
-            Progress: `.epoch`, the completed epochs, for `fit(initial_epoch=...)`, and `.step`.
+            The progress. Its `.epoch` is the number of completed epochs, to be passed as
+            `fit(initial_epoch=...)`, and its `.step` the number of steps.
 
         Raises:
             TrainingError: on every task: there is no such file, it is not a checkpoint, it is
