@@ -46,6 +46,8 @@ WHY = {
 }
 
 _SERVICE = "tfdist_ext.Liveness"
+# The question with which TensorFlow's coordinator connects to a server.
+_TENSORFLOW, _GET_STATUS = "tensorflow.WorkerService", "GetStatus"
 _CHANNEL = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -143,11 +145,14 @@ class Endpoint:
             "Ask": grpc.unary_unary_rpc_method_handler(self._asked),
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
         }
+        # Other calls of TensorFlow come later, or are tried again by TensorFlow: a worker may wait
+        # in them for a process that waits for this one, with Python's lock.
+        early = {_GET_STATUS: grpc.unary_unary_rpc_method_handler(self._forwarded)}
         self._server = grpc.server(
             ThreadPoolExecutor(16),
             handlers=[
                 grpc.method_handlers_generic_handler(_SERVICE, handlers),
-                _EarlyClients(self._forwarded),
+                grpc.method_handlers_generic_handler(_TENSORFLOW, early),
             ],
             options=[("grpc.so_reuseport", 0)],
         )
@@ -175,14 +180,14 @@ class Endpoint:
         except Exception:  # the connection has broken
             return
 
-    def _forwarded(self, method: str, request: bytes) -> bytes:
-        """What TensorFlow's server answers to one of its clients that has come too early."""
+    def _forwarded(self, request: bytes, _: Any) -> bytes:
+        """What TensorFlow's server answers to a coordinator that has come too early."""
         import grpc
 
         self._is_early.set()
         self._freed.wait(_FOREVER)
         with grpc.insecure_channel(f"127.0.0.1:{self._port}", options=_CHANNEL) as channel:
-            call = channel.unary_unary(method)
+            call = channel.unary_unary(f"/{_TENSORFLOW}/{_GET_STATUS}")
             return call(request, timeout=_FORWARDED, wait_for_ready=True)
 
     def free_port(self, *, session_within: float = 0.0) -> None:
@@ -218,32 +223,6 @@ class Endpoint:
     def close(self) -> None:
         """End the session, too."""
         self._server.stop(0.2).wait()  # gRPC logs an abrupt end on the other side
-
-
-class _EarlyClients:
-    """The question with which TensorFlow's coordinator connects, as a generic handler of gRPC.
-
-    Other calls of TensorFlow come later, or are tried again by TensorFlow: a worker may wait in
-    them for a process that waits for this one, with Python's lock.
-
-    Args:
-        answer: (method, request) -> response, as bytes.
-    """
-
-    _METHOD = "/tensorflow.WorkerService/GetStatus"
-
-    def __init__(self, answer: Callable[[str, bytes], bytes]) -> None:
-        self._answer = answer
-
-    def service(self, call: Any) -> Any:
-        """The handler of a call, or None for another method."""
-        import grpc
-
-        if call.method != self._METHOD:
-            return None
-        return grpc.unary_unary_rpc_method_handler(
-            lambda request, _: self._answer(self._METHOD, request)
-        )
 
 
 _FOREVER = 10.0**6
