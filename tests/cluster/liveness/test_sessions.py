@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,3 +67,23 @@ def test_an_early_client_of_tensorflow_gets_the_answer_of_its_server(
         assert answer.result(30.0) == b"status"
         assert call(b"!", timeout=30.0) == b"status!"
         server.stop(0.0).wait()
+
+
+def test_a_process_ends_while_an_early_client_waits() -> None:
+    """A call that stays in a thread would keep Python from its exit."""
+    program = """
+import socket, threading, time, grpc
+from tfdist_ext.cluster.liveness.wire import Endpoint
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+endpoint = Endpoint(f"127.0.0.1:{port}", lambda _: {})
+channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+call = channel.unary_unary("/tensorflow.WorkerService/GetStatus").future(b"", timeout=60.0)
+time.sleep(1.0)
+endpoint.close()
+print(call.exception().code())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], timeout=30, check=True, capture_output=True, text=True
+    )
+    assert "StatusCode" in ended.stdout

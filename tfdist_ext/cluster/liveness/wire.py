@@ -180,12 +180,14 @@ class Endpoint:
         except Exception:  # the connection has broken
             return
 
-    def _forwarded(self, request: bytes, _: Any) -> bytes:
+    def _forwarded(self, request: bytes, context: Any) -> bytes:
         """What TensorFlow's server answers to a coordinator that has come too early."""
         import grpc
 
         self._is_early.set()
-        self._freed.wait(_FOREVER)
+        self._freed.wait()
+        if not context.is_active():  # the endpoint was closed
+            return b""
         with grpc.insecure_channel(f"127.0.0.1:{self._port}", options=_CHANNEL) as channel:
             call = channel.unary_unary(f"/{_TENSORFLOW}/{_GET_STATUS}")
             return call(request, timeout=_FORWARDED, wait_for_ready=True)
@@ -222,7 +224,8 @@ class Endpoint:
 
     def close(self) -> None:
         """End the session, too."""
-        self._server.stop(0.2).wait()  # gRPC logs an abrupt end on the other side
+        self._server.stop(0.2).wait(_STOPPED)  # gRPC logs an abrupt end on the other side
+        self._freed.set()  # Python's exit waits for the threads of calls
 
 
 _FOREVER = 10.0**6
