@@ -37,7 +37,7 @@ def test_the_plan_of_a_script(script: Path, tmp_path: Path) -> None:
     words = [f"{script}:build", "--ps", "4", "--optimizer", "adam", "--budget", "1GiB"]
     words += ["--rule", "head/.*=task 3", "--picture", str(picture), "--json", str(json)]
     run = subprocess.run(
-        [sys.executable, "-m", "tfdist_ext.cli", "plan", *words, "--compare", "--lookups", "4096"],
+        [sys.executable, "-m", "tfdist_ext.cli", "plan", *words, "--compare"],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,
         text=True,
@@ -52,7 +52,6 @@ def test_the_plan_of_a_script(script: Path, tmp_path: Path) -> None:
     assert sum(plan.bytes_by_task) >= 3 * 10_000_000 * 16 * 4
     assert str(plan) in run.stdout
     assert "users/embeddings" in picture.read_text()
-    assert "4096 in each of 1 embedding" in run.stdout
     for strategy in ("mirrored", "central_storage", "placed", "parameter_server"):
         assert strategy in run.stdout
 
@@ -66,7 +65,10 @@ def test_the_plan_of_a_script(script: Path, tmp_path: Path) -> None:
         (["{script}:biuld", "--ps", "2"], "no function 'biuld'. Did you mean"),
         (["{script}:build", "--ps", "2", "--rule", "users"], "PATTERN=PLACEMENT"),
         (["{script}:build", "--ps", "2", "--rule", "users/.*=task"], "a placement must be written"),
-        (["{script}:build", "--ps", "2", "--picture", "plan.gif"], "must end in .svg or .png"),
+        (
+            ["{script}:build", "--ps", "2", "--picture", "plan.gif"],
+            "a picture must be a .svg or a .png file",
+        ),
         (["{script}:build"], "--ps"),
     ],
 )

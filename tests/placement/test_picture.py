@@ -24,15 +24,11 @@ def test_the_picture(tmp_path: Path) -> None:
         assert word in text
     made.save_picture(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
-    heights = {}
-    for tasks in (64, 1000):
-        file = tmp_path / f"{tasks}.PNG"
-        plan(specs, tasks, budget=["9GiB"] * tasks).save_picture(file)
-        head = file.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        heights[tasks] = struct.unpack(">II", head[16:24])[1]
-    assert heights[64] > 64 * 30  # room for a name in every bar
-    assert heights[1000] < 4000  # of so many, the fullest and the emptiest
+    file = tmp_path / "plan.PNG"
+    plan(specs, 64, budget="9GiB").save_picture(file)
+    head = file.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    assert struct.unpack(">II", head[16:24])[1] > 64 * 30  # room for a name in every bar
     plan(specs[:3], devices=["CPU:0", "GPU:0"], default=lambda _: Owned()).save_picture(
         tmp_path / "d.svg"
     )

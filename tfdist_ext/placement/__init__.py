@@ -13,13 +13,14 @@
     made.save_picture("plan.svg")
 
 A variable that would overflow a task is cut along axis 0 into even pieces, so that the fullest task
-holds hardly more than the mean. What cannot be right, and what does not fit, is a PlacementError.
+holds hardly more than the mean. An invalid plan, and variables that do not fit, raise a
+PlacementError.
 """
 
 from __future__ import annotations
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.comparison import Comparison, Footprint, compare
+from tfdist_ext.placement.comparison import compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
@@ -39,8 +40,6 @@ from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
 __all__ = [
     "Balanced",
-    "Comparison",
-    "Footprint",
     "Held",
     "Mirrored",
     "OnDevice",
