@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import nearest
 
 if TYPE_CHECKING:
     from tfdist_ext.placement import Rule
@@ -93,23 +92,14 @@ def _builder(text: str) -> Callable[[], Any]:
             "the builder must be written module:function, as train.py:build or my.models:build, got"
             f" {text!r}."
         )
-    folder, module = Path.cwd(), place
+    folder, module = os.getcwd(), place
     if place.endswith(".py"):
-        folder, module = Path(place).resolve().parent, Path(place).stem
-        if not Path(place).is_file():
-            raise PlacementError(f"there is no file {place!r}.")
-    sys.path.insert(0, os.fspath(folder))  # as Python does for a script
+        folder, module = os.path.split(os.path.abspath(place.removesuffix(".py")))
+    sys.path.insert(0, folder)  # as Python does for a script
     try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise PlacementError(f"the module {place!r} cannot be imported: {error}.") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(found).items() if callable(value)]
-        raise PlacementError(
-            f"{place} has no function {name!r}. {nearest(name, functions) if functions else ''}"
-        )
-    return function
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise PlacementError(f"the builder {text!r} cannot be imported: {error}.") from error
 
 
 def _rule(text: str) -> Rule:

@@ -147,7 +147,6 @@ def _over_budget_error(
         f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
         f" smallest budget that fits is {needed} bytes ({size_text(needed)})."
     )
-    enough = None
     if made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
@@ -157,9 +156,7 @@ def _over_budget_error(
         )
         number = f"no number of up to {_MOST_TASKS:,}" if enough is None else str(enough)
         advice = f"With this budget, {number} ps tasks would be enough."
-    error = PlacementError(f"{message} {advice}")
-    error.smallest_budget, error.smallest_tasks = needed, enough
-    return error
+    return PlacementError(f"{message} {advice}")
 
 
 def _enough_tasks(least: int, enough: Callable[[int], bool]) -> int | None:
