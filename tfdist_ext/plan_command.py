@@ -103,7 +103,7 @@ def _builder(text: str) -> Callable[[], Any]:
 
 
 def _rule(text: str) -> Rule:
-    from tfdist_ext.placement import Rule, placement_from
+    from tfdist_ext.placement.rules import Rule, placement_from
 
     pattern, equals, placement = text.rpartition("=")
     if not equals:

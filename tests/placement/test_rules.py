@@ -22,10 +22,9 @@ from tfdist_ext.placement import (
     Rule,
     Sharded,
     VariableSpec,
-    placement_from,
     plan,
-    rules_from,
 )
+from tfdist_ext.placement.rules import placement_from, rules_from
 
 QUICK = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 SPECS = [

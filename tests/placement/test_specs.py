@@ -16,6 +16,7 @@ def test_bytes_of_a_variable() -> None:
     assert spec.piece_bytes(4) == [3 * 18, 3 * 18, 2 * 18, 2 * 18]
     assert VariableSpec("step", (), "int64").bytes == 8
     assert VariableSpec("words", (4,), "string").bytes == 64
+    assert VariableSpec("small", (4,), "float8_e4m3fn").bytes == 4
     assert VariableSpec("none", (0, 5)).bytes == 0
 
 
@@ -25,7 +26,7 @@ def test_bytes_of_a_variable() -> None:
         ({"path": ""}, "path must be a text that is not empty"),
         ({"shape": (None, 3)}, "'v' must be an integer of at least 0"),
         ({"shape": (-1,)}, "every dimension of 'v'"),
-        ({"dtype": "float31"}, 'Did you mean "float32"'),
+        ({"dtype": "float31"}, "must be a name of TensorFlow's, as float32, got 'float31'"),
         ({"slots": -1}, "slots of 'v'"),
         ({"load": float("nan")}, "load of 'v'"),
     ],

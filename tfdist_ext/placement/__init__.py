@@ -32,10 +32,7 @@ from tfdist_ext.placement.rules import (
     Placement,
     Rule,
     Sharded,
-    placement_from,
-    rules_from,
 )
-from tfdist_ext.placement.sizes import parse_size, size_text
 from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
 __all__ = [
@@ -54,9 +51,5 @@ __all__ = [
     "VariableShard",
     "VariableSpec",
     "compare",
-    "parse_size",
-    "placement_from",
     "plan",
-    "rules_from",
-    "size_text",
 ]

@@ -14,7 +14,7 @@ from tfdist_ext.placement.sizes import UNITS, size_text
 
 __all__ = ["check_file", "save"]
 
-_REST, _BUDGET = "#d9d9d9", "#c00000"
+_REST = "#d9d9d9"
 _WIDTH, _BAR = 8.1, 0.30  # inches: the length of bars, the least height of one
 _CHARACTER = 0.075  # inches, of the text in blocks
 _FONT = 8
@@ -38,7 +38,6 @@ def save(
     title: str,
     tasks: Mapping[str, Mapping[str, int]],
     largest: Sequence[str],
-    budget: int | None,
 ) -> None:
     """Draw the bytes of variables on tasks to a file.
 
@@ -47,7 +46,6 @@ def save(
         title: the title of the picture.
         tasks: name of a task -> path of a variable -> its bytes on the task.
         largest: paths of the variables with a color and a name of their own.
-        budget: bytes that each task may hold at most.
 
     Raises:
         PlacementError: as in `check_file`, or the file cannot be written.
@@ -63,7 +61,7 @@ def save(
         "text.parse_math": False,
     }
     with matplotlib.rc_context(options):
-        figure = _figure(title, tasks, largest, budget)
+        figure = _figure(title, tasks, largest)
         metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else {}
         try:
             figure.savefig(path, dpi=110, metadata=metadata, bbox_inches="tight")
@@ -73,16 +71,11 @@ def save(
             ) from error
 
 
-def _figure(
-    title: str, tasks: Mapping[str, Mapping[str, int]], largest: Sequence[str], budget: int | None
-) -> Any:
+def _figure(title: str, tasks: Mapping[str, Mapping[str, int]], largest: Sequence[str]) -> Any:
     from matplotlib.figure import Figure
 
-    fullest = max(sum(held.values()) for held in tasks.values())
-    if budget is not None and budget > 4 * fullest:
-        budget = None  # bars would be too short to read
+    most = max(1, *(sum(held.values()) for held in tasks.values()))
     colors = {path: _color_of(rank) for rank, path in enumerate(largest)}
-    most = max(fullest, budget or 0, 1)
     power = min((most.bit_length() - 1) // 10, len(UNITS) - 1)
     # The figure is the bars alone; it is saved with what stands around it.
     figure = Figure(figsize=(_WIDTH, max(len(tasks) * _BAR, 0.21 * (len(colors) + 3))))
@@ -96,8 +89,6 @@ def _figure(
         axes.spines[side].set_visible(False)
     for row, held in enumerate(tasks.values()):
         _draw_bar(axes, row, held, colors, 1024**power)
-    if budget is not None:
-        axes.axvline(budget / 1024**power, color=_BUDGET, linewidth=1.6, label="budget")
     _draw_legend(axes, tasks, colors)
     return figure
 
@@ -127,7 +118,6 @@ def _draw_legend(
         Patch(color=colors[path], label=f"{path}  {size_text(sizes[path])}") for path in colors
     ]
     entries.append(Patch(color=_REST, label="other variables"))
-    entries += axes.get_legend_handles_labels()[0]  # the budget
     legend = axes.legend(handles=entries, frameon=False, fontsize=_FONT)
     legend.set_loc("upper left")
     legend.set_bbox_to_anchor((1, 1))

@@ -161,7 +161,7 @@ class PlacementPlan:
                 held[task][spec.path] += size
         tasks = dict(zip(self.names(), held, strict=True))
         title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
-        picture.save(path, title, tasks, [spec.path for spec in self._largest()], self.budget)
+        picture.save(path, title, tasks, [spec.path for spec in self._largest()])
 
     def to_json(self) -> str:
         """A text that `from_json` reads back to an equal plan; one line for each variable."""

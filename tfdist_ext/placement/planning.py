@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +13,6 @@ from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
-    OnTask,
     Owned,
     Placement,
     Rule,
@@ -29,8 +26,6 @@ from tfdist_ext.placement.targets import Targets
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["plan"]
-
-_MOST_TASKS = 4096  # that an error message considers
 
 
 @filter_traceback
@@ -56,7 +51,7 @@ def plan(
 
     Raises:
         PlacementError: an invalid argument or rule; or variables that do not fit, with the smallest
-            budget and the smallest number of tasks that are enough.
+            budget that is enough.
     """
     variables = _checked(specs)
     targets = Targets.of(tasks, devices)
@@ -66,11 +61,9 @@ def plan(
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
     fixed = {path: rule for path, rule in chosen.items() if rule.placement != Balanced()}
-    planned = functools.partial(_planned, variables, placements, fixed, most)
-    made = planned(targets)
+    made = _planned(variables, placements, fixed, most, targets)
     if most is not None and max(made.bytes_by_task) > most:
-        fewest = 1 + max((p.task for p in placements if isinstance(p, OnTask)), default=0)
-        raise _over_budget_error(made, most, fewest, planned)
+        raise _over_budget_error(made, most)
     return made
 
 
@@ -122,49 +115,23 @@ def _planned(
     return PlacementPlan(specs, in_order, count, targets.devices, budget, fixed)
 
 
-def _over_budget_error(
-    made: PlacementPlan,
-    budget: int,
-    fewest_tasks: int,
-    planned: Callable[[Targets], PlacementPlan],
-) -> PlacementError:
-    """The error for a plan over its budget. It names a budget and a number of tasks that fit.
-
-    Args:
-        made: the plan.
-        budget: its budget in bytes.
-        fewest_tasks: number of tasks that the rules need.
-        planned: makes the plan for other targets.
-    """
+def _over_budget_error(made: PlacementPlan, budget: int) -> PlacementError:
+    """The error for a plan over its budget. It names a budget that is enough."""
     over = [
         f"{name} would hold {size_text(held)}"
         for name, held in zip(made.names(), made.bytes_by_task, strict=True)
         if held > budget
     ]
     total, needed = sum(made.bytes_by_task), max(made.bytes_by_task)
-    message = (
-        f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
-        f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
-        f" smallest budget that fits is {needed} bytes ({size_text(needed)})."
-    )
     if made.devices is not None:
         advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        enough = _enough_tasks(
-            max(fewest_tasks, -(-total // max(budget, 1))),
-            lambda tasks: max(planned(Targets(tasks)).bytes_by_task) <= budget,
-        )
-        number = f"no number of up to {_MOST_TASKS:,}" if enough is None else str(enough)
-        advice = f"With this budget, {number} ps tasks would be enough."
-    return PlacementError(f"{message} {advice}")
-
-
-def _enough_tasks(least: int, enough: Callable[[int], bool]) -> int | None:
-    """A number of tasks from `least` that is enough while one less is not; None if none is."""
-    low = high = least
-    while high <= _MOST_TASKS and not enough(high):
-        low, high = high + 1, 2 * high
-    return low + bisect_left(range(low, high), True, key=enough) if high <= _MOST_TASKS else None
+        advice = f"With this budget, at least {-(-total // max(budget, 1))} ps tasks are needed."
+    return PlacementError(
+        f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
+        f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
+        f" smallest budget that fits is {needed} bytes ({size_text(needed)}). {advice}"
+    )
 
 
 def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:

@@ -101,11 +101,6 @@ class Targets:
                 f" {spec.shape}: it has {rows}."
             )
 
-    @property
-    def what(self) -> str:
-        """What the targets are, for messages."""
-        return "ps tasks" if self.devices is None else "devices"
-
 
 def short_name(name: str) -> str:
     """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""

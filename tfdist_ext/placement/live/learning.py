@@ -65,7 +65,7 @@ def plan_placement(
 
     Raises:
         PlacementError: a model that is not built, invalid rules, or variables that do not fit, with
-            the smallest budget and number of servers that are enough.
+            the smallest budget that is enough.
     """
     specs = learn_specs(model_or_builder, optimizer)
     return plan(specs, ps, devices=devices, rules=rules, budget=budget)
