@@ -117,11 +117,11 @@ def test_a_truncated_file_is_an_error_of_its_shard(folder: str, write_records: W
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        pytest.param("{}/*.nothing", r"no file matches '.*/\*\.nothing'\. Is", id="empty"),
+        pytest.param("{}/*.nothing", r"no file matches '.*/\*\.nothing'\. Check", id="empty"),
         pytest.param("nothing-*", r"no file matches 'nothing-\*' \(from /", id="relative"),
         pytest.param("{}/*", "sub must be a file, got a folder", id="a folder among files"),
         pytest.param("{}/gone*", "gone cannot be read: .*No such file", id="a link to nothing"),
-        pytest.param("nosuch://a/*", "'nosuch://.*' cannot be looked for: .*scheme", id="scheme"),
+        pytest.param("nosuch://a/*", "'nosuch://.*' cannot be searched: .*scheme", id="scheme"),
         pytest.param(["{}/a", 3], r"or a list of them, got \[.*3\]", id="a number"),
     ],
 )

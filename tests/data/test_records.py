@@ -100,7 +100,7 @@ def test_a_file_that_became_shorter(tmp_path: Path, write_records: Write) -> Non
     records = records_of([path])
     os.truncate(path, os.path.getsize(path) - 2)
     assert records.read(np.array([0, 1])).tolist() == [b"abcd", b"ef"]
-    with pytest.raises(DataError, match=r"/a: record 2 at byte 38 .* has become shorter"):
+    with pytest.raises(DataError, match=r"/a: record 2 at byte 38 .* became shorter"):
         records.read(np.array([0, 2]))
 
 
