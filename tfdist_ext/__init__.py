@@ -5,10 +5,10 @@
 
     strategy = tfd.create_strategy()          # TF_CONFIG, Slurm, Kubernetes, a TPU, local devices
     model = tfd.distribute(build, strategy)   # a function that returns a Keras model, or a model
-    model.fit(x, y, batch_size=64, epochs=3)  # the batch size is that of the global batch
+    model.fit(x, y, batch_size=64, epochs=3)  # 64 is the size of the global batch
 
-Names are looked up when they are first used, so that what needs no TensorFlow (the cluster
-description, the launcher) does not wait for its start.
+Names are looked up when they are first used. So the cluster description and the launcher, which
+need no TensorFlow, do not wait for its import.
 """
 
 from __future__ import annotations
@@ -16,104 +16,60 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Python binds the name of a package below this one when it is first imported. This import does that
-# now, so that `launch` stays the function.
+# The first import of the package `launch` binds its name here. This import does it now, so that
+# `launch` stays the function.
 from tfdist_ext.launch.functions import launch
 
 if TYPE_CHECKING:
-    from tfdist_ext import data, flags, placement, ray, strategies
-    from tfdist_ext.cluster import ClusterConfig, Task
-    from tfdist_ext.errors import (
-        ClusterConfigError,
-        DataError,
-        LaunchError,
-        PeerError,
-        PlacementError,
-        StrategyError,
-        TaskError,
-        TfDistError,
-        TrainingError,
-    )
-    from tfdist_ext.placement import PlacementPlan
-    from tfdist_ext.placement.live.learning import plan_placement
-    from tfdist_ext.strategies import (
-        available_strategies,
-        create_strategy,
-        explain,
-        register_strategy,
-        run,
-    )
-    from tfdist_ext.training import (
-        DistributedModel,
-        WorkerTensorBoard,
-        all_rows,
-        distribute,
-        finished_checkpoints,
-        training_is_done,
-    )
+    from tfdist_ext import data as data
+    from tfdist_ext import flags as flags
+    from tfdist_ext import placement as placement
+    from tfdist_ext import ray as ray
+    from tfdist_ext import strategies as strategies
+    from tfdist_ext.cluster import ClusterConfig as ClusterConfig
+    from tfdist_ext.cluster import Task as Task
+    from tfdist_ext.errors import ClusterConfigError as ClusterConfigError
+    from tfdist_ext.errors import DataError as DataError
+    from tfdist_ext.errors import LaunchError as LaunchError
+    from tfdist_ext.errors import PeerError as PeerError
+    from tfdist_ext.errors import PlacementError as PlacementError
+    from tfdist_ext.errors import StrategyError as StrategyError
+    from tfdist_ext.errors import TaskError as TaskError
+    from tfdist_ext.errors import TfDistError as TfDistError
+    from tfdist_ext.errors import TrainingError as TrainingError
+    from tfdist_ext.placement import PlacementPlan as PlacementPlan
+    from tfdist_ext.placement.live.learning import plan_placement as plan_placement
+    from tfdist_ext.strategies import available_strategies as available_strategies
+    from tfdist_ext.strategies import create_strategy as create_strategy
+    from tfdist_ext.strategies import explain as explain
+    from tfdist_ext.strategies import register_strategy as register_strategy
+    from tfdist_ext.strategies import run as run
+    from tfdist_ext.training import DistributedModel as DistributedModel
+    from tfdist_ext.training import WorkerTensorBoard as WorkerTensorBoard
+    from tfdist_ext.training import all_rows as all_rows
+    from tfdist_ext.training import distribute as distribute
+    from tfdist_ext.training import finished_checkpoints as finished_checkpoints
+    from tfdist_ext.training import training_is_done as training_is_done
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ClusterConfig": "tfdist_ext.cluster",
-    "ClusterConfigError": "tfdist_ext.errors",
-    "DataError": "tfdist_ext.errors",
-    "DistributedModel": "tfdist_ext.training",
-    "LaunchError": "tfdist_ext.errors",
-    "PeerError": "tfdist_ext.errors",
-    "PlacementError": "tfdist_ext.errors",
-    "PlacementPlan": "tfdist_ext.placement",
-    "StrategyError": "tfdist_ext.errors",
-    "Task": "tfdist_ext.cluster",
-    "TaskError": "tfdist_ext.errors",
-    "TfDistError": "tfdist_ext.errors",
-    "TrainingError": "tfdist_ext.errors",
-    "WorkerTensorBoard": "tfdist_ext.training",
-    "all_rows": "tfdist_ext.training",
-    "available_strategies": "tfdist_ext.strategies",
-    "create_strategy": "tfdist_ext.strategies",
-    "distribute": "tfdist_ext.training",
-    "explain": "tfdist_ext.strategies",
-    "finished_checkpoints": "tfdist_ext.training",
-    "plan_placement": "tfdist_ext.placement.live.learning",
-    "register_strategy": "tfdist_ext.strategies",
-    "run": "tfdist_ext.strategies",
-    "training_is_done": "tfdist_ext.training",
+    name: f"tfdist_ext.{module}"
+    for module, names in {
+        "cluster": "ClusterConfig Task",
+        "errors": "ClusterConfigError DataError LaunchError PeerError PlacementError StrategyError"
+        " TaskError TfDistError TrainingError",
+        "placement": "PlacementPlan",
+        "placement.live.learning": "plan_placement",
+        "strategies": "available_strategies create_strategy explain register_strategy run",
+        "training": "DistributedModel WorkerTensorBoard all_rows distribute finished_checkpoints"
+        " training_is_done",
+    }.items()
+    for name in names.split()
 }
 _ROOMS = ("data", "flags", "placement", "ray", "strategies")
 
-__all__ = [  # `launch`, and the names of _HOME and _ROOMS; a test compares them
-    "ClusterConfig",
-    "ClusterConfigError",
-    "DataError",
-    "DistributedModel",
-    "LaunchError",
-    "PeerError",
-    "PlacementError",
-    "PlacementPlan",
-    "StrategyError",
-    "Task",
-    "TaskError",
-    "TfDistError",
-    "TrainingError",
-    "WorkerTensorBoard",
-    "all_rows",
-    "available_strategies",
-    "create_strategy",
-    "data",
-    "distribute",
-    "explain",
-    "finished_checkpoints",
-    "flags",
-    "launch",
-    "placement",
-    "plan_placement",
-    "ray",
-    "register_strategy",
-    "run",
-    "strategies",
-    "training_is_done",
-]
+__all__ = ["launch", *_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:

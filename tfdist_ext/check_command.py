@@ -15,12 +15,12 @@ from tfdist_ext.run_command import seconds_of
 
 __all__ = ["EPILOG", "SUMMARY", "USAGE", "add_options", "run"]
 
-SUMMARY = "is this task's cluster right, and are the other tasks there"
+SUMMARY = "check this task's cluster, and whether the other tasks are there"
 USAGE = "check [options]"
 
 EPILOG = """\
-Run it on every task with the environment of the job: in its place, before it, or beside a job that
-has not started. It needs the ports of the job.
+Run it on every task with the environment of the job, before the job or instead of it. It uses the
+ports of the job.
 
 example:
   srun tfdist check && srun python train.py"""
@@ -29,12 +29,13 @@ _EACH = 10.0  # seconds between two lines
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    wait = "for the other tasks to come (default 300)"
+    """Declare the options of `tfdist check`."""
+    wait = "time to wait for the other tasks (default 300)"
     parser.add_argument("--wait", type=seconds_of, default=300.0, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
-    """0 where all tasks are there and agree, or there is no cluster; else 1."""
+    """0 if all tasks are there and agree, or if there is no cluster; else 1."""
     cluster = ClusterConfig.from_env(os.environ)
     if cluster is None:
         print("no cluster in the environment: this process is alone")
@@ -59,16 +60,14 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
 
 
 class _Progress:
-    """Says now and then which tasks are late."""
+    """Prints every ten seconds which tasks are late."""
 
     def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
     def show(self, late: Late) -> None:
-        """Show who is late; all others are ready."""
-        if late and time.monotonic() - self._said >= _EACH:
-            self._said = time.monotonic()
-            names = ", ".join(
-                f"{task} ({state})" for task, state in late.items() if state != UNKNOWN
-            )
-            print(f"after {self._said - self._began:.0f} s not ready: {names}", flush=True)
+        if late and time.monotonic() - self._printed >= _EACH:
+            self._printed = time.monotonic()
+            names = [f"{task} ({state})" for task, state in late.items() if state != UNKNOWN]
+            seconds = self._printed - self._began
+            print(f"after {seconds:.0f} s not ready: {', '.join(names)}", flush=True)

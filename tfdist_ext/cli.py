@@ -1,18 +1,15 @@
 """The command `tfdist`: a table of sub-commands.
 
-TensorFlow is imported only by those that use it.
+Only the sub-commands that need TensorFlow import it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
-import re
 import sys
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import NoReturn
 
 from tfdist_ext import __version__, check_command, env_command, plan_command, run_command
@@ -32,18 +29,10 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are of the same kind as all others: one sentence, and what to do."""
+    """A parser whose errors look like all others: one sentence, and what to do."""
 
     def error(self, message: str) -> NoReturn:
-        hint = ""
-        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            hint = _did_you_mean(found[1], re.findall(r"[\w-]+", found[2]))
-        raise LaunchError(f"{message}; see {self.prog} --help{hint}")
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
+        raise LaunchError(f"{message}. See {self.prog} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,32 +61,18 @@ def _dispatch(words: list[str]) -> int:
         parser.print_help()
         return _USAGE_ERROR
     options, unknown = parser.parse_known_args(before)
-    command = _COMMANDS[options.command]
+    name, command = options.command, _COMMANDS[options.command]
+    takes_command = " -- " in command.USAGE
+    if unknown and takes_command and not dashes and not unknown[0].startswith("-"):
+        raise LaunchError(
+            f"the command to run must stand after --. Write: tfdist {name} [options] --"
+            f" {' '.join(unknown)}"
+        )
     if unknown:
-        _refuse_unknown(unknown, options.command, command, dashes)
-    if dashes and not _takes_command(command):
-        raise LaunchError(
-            f"tfdist {options.command} must come without a command, got words after --; leave them"
-            " out"
-        )
+        raise LaunchError(f"unknown arguments: {' '.join(unknown)}. See tfdist {name} --help.")
+    if dashes and not takes_command:
+        raise LaunchError(f"tfdist {name} runs no command. Remove the words after --.")
     return int(command.run(options, command_line))
-
-
-def _takes_command(command: ModuleType) -> bool:
-    return " -- " in command.USAGE
-
-
-def _refuse_unknown(unknown: list[str], name: str, command: ModuleType, dashes: bool) -> NoReturn:
-    if _takes_command(command) and not dashes and not unknown[0].startswith("-"):
-        raise LaunchError(
-            f"the command to run must stand after --, got {unknown[0]!r} without it; write: tfdist"
-            f" {name} [options] -- {' '.join(unknown)}"
-        )
-    parser = _Parser()
-    command.add_options(parser)
-    options = [option for action in parser._actions for option in action.option_strings]
-    hint = _did_you_mean(unknown[0].partition("=")[0], options)
-    raise LaunchError(f"unknown: {' '.join(unknown)}; see tfdist {name} --help{hint}")
 
 
 def _parser() -> _Parser:
@@ -121,9 +96,9 @@ def _parser() -> _Parser:
 
 
 def _open_standard_streams() -> None:
-    """Open what is closed (`tfdist ... >&-`) on /dev/null.
+    """Open streams that are closed (`tfdist ... >&-`) on /dev/null.
 
-    Python has no stream there, and the next file or pipe that is opened would take its number.
+    Otherwise the next file or pipe that is opened would get the number of the closed stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -135,7 +110,7 @@ def _open_standard_streams() -> None:
 
 
 def _give_up_closed_output() -> None:
-    """After `tfdist ... | head`: the interpreter would complain when it flushes at its end."""
+    """Redirect closed output (`tfdist ... | head`), so that Python's last flush does not fail."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,16 +1,16 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises on purpose.
 
     TfDistError
-    ├── ClusterConfigError (also ValueError)   a cluster description that cannot be right
-    ├── PlacementError     (also ValueError)   a placement of variables that cannot be
-    ├── StrategyError      (also ValueError)   a strategy that does not exist or cannot run here
-    ├── TrainingError      (also ValueError)   a model, data or call that cannot be distributed
+    ├── ClusterConfigError (also ValueError)   the description of a cluster is wrong
+    ├── PlacementError     (also ValueError)   a placement of variables is impossible
+    ├── StrategyError      (also ValueError)   a strategy does not exist or cannot run here
+    ├── TrainingError      (also ValueError)   a model, data or call cannot be distributed
     │   └── PeerError                          another task left, died, or made another call
-    ├── DataError          (also ValueError)   examples that cannot be read, shared out or resumed
-    └── LaunchError        (also RuntimeError) processes that could not be planned or started
+    ├── DataError          (also ValueError)   examples cannot be read, sharded or resumed
+    └── LaunchError        (also RuntimeError) processes could not be planned or started
         └── TaskError                          a task that ran a function failed
 
-A message says what must hold, what it got, and what to do, as "index must be below 2, got 3; ...".
+A message says what is wrong, the value, and what to do.
 """
 
 from __future__ import annotations
@@ -33,46 +33,36 @@ class TfDistError(Exception):
 
 
 class ClusterConfigError(TfDistError, ValueError):
-    """A cluster description is wrong: names the key, what was got, and what to do."""
+    """A description of a cluster is wrong: names the key, the value, and what to do."""
 
 
 class PlacementError(TfDistError, ValueError):
-    """A rule, a budget, a variable or a plan that cannot be right, or does not fit.
-
-    Attributes:
-        smallest_budget: where variables did not fit: the smallest budget of each task, in bytes,
-            with which this number of tasks would do; None where no budget helps.
-        smallest_tasks: the smallest number of tasks with which this budget would do; None where
-            no number of tasks helps.
-    """
-
-    smallest_budget: int | None = None
-    smallest_tasks: int | None = None
+    """A rule, a budget, a variable or a plan is invalid, or variables do not fit."""
 
 
 class StrategyError(TfDistError, ValueError):
-    """A strategy is unknown, cannot run here, or was given an option it does not take.
+    """A strategy is unknown, cannot run here, or was given an option that it does not take.
 
     Attributes:
-        missing: the tasks that did not come in time, because of which it failed; "" for none.
+        missing: the tasks that did not come in time; "" if this was not the cause.
     """
 
     missing: str = ""
 
 
 class TrainingError(TfDistError, ValueError):
-    """A model, a data set or a call that cannot be distributed as it is."""
+    """A model, a data set or a call cannot be distributed as it is."""
 
 
 class PeerError(TrainingError):
-    """A call failed here because of another task: it left, died, or made another call.
+    """A call failed because of another task: it left, died, or made another call.
 
-    After it the workers cannot train together any more in these processes: start the job again.
+    The workers cannot train together any more in these processes. Start the job again.
 
     Attributes:
-        task: the task because of which it failed, as "worker:1"; "" where it is not one alone.
-        permanent: whether the next start would fail in the same way, as the scripts of the tasks
-            make different calls.
+        task: the task that is the cause, as "worker:1"; "" if it is not one task alone.
+        permanent: whether the next start would fail in the same way, because the scripts of the
+            tasks make different calls.
     """
 
     task: str = ""
@@ -90,10 +80,10 @@ class LaunchError(TfDistError, RuntimeError):
 class TaskError(LaunchError):
     """A task that ran a function failed, crashed, or did not end in time.
 
-    The message has the task's own traceback.
+    The message contains the task's own traceback.
 
     Attributes:
-        failed: names of the tasks, the root cause first, as "worker:1".
+        failed: names of the failed tasks, the root cause first, as "worker:1".
     """
 
     def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:

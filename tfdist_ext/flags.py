@@ -1,14 +1,11 @@
 """absl flags for a script's strategy.
 
-from absl import app
-import tfdist_ext as tfd
-
 tfd.flags.define_strategy_flags()
 
 def main(argv):
-    strategy = tfd.create_strategy()     # sees the flags
+    strategy = tfd.create_strategy()  # uses the flags
 
-app.run(main)
+absl.app.run(main)
 """
 
 from __future__ import annotations
@@ -30,14 +27,15 @@ _NAMES = ("strategy", "strategy_config", "devices", "logical_cpus", "communicati
 def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     """Define --strategy, --strategy_config, --devices, --logical_cpus, --communication, --wait.
 
-    A flag that is given goes over the settings file, which goes over the environment.
+    Flags take precedence over the settings file, which takes precedence over the environment.
 
     Args:
-        flag_values: where to define them; None: `absl.flags.FLAGS`, which `create_strategy` reads.
+        flag_values: where to define the flags; by default `absl.flags.FLAGS`, which
+            `create_strategy` reads.
     """
     flag_values = flags.FLAGS if flag_values is None else flag_values
     if _defined(flag_values):
-        return  # a library and its script may both ask for them
+        return  # a library and its script may both define them
     at: dict[str, Any] = {"default": None, "flag_values": flag_values}
     flags.DEFINE_string("strategy", help="Strategy by name, or auto.", **at)
     flags.DEFINE_string("strategy_config", help="TOML file with a [strategy] table.", **at)
@@ -51,7 +49,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
 
 @filter_traceback
 def strategy_flags() -> dict[str, Any]:
-    """The strategy's settings that were given as flags; none where flags are not in use."""
+    """The settings that the command line gives as flags; {} if flags are not defined or parsed."""
     if not _in_use():
         return {}
     given = {name: flags.FLAGS[name].value for name in _NAMES if name != "strategy_config"}
@@ -66,12 +64,12 @@ def strategy_flags() -> dict[str, Any]:
 
 @filter_traceback
 def strategy_config() -> str | None:
-    """The settings file given as a flag."""
+    """The settings file that the command line gives; None without one."""
     return flags.FLAGS["strategy_config"].value if _in_use() else None
 
 
 def not_parsed() -> bool:
-    """Whether the flags are defined but no command line has been parsed, so that none counts."""
+    """Whether the flags are defined, but have no effect because nothing parsed a command line."""
     return _defined(flags.FLAGS) and not flags.FLAGS.is_parsed()
 
 

@@ -1,7 +1,6 @@
-"""The form of error messages: what must hold, what was got, what to do.
+"""Parts of error messages.
 
-Values come from outside: they may be huge, deeply nested or not printable, so they are shortened
-before they are shown.
+Values come from users: they may be huge, deeply nested or not printable. Messages shorten them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def shown(value: object) -> str:
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """Advice on a misspelt word: the nearest right spelling, or all of them."""
+    """Advice on a misspelt word: the nearest known word, or all of them."""
     choices = list(known)
     if isinstance(word, str):
-        # Words are short; cutting keeps the comparison cheap when a whole file is given.
+        # The comparison is slow if someone gives a whole file instead of a word.
         close = difflib.get_close_matches(word[:40].strip().lower(), choices, n=1, cutoff=0.6)
         if close:
             return f'Did you mean "{close[0]}"?'
@@ -66,12 +65,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def optional_module(name: str, package: str, use: str, *, error: type[TfDistError]) -> Any:
-    """A module of a package that only one feature needs.
+    """Import a module of a package that only one feature needs.
 
     Args:
         name: the name to import.
         package: the name to install.
         use: the feature, as the beginning of a sentence.
+        error: the type of the error.
 
     Raises:
         TfDistError: of type `error`: the package is not installed.
@@ -84,5 +84,5 @@ def optional_module(name: str, package: str, use: str, *, error: type[TfDistErro
 
 
 def refuse(where: str, what: str, received: object, advice: str) -> ClusterConfigError:
-    """The error to raise; `where` is the source ("TF_CONFIG"), `what` starts with the key."""
+    """An error to raise: `where` is the source ("TF_CONFIG"), `what` starts with the key."""
     return ClusterConfigError(f"{where}: {what}, got {shown(received)}. {advice}")

@@ -1,7 +1,7 @@
-"""Private names of TensorFlow and Keras: looked up where they are used, and missed in a sentence.
+"""Private names of TensorFlow and Keras, looked up when they are used.
 
-A module in quarantine (`_tf_private.py`, `_keras_private.py`) has one table of the names that it
-uses, and nothing imports them: a name that a release has moved breaks what needs it alone.
+A module `_tf_private.py` or `_keras_private.py` has one table of the private names that it uses.
+Nothing imports them: if a release has moved a name, only the feature that needs it fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tfdist_ext.errors import TfDistError
 
 __all__ = ["TESTED", "PrivateNames", "untested_versions"]
 
-# The releases with which the suite has passed: the oldest that setup.py allows, and the newest.
+# The oldest and the newest release that setup.py allows. The tests have passed with both.
 TESTED = {"tensorflow": ("TensorFlow", "2.20", "2.21"), "keras": ("Keras", "3.12", "3.15")}
 
 
@@ -24,9 +24,9 @@ class PrivateNames:
     """The private names of one package that a module uses.
 
     Attributes:
-        package: the module that they are below, `python` of TensorFlow or `src` of Keras.
-        error: what is raised where one is gone.
-        uses: path below the package, as "distribute.values.Mirrored" -> what needs it.
+        package: "tensorflow.python" or "keras.src".
+        error: the error to raise if a name is gone.
+        uses: path below the package, as "distribute.values.Mirrored" -> the feature that needs it.
     """
 
     package: str
@@ -49,10 +49,12 @@ class PrivateNames:
         """A private attribute of an object.
 
         Args:
-            use: what needs it.
+            holder: the object.
+            name: name of the attribute.
+            use: the feature that needs it.
 
         Raises:
-            TfDistError: of type `error`: the object has none.
+            TfDistError: of type `error`: the object has no such attribute.
         """
         try:
             return getattr(holder, name)
@@ -67,14 +69,13 @@ class PrivateNames:
         title, oldest, newest = TESTED[package]
         version = import_module(package).__version__
         return self.error(
-            f"{title} must have the private name {name} for {use}, got {title} {version}, which has"
-            f" it no more; install a release from {oldest} to {newest}, with which tfdist_ext was"
-            " tested."
+            f"{title} {version} does not have the private name {name}, which is needed for {use}."
+            f" Install a release from {oldest} to {newest}: tfdist_ext was tested with these."
         )
 
 
 def untested_versions() -> str:
-    """A sentence about installed releases that are not among those of TESTED; "" where all are."""
+    """A sentence about installed releases that were not tested; "" if there are none."""
     found = []
     for package, (title, oldest, newest) in TESTED.items():
         version = import_module(package).__version__
@@ -83,9 +84,8 @@ def untested_versions() -> str:
     if not found:
         return ""
     return (
-        f"tfdist_ext was tested with {'; with '.join(found)}. Steps are checked all the same, and"
-        " an error says where a release takes another way. docs/compatibility.md lists what was"
-        " tested."
+        f"tfdist_ext was tested with {'; with '.join(found)}. See docs/compatibility.md. Steps are"
+        " checked: if a release computes a step in another way, an error says so."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a training tells Ray Train, where `ray.train.tensorflow.TensorflowTrainer` runs it."""
+"""Reports a training to Ray Train, if a `ray.train.tensorflow.TensorflowTrainer` runs it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
+from tfdist_ext.messages import optional_module
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["CHECKPOINT", "ReportCallback"]
@@ -25,33 +26,33 @@ CHECKPOINT = "checkpoint.safetensors"  # the file in a checkpoint of Ray
 
 @filter_traceback
 class ReportCallback(keras.callbacks.Callback):
-    """Reports each epoch to Ray Train, from the function that a worker of a trainer runs.
+    """Reports each epoch to Ray Train, from the function that a trainer's workers run.
 
-    Give it to `fit` on all workers: Ray waits until all have reported. What is reported after an
-    epoch are its logs, which are of the global batches and equal on all workers, and `epoch`, its
-    number from 0. With `fit(checkpoint_dir=...)` the chief adds the checkpoint of that epoch, as a
-    Ray checkpoint with one file, `tfd.ray.CHECKPOINT`, that `restore_checkpoint` reads; the
-    training waits until it is copied to the storage of the run.
+    Give it to `fit` on all workers: Ray waits until all have reported. A report has the logs of the
+    epoch, which are of global batches and equal on all workers, and `epoch`, its number from 0.
+    With `fit(checkpoint_dir=...)` the chief adds the checkpoint of the epoch, as a Ray checkpoint
+    with one file, `tfd.ray.CHECKPOINT`, that `restore_checkpoint` reads. The training waits until
+    Ray has copied the checkpoint to the storage of the run.
 
     Raises:
-        TrainingError: Ray is not installed, or this is no worker of a trainer.
+        TrainingError: Ray is not installed, or this process is no worker of a trainer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._train = _ray_train()
         self._metrics: dict[str, Any] = {}
-        self._is_due = False  # a report of these metrics
+        self._is_due = False  # whether these metrics are to be reported
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._report_if_due()  # there was no checkpoint
+        self._report_if_due()  # the last epoch had no checkpoint
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: np.asarray(value).tolist() for name, value in (logs or {}).items()}
         self._metrics, self._is_due = {**values, "epoch": epoch}, True
 
     def on_checkpoint_end(self, epoch: int, path: os.PathLike[str] | None) -> None:
-        """Called by `fit` when the checkpoint of an epoch is there; None: the chief has it."""
+        """Called by `fit` after it has saved the checkpoint of an epoch; path is None on others."""
         self._report_if_due(path)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -62,7 +63,7 @@ class ReportCallback(keras.callbacks.Callback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._metrics = state
-        # The workers before may have ended between a checkpoint and its report.
+        # The last workers may have ended between a checkpoint and its report.
         latest = self._train.get_checkpoint()
         self._is_due = bool(state) and (latest is None or latest.get_metadata() != state)
 
@@ -81,28 +82,23 @@ class ReportCallback(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _folder_with(path: os.PathLike[str]) -> Iterator[str]:
-    """A folder that has this file alone, as a link where that can be."""
+    """A folder with only this file, as a link if possible."""
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         target = Path(folder, CHECKPOINT)
         try:
             os.link(path, target)
-        except OSError:  # of another file system
+        except OSError:  # on another file system
             tf.io.gfile.copy(os.fspath(path), str(target))
         yield folder
 
 
 def _ray_train() -> ModuleType:
+    train = optional_module("ray.train", "ray[train]", "tfd.ray", error=TrainingError)
     try:
-        import ray.train
-    except ModuleNotFoundError as error:
-        raise TrainingError(
-            'tfd.ray needs Ray Train, which is not installed: pip install "ray[train]"'
-        ) from error
-    try:
-        ray.train.get_context().get_world_rank()
+        train.get_context().get_world_rank()
     except RuntimeError as error:
         raise TrainingError(
-            "ReportCallback must be made in the function that a worker of a TensorflowTrainer runs,"
-            f" got a process of another kind: {error} Outside of Ray, leave it out."
+            "ReportCallback can only be created in the function that a worker of a"
+            f" TensorflowTrainer runs: {error} Outside of Ray, leave it out."
         ) from error
-    return ray.train
+    return train

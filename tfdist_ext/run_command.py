@@ -36,48 +36,39 @@ USAGE = "run [options] -- command"
 
 EPILOG = """\
 Each task runs the command with its own TF_CONFIG. The first task that fails is the root cause:
-the others are ended, and its exit status is that of tfdist. With --ps, the run is over when the
-chief is. Ctrl-C ends everything.
+tfdist ends the others and exits with the status of the failed task. With --ps, the run ends when
+the chief ends. Ctrl-C ends everything.
 
 example:
   tfdist run --workers 2 -- python train.py --epochs 3"""
 
 
 def seconds_of(text: str) -> float:
-    """A time.
+    """The number of seconds that an option's text gives.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is no number from 0.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1e9:
+            return value
+    raise argparse.ArgumentTypeError(f"seconds must be a number from 0, got {text!r}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tfdist run`."""
     tasks = parser.add_argument_group("tasks")
     number = functools.partial(tasks.add_argument, type=int, metavar="N")
-    number("--workers", help="workers (default 1)")
-    tasks.add_argument(
-        "--process-per-device",
-        action="store_true",
-        help="a worker for each GPU, which it alone sees",
-    )
-    tasks.add_argument(
-        "--chief",
-        action=argparse.BooleanOptionalAction,
-        help="a chief beside the workers (default: only with --ps, which needs one)",
-    )
-    number("--ps", default=0, help="parameter servers")
-    tasks.add_argument("--evaluator", action="store_true", help="an evaluator")
+    switch = functools.partial(tasks.add_argument, action="store_true")
+    number("--workers", help="number of workers (default 1)")
+    switch("--process-per-device", help="one worker for each GPU, which only this worker sees")
+    chief = "a chief beside the workers (default: only with --ps, which needs a chief)"
+    tasks.add_argument("--chief", action=argparse.BooleanOptionalAction, help=chief)
+    number("--ps", default=0, help="number of parameter servers")
+    switch("--evaluator", help="an evaluator")
     run = parser.add_argument_group("run")
     seconds = functools.partial(run.add_argument, type=seconds_of, metavar="SECONDS")
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep a log file a task here")
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep one log file per task here")
     to_kill = "from SIGTERM to SIGKILL when a preemption ends the tasks (default 30; Ctrl-C: 5)"
     seconds("--grace", default=30.0, help=to_kill)
     run.add_argument(
@@ -85,46 +76,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"],
         default="SIGTERM",
         metavar="SIGNAL",
-        help="one that asks the training to save and end, beside SIGTERM (SIGUSR1 on Slurm)",
+        help="a signal that, like SIGTERM, asks the training to save and end (SIGUSR1 on Slurm)",
     )
     seconds(
         "--stall-timeout",
         help="end a task whose training makes no progress for this time (default 60; longer while"
-        " it compiles, in callbacks, and where steps take long; 0: never)",
+        " it compiles, in callbacks, and if steps take long; 0: never)",
     )
-    to_end = "with --ps: time for the others to end after the chief (default 5)"
+    to_end = "with --ps: time for the other tasks to end after the chief (default 5)"
     seconds("--linger", default=5.0, help=to_end)
-    seconds("--timeout", help="end the run after this time (124)")
-    again = parser.add_argument_group("restarts")
-    again.add_argument(
+    seconds("--timeout", help="end the run after this time, with exit status 124")
+    run.add_argument(
+        "--dry-run", action="store_true", help="print one shell command per task; start nothing"
+    )
+    restarts = parser.add_argument_group("restarts")
+    number = functools.partial(restarts.add_argument, type=int, metavar="N")
+    number(
         "--max-restarts",
-        type=int,
         default=0,
-        metavar="N",
-        help="start the cluster again when a task fails, so often (default 0);"
-        " fit(checkpoint_dir=...) goes on from its newest checkpoint",
+        help="how often to start the cluster again after a task failed (default 0);"
+        " fit(checkpoint_dir=...) resumes from its newest checkpoint",
     )
-    again.add_argument(
-        "--min-workers",
-        type=int,
-        metavar="N",
-        help="go on without a worker that fails again and again, with at least so many",
-    )
-    again.add_argument(
+    number("--min-workers", help="continue with at least N workers if one fails repeatedly")
+    restarts.add_argument(
         "--restart-on",
         type=RestartOn.parse,
         default=RestartOn(),
         metavar="CODES",
-        help="the ends that are worth it (default exception,128-255; 128 + n is signal n, and an"
-        " exception in the same place as before is not)",
-    )
-    run.add_argument(
-        "--dry-run", action="store_true", help="print a line for the shell a task; start nothing"
+        help="exit codes that trigger a restart (default exception,128-255; 128 + n is signal n;"
+        " the same exception in the same place twice ends the run)",
     )
 
 
 def run(options: argparse.Namespace, command: list[str]) -> int:
-    """The exit status of the run."""
+    """Run the cluster; returns the exit status of the run."""
     env = dict(os.environ)  # read here, and passed down
     env.setdefault(COMMAND, shlex.join(["tfdist", *sys.argv[1:]]))
     if options.stall_timeout is not None:
@@ -146,7 +131,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
             for task in plan.tasks:
                 print(shell_line(task))
         return 0
-    # Logs are always written, and deleted where no one will read them.
+    # Logs are always written. Without --log-dir, they are deleted after a success.
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="tfdist-"))
     status = 1
     try:
@@ -170,7 +155,7 @@ def _planned(
     workers: Sequence[int],
     log_dir: Path | None,
 ) -> Iterator[LaunchPlan]:
-    """The plan of one start of these workers, its ports reserved meanwhile."""
+    """The plan of one start of these workers. Its ports are reserved in the context."""
     tasks = {**tasks, "workers": len(workers)}
     theirs = [gpus[number] for number in workers] if gpus else []
     with reserve_ports(addresses_needed(**tasks)) as ports:
@@ -180,7 +165,7 @@ def _planned(
 def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
     if options.ps or options.chief or options.evaluator:
         raise LaunchError(
-            "--process-per-device must come with workers alone, got --ps, --chief or --evaluator;"
-            " leave one of them out"
+            "--process-per-device starts workers only. Remove it, or remove --ps, --chief and"
+            " --evaluator."
         )
     return one_gpu_each(options.workers, gpus_of(env))

@@ -18,13 +18,13 @@ __all__ = ["filter_traceback", "warn"]
 _Public = TypeVar("_Public", bound=Callable[..., Any])
 
 _HIDDEN = frozenset({"tfdist_ext", "keras", "tensorflow"})
-# Users call these packages, too. Their frames are hidden where hidden code has called them.
+# Users call these packages, too. Their frames are hidden only if hidden code has called them.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "h5py"}
 _SPECIAL_METHODS = {"__init__", "__call__", "__getattr__", "__setattr__", "__reduce__"}
 
 
 def filter_traceback(public: _Public) -> _Public:
-    """Decorator of public functions and classes: errors show only the user's frames."""
+    """Decorate a public function or class, so that its errors show only the user's frames."""
     if not inspect.isclass(public):
         return _filtered(public)
     for name, member in list(vars(public).items()):
@@ -38,7 +38,7 @@ def filter_traceback(public: _Public) -> _Public:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's code that led here."""
+    """Warn at the line of user code that called this package."""
     caller = frame = sys._getframe(1)
     while _package_of(frame) in _HIDDEN | _LIBRARIES:
         if frame.f_back is None:  # a thread of ours

@@ -40,7 +40,6 @@ def test_data_that_did_not_change() -> None:
         pytest.param({"x": X[:3], "y": Y}, r"x: shape \[4, 3\] -> \[3, 3\]", id="fewer"),
         pytest.param({"x": X.astype("f8"), "y": Y}, "x: dtype <f4 -> <f8", id="dtype"),
         pytest.param({"x": X, "y": Y[::-1]}, r"^y: content \w+ -> \w+$", id="values"),
-        pytest.param({"x": X}, r"y: shape \[4\] -> none", id="one is gone"),
         pytest.param({"x": X, "y": Y, "w": Y}, r"w: shape none -> \[4\]", id="one more"),
     ],
 )
@@ -63,7 +62,6 @@ def of_files(**change: Any) -> Fingerprint:
         pytest.param({"records": [4, 4]}, r"^records 7 -> 8, sizes \w+ -> ", id="records"),
         pytest.param({"stamps": [(101, 5), (200, 6)]}, "bytes 300 -> 301, sizes", id="bytes"),
         pytest.param({"files": ["/data/a", "/data/c"]}, r"^names \w+ -> \w+$", id="names"),
-        pytest.param({"files": ["/data/b", "/data/a"]}, r"^names \w+ -> \w+$", id="order"),
         pytest.param({"stamps": [(100, 5), (200, 7)]}, r"^time stamps \w+ -> ", id="written"),
         pytest.param({"stamps": [(200, 5), (100, 6)]}, r"^sizes \w+ -> ", id="same in sum"),
         pytest.param({"files": ["/mnt/a", "/mnt/b"]}, "^$", id="mounted elsewhere"),

@@ -1,7 +1,8 @@
-"""Offsets of records: against TensorFlow's own files, and every kind of damage."""
+"""Offsets of records in files that TensorFlow wrote, and every kind of damage."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import struct
 from collections.abc import Callable
@@ -151,6 +152,20 @@ def test_damage_is_named_or_skipped(tmp_path: Path, write_records: Write) -> Non
         (index,) = indexes_of([path], skip_damaged=True)
     assert index.records == 2
     assert not (tmp_path / ".a.tfdindex").exists()  # the file may be made whole
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(b"a,b\n1,2\n3,4\n", "length field is damaged", id="text"),
+        pytest.param(gzip.compress(b"x" * 99), r"Is it an uncompressed TFRecord", id="gzip"),
+        pytest.param(b"abc", "record 0 at byte 0 of 3: the file ends inside", id="short"),
+    ],
+)
+def test_files_of_another_kind(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        indexes_of([str(tmp_path / "a")])
 
 
 def test_a_file_of_0_bytes_is_a_warning(tmp_path: Path) -> None:

@@ -14,25 +14,21 @@ from tfdist_ext.placement import Owned, PlacementError, VariableSpec, plan
 
 def test_the_picture(tmp_path: Path) -> None:
     specs = [*criteo_tables(), VariableSpec("odd$x_{/$<k>&", (2_000_000, 16), slots=2)]
-    made = plan(specs, 2, budget="4GiB", rules={"table_2/embeddings": "sharded(2)"})
+    made = plan(specs, 2, rules={"table_2/embeddings": "sharded(2)"})
     made.save_picture(tmp_path / "plan.svg")
     text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
     assert text.count(">table_2/embeddings<") == 2  # in both bars
     assert "table_2/embeddings  1.81 GiB" in text
     assert "odd$x_{/$&lt;k&gt;&amp;" in text
-    for word in (">ps 0<", ">ps 1<", ">budget<", "GiB of variables and slots"):
+    for word in (">ps 0<", ">ps 1<", "GiB of variables and slots"):
         assert word in text
     made.save_picture(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
-    heights = {}
-    for tasks in (64, 1000):
-        file = tmp_path / f"{tasks}.PNG"
-        plan(specs, tasks, budget=["9GiB"] * tasks).save_picture(file)
-        head = file.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        heights[tasks] = struct.unpack(">II", head[16:24])[1]
-    assert heights[64] > 64 * 30  # room for a name in every bar
-    assert heights[1000] < 4000  # of so many, the fullest and the emptiest
+    file = tmp_path / "plan.PNG"
+    plan(specs, 64).save_picture(file)
+    head = file.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    assert struct.unpack(">II", head[16:24])[1] > 64 * 30  # room for a name in every bar
     plan(specs[:3], devices=["CPU:0", "GPU:0"], default=lambda _: Owned()).save_picture(
         tmp_path / "d.svg"
     )

@@ -1,7 +1,8 @@
-"""Placer: the task of each variable when it is created, with or without a plan of the model."""
+"""Placers: where each variable goes when it is created, with or without a plan of the model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import pytest
 
 from tfdist_ext.placement import (
     Balanced,
+    Mirrored,
+    OnDevice,
     OnTask,
+    Owned,
     PlacementError,
     Rule,
     Sharded,
     VariableSpec,
     plan,
 )
-from tfdist_ext.placement.placer import Placer
+from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
 
 SPECS = [
     VariableSpec("users", (1000, 16)),  # 64,000 bytes
@@ -27,13 +31,13 @@ SPECS = [
 ]
 
 
-def tasks_of(placer: Placer, specs: Sequence[VariableSpec] = SPECS) -> list[tuple[int, ...]]:
+def tasks_of(placer: ServerPlacer, specs: Sequence[VariableSpec] = SPECS) -> list[tuple[int, ...]]:
     return [tuple(shard.task for shard in placer.place(spec)) for spec in specs]
 
 
 @pytest.mark.parametrize("placement", [None, "balanced"])
 def test_without_rules_each_goes_where_the_fewest_bytes_are(placement: Any) -> None:
-    placer = Placer(placement, 2)
+    placer = ServerPlacer(placement, 2)
     assert placer.plans_models == (placement is not None)
     assert tasks_of(placer) == [(0,), (1,), (1,), (1,)]
     assert placer.bytes_by_task == [64_000, 6_672]
@@ -47,14 +51,16 @@ def test_without_rules_each_goes_where_the_fewest_bytes_are(placement: Any) -> N
 
 
 def test_a_default_for_variables_without_a_rule() -> None:
-    placer = Placer({"items": "task 1"}, 2, lambda spec: Sharded(2))
+    placer = ServerPlacer({"items": "task 1"}, 2, lambda spec: Sharded(2))
     assert tasks_of(placer) == [(0, 1), (1,), (0, 0), (0, 0)]
-    assert len(placer.learn(SPECS).shards_of("head/kernel")) == 2
+    placer.learn(SPECS)
+    assert placer.plan is not None
+    assert len(placer.plan.shards_of("head/kernel")) == 2
 
 
 def test_rules_one_by_one() -> None:
     rules = [Rule("users", Sharded(3)), Rule("head/.*", OnTask(1)), Rule("head/bias", Balanced())]
-    placer = Placer(rules, 2)
+    placer = ServerPlacer(rules, 2)
     # 1000 rows in three are 334, 333, 333: 21,376 and 21,312 bytes.
     assert [tuple(shard) for shard in placer.place(SPECS[0])] == [
         (0, 0, 334),
@@ -65,26 +71,25 @@ def test_rules_one_by_one() -> None:
     # The rule for the path itself goes before the expression.
     assert tasks_of(placer, SPECS[1:]) == [(0,), (1,), (0,)]
     assert placer.bytes_by_task == [21_376 + 6_400 + 16, 42_624 + 256]
-    assert tasks_of(Placer(Rule("users", OnTask(1)), 2)) == [(1,), (0,), (0,), (0,)]
 
 
 def test_a_learned_model() -> None:
-    placer = Placer({"head/bias": "task 1"}, 2)
-    made = placer.learn(SPECS)
-    assert placer.plan is made
-    assert made == plan(SPECS, 2, rules={"head/bias": "task 1"})
+    placer = ServerPlacer({"head/bias": "task 1"}, 2)
+    placer.learn(SPECS)
+    made = plan(SPECS, 2, rules={"head/bias": "task 1"})
+    assert placer.plan == made
     # One by one, the largest would go to a task alone; as a whole it is cut. The order of creation
     # is not that of the plan.
     assert tasks_of(placer, SPECS[::-1])[-1] == (0, 1)
     assert placer.bytes_by_task == list(made.bytes_by_task)
     # A rule for no variable of the model is a mistake, which only the whole model shows.
     with pytest.raises(PlacementError, match=r"'haed/bias' .* matches no variable.* 'head/bias'"):
-        Placer({"haed/bias": "task 1"}, 2).learn(SPECS)
+        ServerPlacer({"haed/bias": "task 1"}, 2).learn(SPECS)
 
 
 def test_variables_that_the_plan_does_not_have() -> None:
     """After a model was learned, others may come: they are placed one by one."""
-    placer = Placer({"users": "task 0"}, 2)
+    placer = ServerPlacer({"users": "task 0"}, 2)
     placer.learn(SPECS)
     other = VariableSpec("other", (10,))
     assert placer.knows(other)  # no plan was given that should have it
@@ -97,14 +102,14 @@ def test_variables_that_the_plan_does_not_have() -> None:
 def test_of_an_optimizers_counter_only_the_last_part_of_the_path_is_known() -> None:
     counter = VariableSpec("adam/iteration", (), "int64", trainable=False)
     made = plan([*SPECS, counter], 2, rules={"adam/.*": "task 0", "users": "task 0"})
-    placer = Placer(made, 2)
+    placer = ServerPlacer(made, 2)
     bare = VariableSpec("iteration", (), "int64")
     assert placer.knows(bare)
     assert placer.place(bare) == ((0, 0, 1),)
     # Of another dtype, or of two of them, it is not known which.
     assert not placer.knows(VariableSpec("iteration", (), "float32"))
     second = VariableSpec("sgd/iteration", (), "int64")
-    assert not Placer(plan([counter, second], 2), 2).knows(bare)
+    assert not ServerPlacer(plan([counter, second], 2), 2).knows(bare)
 
 
 def test_a_plan(tmp_path: Path) -> None:
@@ -112,18 +117,21 @@ def test_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(made.to_json(), encoding="utf-8")
     for placement in (made, str(file)):
-        placer = Placer(placement, 2)
+        placer = ServerPlacer(placement, 2)
         assert placer.plans_models
-        assert placer.plan == placer.learn(SPECS) == made
+        placer.learn(SPECS)
+        assert placer.plan == made
         assert [placer.place(spec) for spec in SPECS] == [made.shards_of(s.path) for s in SPECS]
         assert placer.bytes_by_task == list(made.bytes_by_task)
         assert placer.knows(SPECS[0])
         assert not placer.knows(VariableSpec("users", (1001, 16)))
-        with pytest.raises(PlacementError, match=r"must be those of the plan, got 1 gone: 'users'"):
+        with pytest.raises(
+            PlacementError, match="other variables than the model's: 1 gone: 'users'"
+        ):
             placer.learn(SPECS[1:])
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(PlacementError, match="cannot be read"):
-        Placer(str(file), 2)
+        ServerPlacer(str(file), 2)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +144,113 @@ def test_a_plan(tmp_path: Path) -> None:
 )
 def test_a_placement_that_is_wrong(placement: Any, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        Placer(placement, 2)
+        ServerPlacer(placement, 2)
+
+
+FOUR = ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
+KIB = 1024
+
+
+def spec(path: str, kib: int, slots: int = 0, trainable: bool = True) -> VariableSpec:
+    return VariableSpec(path, (kib, 256), slots=slots, trainable=trainable)
+
+
+@pytest.mark.parametrize(
+    ("rules", "variable", "expected", "reason"),
+    [
+        ({}, spec("kernel", 16), Owned(), "as large as owned_from"),
+        ({}, spec("kernel", 15), Mirrored(), "smaller"),
+        ({}, spec("frozen", 99, trainable=False), Mirrored(), "there is nothing to update"),
+        ({"bias": "owned"}, spec("bias", 1), Owned(), "its rule says so"),
+        ({"bias": "owned"}, spec("other/bias", 1), Mirrored(), "whole paths are matched"),
+        ({".*": "balanced"}, spec("kernel", 99), Owned(), "balanced is as no rule"),
+        ({".*": "device gpu:1"}, spec("kernel", 1), OnDevice("GPU:1"), "one of the replicas'"),
+        ({".*": "device /cpu:0"}, spec("kernel", 1), OnDevice("CPU:0"), "the host"),
+    ],
+)
+def test_the_placement_of_a_variable(
+    rules: Any, variable: VariableSpec, expected: Any, reason: str
+) -> None:
+    placer = DevicePlacer(FOUR, rules, owned_from="16KiB")
+    assert placer.placement_of(variable) == expected, reason
+
+
+def test_what_comes_one_by_one_goes_to_whom_owns_least() -> None:
+    placer = DevicePlacer(FOUR)
+    sizes = [8, 4, 2, 1, 1, 2, 6]
+    owners = [placer.choose_owner(spec(str(n), kib)) for n, kib in enumerate(sizes)]
+    assert owners == [0, 1, 2, 3, 3, 2, 3]
+    assert placer.owned_bytes == [8 * KIB, 4 * KIB, 4 * KIB, 8 * KIB]
+
+
+def test_a_known_model_is_planned_as_a_whole() -> None:
+    """In the order of creation the large ones at the end would meet."""
+    sizes = [1, 1, 1, 1, 2, 2, 4, 4]
+    specs = [spec(str(n), kib, slots=2) for n, kib in enumerate(sizes)]
+    placer = DevicePlacer(FOUR)
+    plan = placer.learn(specs)
+    assert placer.plan is plan
+    assert len(set(plan.bytes_by_task)) == 1
+    owned = [0] * 4
+    for variable in specs:
+        owned[placer.choose_owner(variable)] += variable.weight_bytes
+    assert owned == placer.owned_bytes == [4 * KIB] * 4
+    # Another variable than the planned one of that path.
+    assert placer.choose_owner(spec("0", 7)) == 0
+
+
+def test_pieces_go_where_that_balances() -> None:
+    specs = [spec("a", 8), spec("b", 8), spec("c", 4)]
+    rules = {"a": "sharded(2)", "b": Sharded(2), "c": "sharded"}
+    placer = DevicePlacer(FOUR, rules)
+    a, b, c = ((each, placer.placement_of(each)) for each in specs)
+    assert placer.devices_of_pieces(*a) == placer.devices_of_pieces(*b) == FOUR[:2], "unknown yet"
+    plan = placer.learn(specs)
+    assert {*placer.devices_of_pieces(*a), *placer.devices_of_pieces(*b)} == {*FOUR}
+    assert placer.devices_of_pieces(*c) == FOUR
+    assert plan.bytes_by_task == (5 * KIB,) * 4
+    assert placer.devices_of_pieces(spec("a", 7), a[1]) == FOUR[:2], "another than the planned one"
+
+
+def test_too_few_rows() -> None:
+    placer = DevicePlacer(FOUR, {"v": "sharded(4)"})
+    for variable in (VariableSpec("v", (3, 2)), VariableSpec("v", ())):
+        for call in (placer.placement_of, lambda spec: placer.learn([spec])):
+            with pytest.raises(PlacementError, match=r"only 3 rows|got the scalar 'v'"):
+                call(variable)
+
+
+def test_the_host_is_no_owner() -> None:
+    placer = DevicePlacer(FOUR[:2], {"table": "device CPU:0", "other": "device GPU:0"})
+    specs = [spec("table", 99, 2), spec("other", 8, 2), spec("a", 4, 2), spec("b", 4, 2)]
+    plan = placer.learn(specs)
+    assert [each.path for each in plan.specs] == ["other", "a", "b"]
+    # GPU:0 holds the other table and its slots already.
+    assert (plan.owner_of("a"), plan.owner_of("b"), plan.owner_of("other")) == (1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (
+            {"a.*": "device GPU:4"},
+            "'a.*' cannot be on device GPU:4, which is not there. Use one of",
+        ),
+        ([Rule("a", OnTask(0))], "'a' cannot be on task 0, which is for parameter servers"),
+        ([Rule("a", Sharded(5))], "the rule 'a' (sharded(5)) asks for 5 pieces"),
+        ("owned", "rules must be a list of Rule"),
+    ],
+)
+def test_rules_that_do_not_fit_the_devices(rules: Any, said: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(said)):
+        DevicePlacer(FOUR, rules)
+
+
+def test_rules_that_do_not_fit_the_model() -> None:
+    with pytest.raises(PlacementError, match=r"the rule 'tabel' \(owned\) matches no variable"):
+        DevicePlacer(FOUR, {"tabel": "owned"}).learn([spec("table", 4)])
+    placer = DevicePlacer(FOUR, {"t.*": "owned", ".*e": "mirrored"})
+    with pytest.raises(PlacementError, match="two rules match 'table'"):
+        placer.placement_of(spec("table", 4))
+    with pytest.raises(PlacementError, match="owned_from must be a size"):
+        DevicePlacer(FOUR, owned_from="large")

@@ -11,7 +11,7 @@ from tfdist_ext.placement import Balanced, Mirrored, Owned, PlacementError, Vari
 SPECS = [
     VariableSpec("users", (1000, 16), slots=2, load=3.0),
     VariableSpec("items", (100, 16), slots=2),
-    VariableSpec("head/kernel", (16, 4), slots=1, slot_bytes=40),
+    VariableSpec("head/kernel", (16, 4), slots=1),
     VariableSpec("steps", (), "int64", trainable=False),
 ]
 
@@ -31,7 +31,7 @@ def test_the_devices_of_one_machine() -> None:
     owner = made.owner_of("items")
     assert owner in (1, 2)
     assert made.owner_of("users") is None
-    everywhere = 6400 + (16 * 4 * 4 * 2 + 40) + 8
+    everywhere = 6400 + 16 * 4 * 4 * 2 + 8
     expected = [everywhere + 1000 * 16 * 4 * 3, everywhere, everywhere]
     expected[owner] += 2 * 6400
     assert made.bytes_by_task == tuple(expected)
@@ -55,9 +55,10 @@ def test_owners_are_balanced_and_nothing_is_cut_on_one_machine() -> None:
     )
     assert made.tasks_of("w0") == made.tasks_of("big") == (0, 1)
     assert len(made.tasks_of("w1")) == 1
-    with pytest.raises(PlacementError, match=r"GPU:0 would hold .* For 2 devices") as error:
+    with pytest.raises(
+        PlacementError, match=rf"fits is {8 * 4000 + 4 * 8000} bytes .* Or use rules"
+    ):
         plan(specs, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=60_000)
-    assert error.value.smallest_budget == 8 * 4000 + 4 * 8000
 
 
 def test_owners_of_variables_without_slots() -> None:
@@ -66,10 +67,6 @@ def test_owners_of_variables_without_slots() -> None:
     made = plan(bare, devices=["GPU:0", "GPU:1"], default=lambda _: Owned(), budget=1600)
     assert made.bytes_by_task == (1600, 1600)
     assert sorted(made.owner_of(spec.path) or 0 for spec in bare) == [0, 0, 1, 1]
-    odd = [VariableSpec("odd", (100,), slot_bytes=30)]  # slots of another shape only
-    devices = ["GPU:0", "GPU:1"]
-    made = plan(odd, devices=devices, default=lambda _: Owned(), budget=[400, 430])
-    assert made.bytes_by_task == (400, 430)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_owners_of_variables_without_slots() -> None:
         ({"devices": []}, "at least one name"),
         ({"devices": ["cpu:0", "/device:CPU:0"]}, "each once"),
         ({"tasks": 2, "budget": "much"}, "budget must be a size, got 'much'"),
-        ({"tasks": 2, "budget": ["1GB"]}, "budget must be one size, or one .*got 1 sizes"),
+        ({"tasks": 2, "budget": ["1GB"]}, "budget must be a size, got"),
     ],
 )
 def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
@@ -90,10 +87,7 @@ def test_plans_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
 
 
 def test_variables_are_variables_and_have_different_paths() -> None:
-    with pytest.raises(
-        PlacementError,
-        match=r"variable must have a path of its .*got 'steps' twice\. Rules and plans",
-    ):
+    with pytest.raises(PlacementError, match=r"two variables have the path 'steps'\. Rules and"):
         plan([*SPECS, SPECS[-1]], 2)
     with pytest.raises(PlacementError, match="specs must be VariableSpec"):
         plan(["steps"], 2)  # type: ignore[list-item]

@@ -81,11 +81,11 @@ def test_an_owned_variable_is_updated_once_and_sent_out(how: str) -> None:
     ("devices", "rules", "said"),
     [
         (["CPU:0", "CPU:9"], (), ["devices that are there, got CPU:9"]),
-        (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["the rule 'k' (device GPU:0)", "got GPU:0"]),
+        (["CPU:1"], [Rule("k", OnDevice("GPU:0"))], ["'k' cannot be on device GPU:0"]),
     ],
 )
 def test_bad_input(devices: Any, rules: Any, said: list[str]) -> None:
-    """Other rules that cannot be: tests/placement/test_device_placer.py."""
+    """Other rules that cannot be: tests/placement/test_placer.py."""
     with pytest.raises(tfd.StrategyError) as error:
         PlacedStrategy(devices, rules)
     for words in ("PlacedStrategy", *said):

@@ -247,8 +247,8 @@ def test_tensorflow_s_checkpoints(tmp_path: Path) -> None:
 def test_keras_s_own_fit_says_why_not() -> None:
     with PlacedStrategy(2, {"users/.*": "sharded(2)"}).scope():
         model = build()
-    said = r"'users/embeddings' has no gradient .* the rule 'users/\.\*' \(sharded\(2\)\) has cut"
-    with pytest.raises(AttributeError, match=said + r".*tfdist_ext\.distribute\(build, strategy\)"):
+    said = r"'users/embeddings' has no gradient .* 2 pieces.*distribute\(build, strategy\)"
+    with pytest.raises(AttributeError, match=said):
         model.fit(IDS, RATINGS, batch_size=12, verbose=0)
     plain = build()
     assert model.evaluate(IDS, RATINGS, batch_size=12, verbose=0) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Makes datasets from arrays, record files, a source of your own, or a function of the shard."""
+"""Makes datasets from arrays, record files, a custom source, or a function of the shard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["from_arrays", "from_dataset_fn", "from_source", "from_tfrecords"]
 def from_source(
     source: Source, *, global_batch_size: int, seed: int | None = None
 ) -> OrderedDataset:
-    """Examples of a source of your own, read by their number.
+    """Examples of a custom source, read by their number.
 
     Args:
         source: an object with the members of `tfdist_ext.data.sources.Source`.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps the order of the numbers.
+        seed: seed of the order; None keeps the order of the numbers.
 
     Raises:
         DataError: a member is missing, or the source has fewer examples than a batch.
@@ -50,9 +50,9 @@ def from_arrays(arrays: Any, *, global_batch_size: int, seed: int | None = None)
     Memory-mapped arrays stay on disk.
 
     Args:
-        arrays: with the same number of rows.
+        arrays: arrays with the same number of rows.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps the order of the rows.
+        seed: seed of the order; None keeps the order of the rows.
 
     Raises:
         DataError: arrays of different lengths, no rows, or a batch larger than the data.
@@ -76,12 +76,12 @@ def from_tfrecords(
     beside each file.
 
     Args:
-        files: one or several patterns or paths of uncompressed files, for whatever `tf.io.gfile`
-            opens. Files are sorted, so that all tasks number the records in the same way.
-        parse: makes an example, a structure of dense tensors, of a record, a scalar string tensor.
-            It is traced.
+        files: one or several patterns or paths of uncompressed files, on any file system that
+            `tf.io.gfile` opens. Files are sorted, so that all tasks number records in the same way.
+        parse: returns an example, a structure of dense tensors, for a record, a scalar string
+            tensor. It is traced.
         global_batch_size: examples of one step, over all workers.
-        seed: of the order; None keeps the order of the files.
+        seed: seed of the order; None keeps the order of the files.
         on_error: "skip" skips damaged records, counts them and warns of each.
         batched: `parse` takes a string tensor of shape [n] for any n, and returns tensors of shape
             [n, ...], as `tf.io.parse_example` does. This is about twice as fast for small records.
@@ -113,11 +113,11 @@ def from_dataset_fn(
         function: called with `Shard(index, count)`, and with `epoch=` if it has an argument of that
             name. It returns a `tf.data.Dataset` of batches, the shard's part of each global batch,
             of any number and size. Without `epoch`, its dataset is iterated again for each epoch.
-        global_batch_size: examples of a step, over all shards; the function returns single examples
-            then, and each shard takes its part of this number.
+        global_batch_size: examples of a step, over all shards. With this number, the function
+            returns single examples, and each shard takes its part of the number.
 
     Raises:
-        DataError: no function of a shard, or the global batch is no integer from 1. What the
-            function returns is checked when it is called.
+        DataError: the function does not take a shard, or the global batch is no integer from 1. The
+            result of the function is checked when the function is called.
     """
     return FunctionDataset(function, global_batch_size)

@@ -20,7 +20,7 @@ def is_local(path: str) -> bool:
 
 
 def stamp_of(path: str) -> tuple[int, int]:
-    """What changes when a file is written: its size, and the time in nanoseconds (0 if unknown).
+    """The size of a file, and its modification time in nanoseconds (0 if unknown).
 
     Raises:
         DataError: the file does not exist, cannot be read, or is a folder.

@@ -31,9 +31,9 @@ def shard_files(patterns: Patterns, shard: Shard, *, check: bool = True) -> list
     the fewest bytes.
 
     Args:
-        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, for whatever
+        patterns: a path, a pattern (`*`, `?`, `[a-z]`) or a list of them, on any file system that
             `tf.io.gfile` opens. Every task must see the same files under the same names.
-        shard: whose files.
+        shard: the shard whose files are returned.
         check: read the length fields of this shard's TFRecord files, so that a truncated file is
             an error now. The shard's files count as TFRecord files if one of them begins with a
             record or has "tfrecord" in its name.
@@ -89,11 +89,11 @@ def _matches(pattern: str) -> set[str]:
             return {pattern}
         found = {path for path in tf.io.gfile.glob(pattern) if not is_index(path)}
     except tf.errors.OpError as error:
-        raise DataError(f"{pattern!r} cannot be looked for: {error.message}.") from None
+        raise DataError(f"{pattern!r} cannot be searched: {error.message}.") from None
     if not found:
         where = f" (from {os.getcwd()})" if is_local(pattern) and not os.path.isabs(pattern) else ""
         raise DataError(
-            f"no file matches {pattern!r}{where}. Is the folder there, and mounted on this machine?"
+            f"no file matches {pattern!r}{where}. Check that the folder exists on this machine."
         )
     return found
 

@@ -52,14 +52,14 @@ def fingerprint_of_arrays(arrays: Mapping[str, np.ndarray]) -> Fingerprint:
 def fingerprint_of_files(
     files: Sequence[str], stamps: Sequence[tuple[int, int]], records: Sequence[int]
 ) -> Fingerprint:
-    """How many files, bytes and records, and hashes of all names, sizes and times.
+    """The numbers of files, bytes and records, and hashes of all names, sizes and times.
 
     Names are without folders: the same files mounted elsewhere are the same data.
 
     Args:
         files: the paths, in the order in which their records are numbered.
         stamps: (size, time of the last change) of each file.
-        records: of each file.
+        records: number of records in each file.
     """
     return {
         "kind": "files",

@@ -1,4 +1,4 @@
-"""FunctionDataset: a function says what each task reads, for sources without random access."""
+"""FunctionDataset: a function decides what each task reads, without random access."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FunctionDataset(ShardedDataset):
     with no rows until the data of all tasks has ended.
 
     Attributes:
-        takes_epoch: whether the function is called anew for each epoch.
+        takes_epoch: whether the function is called again for each epoch.
     """
 
     def __init__(self, function: Callable[..., tf.data.Dataset], global_batch_size: int | None):
@@ -41,7 +41,7 @@ class FunctionDataset(ShardedDataset):
         self._batch = global_batch_size
         if global_batch_size is not None:
             self._batch = check_int(global_batch_size, "global_batch_size", 1, error=DataError)
-        self._shards: int | None = None  # that the batches are counted in
+        self._shards: int | None = None  # number of shards in which batches are counted
         self._kept: dict[Shard, tf.data.Dataset] = {}
 
     @property
@@ -54,13 +54,13 @@ class FunctionDataset(ShardedDataset):
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch where one task reads all of the data; None if only reading tells."""
+        """Batches of an epoch if one task reads all of the data; None if unknown."""
         length = int(self.whole_epoch(Shard(0, 1), self._epoch).cardinality())
-        return None if length < 0 else length  # it does not know, or has no end
+        return None if length < 0 else length  # unknown or infinite
 
     @property
     def resumes_inside_epochs(self) -> bool:
-        # Else the same examples may not come again: a shuffle in the function may have no seed.
+        # Otherwise a shuffle without a seed may give other examples when the epoch is read again.
         return self.takes_epoch
 
     def dataset(
@@ -94,8 +94,8 @@ class FunctionDataset(ShardedDataset):
     def whole_epoch(self, shard: Shard, epoch: int = 0) -> tf.data.Dataset:
         """All batches of a shard, whatever the position.
 
-        If the function takes no epoch, one dataset serves all epochs: its own `shuffle` gives
-        another order each time it is iterated.
+        If the function takes no epoch, one dataset serves all epochs: its `shuffle` gives another
+        order each time the dataset is iterated.
         """
         if self.takes_epoch:
             return self.made(shard, epoch)
@@ -162,8 +162,8 @@ class FunctionDataset(ShardedDataset):
         for name in ("kind", "element"):
             if state[name] != current[name]:
                 raise DataError(
-                    "the data must be as it was when this position was saved, with the"
-                    f" {name} {shown(state[name])}, got {current[name]}."
+                    f"the data has changed since this position was saved: {name}"
+                    f" {shown(state[name])} -> {shown(current[name])}."
                 )
         epoch = check_int(state["epoch"], "the position's epoch", error=DataError)
         steps = check_int(state["steps"], "the position's steps", error=DataError)
@@ -178,9 +178,10 @@ class FunctionDataset(ShardedDataset):
 
 
 def _takes_epoch(function: Callable[..., tf.data.Dataset]) -> bool:
-    """
+    """Whether a function of the shard also takes the epoch.
+
     Raises:
-        DataError: it cannot be called with a shard.
+        DataError: the function cannot be called with a shard.
     """
     try:
         signature = inspect.signature(function)

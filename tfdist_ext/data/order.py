@@ -1,4 +1,4 @@
-"""One order of n examples for each seed and epoch: computed, not stored, and the same on each task.
+"""One order of n examples for each seed and epoch, computed and the same on each task.
 
 The order is a pseudorandom permutation by a block cipher with cycle walking, TensorFlow's
 `RandomIndexShuffle`. Each position is computed by itself, so memory does not grow with n.
@@ -25,14 +25,14 @@ __all__ = ["Order", "key_in_graph", "sorted_at_random"]
 _ROUNDS = 16
 _MOST_EXAMPLES = 2**62  # positions are int64
 _MOST_IN_BATCH = 2**40  # `bounds` multiplies it by the number of shards
-# The cipher has blocks of 16 bits at least, and cycle walking takes long for few examples: a
-# millisecond for each of 50. Sorting so many takes some microseconds.
+# The cipher has blocks of at least 16 bits, so cycle walking is slow for few examples: of 50, each
+# takes a millisecond. Sorting all of them takes some microseconds.
 _FEW_EXAMPLES = 1024
 
 
 @dataclass(frozen=True)
 class Order:
-    """The sequence of global batches: which example is at which place.
+    """The sequence of global batches: which example is at which position.
 
     Attributes:
         n: examples of the dataset.
@@ -65,7 +65,7 @@ class Order:
         """The rest of the epoch after its first `examples` examples.
 
         Raises:
-            DataError: the epoch has fewer.
+            DataError: the epoch has fewer examples.
         """
         return replace(self, examples_seen=examples)
 
@@ -90,7 +90,7 @@ class Order:
     def rows(
         self, step: Number, low: Number, high: Number, key: np.ndarray | tf.Tensor | None
     ) -> tf.Tensor:
-        """The examples at the places low to high (not included) of a step's global batch.
+        """The examples at the places from low to before high of a step's global batch.
 
         Args:
             step: an integer tensor or a number; after the last step there are no examples.

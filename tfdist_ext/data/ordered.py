@@ -36,7 +36,7 @@ class OrderedDataset(ShardedDataset):
     replicas only.
 
     Attributes:
-        source: what examples are read from.
+        source: the source of the examples.
         order: which example is in which global batch.
     """
 
@@ -68,7 +68,7 @@ class OrderedDataset(ShardedDataset):
 
     @property
     def loses_examples(self) -> bool:
-        """Whether the source may give fewer examples than asked for: damaged ones are skipped."""
+        """Whether the source may skip examples, because they are damaged."""
         return bool(getattr(self.source, "loses_examples", False))
 
     @property
@@ -158,9 +158,9 @@ class OrderedDataset(ShardedDataset):
         Args:
             first: number of the first local replica.
             local: replicas of this task.
-            replicas: of all tasks.
+            replicas: number of replicas in all tasks.
             begin: the global batch to begin with, counted from epoch 0 over whole epochs.
-            counted: whether the examples of the global batch are known; else each part says 1.
+            counted: whether the examples of the global batch are known; else the number is 1.
         """
 
         def parts(number: tf.Tensor) -> Any:

@@ -21,7 +21,7 @@ __all__ = [
     "without_autotune",
 ]
 
-# The operations that call Python: of from_generator, numpy_function, py_function.
+# The operations that call Python: from_generator, numpy_function and py_function create them.
 PY_FUNCTIONS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
@@ -62,7 +62,7 @@ def operations_of(dataset: tf.data.Dataset) -> set[str]:
     graph = tf.compat.v1.GraphDef.FromString(
         tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # ignore: random numbers are no reason to warn
+            external_state_policy=1,  # do not warn of random numbers
         ).numpy()
     )
     return operations_in(graph)
@@ -76,15 +76,15 @@ def operations_in(graph: tf.compat.v1.GraphDef) -> set[str]:
 
 @contextlib.contextmanager
 def data_errors_as_raised() -> Iterator[None]:
-    """Scope in which a DataError that TensorFlow has wrapped is raised as it was."""
+    """Scope that raises a DataError that TensorFlow has wrapped in an error of its own."""
     try:
         yield
     except tf.errors.OpError as error:
-        # TensorFlow's words, the message, a traceback of Python or the name of an operation.
+        # TensorFlow's text, our message, and a Python traceback or the name of an operation.
         found = re.search(r"\bDataError: (.*?)(\n+Traceback|\]\s*\[\[)", error.message, re.DOTALL)
         if found is None:
             raise
         message = found[1]
-        if found[2][0] == "]":  # of an assertion in a graph, which escapes quotes and other letters
+        if found[2][0] == "]":  # from an assertion in a graph, which escapes characters
             message = message.encode().decode("unicode_escape").encode("latin-1").decode()
         raise DataError(message) from None

@@ -6,8 +6,8 @@ checksum is a masked CRC-32C (`tensorflow/core/lib/io/record_writer.h`).
 
 The offsets of the file `name` are found once, in one pass over the length fields, and kept beside
 it in `.name.tfdindex`: a NumPy array (int64) of the size and the time stamp of the data, and then
-the offsets. An index counts only while size and time stamp are those of the data. It is written
-under another name and renamed, so that any number of tasks may write it at once.
+the offsets. An index is valid only while size and time stamp are those of the data. It is written
+under another name and renamed, so that several tasks may write it at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEADER, TAIL = 12, 4  # bytes before and after a payload
 _SUFFIX = ".tfdindex"
 _HEADER = Struct("<QI")
 _MANY, _FAR = 1 << 20, 1 << 14  # bytes to read at once; longer records are read one by one
-_AT_ONCE = 16  # files; opening a remote file is mostly waiting
+_AT_ONCE = 16  # files; opening a remote file mostly waits
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class RecordIndex:
     """The records of one file.
 
     Attributes:
-        path: of the data.
+        path: path of the data.
         stamp: (size, time of the last change) of the data; see `stamp_of`.
-        records: how many there are, up to the first damage.
+        records: number of records before the first damage.
         held: the offsets, if they are not kept in a file.
     """
 
@@ -83,11 +83,11 @@ def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIn
     """The indexes of TFRecord files, loaded, or built and kept.
 
     Args:
-        paths: of uncompressed files.
+        paths: paths of uncompressed files.
         skip_damaged: if a file is damaged, warn and index the records before the damage.
 
     Raises:
-        DataError: a file cannot be read, is damaged or truncated, or changes meanwhile.
+        DataError: a file cannot be read, is damaged or truncated, or changes while it is read.
     """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(lambda path: _index_of(path, skip_damaged), paths))
@@ -96,7 +96,7 @@ def indexes_of(paths: list[str], *, skip_damaged: bool = False) -> list[RecordIn
 def _index_of(path: str, skip_damaged: bool) -> RecordIndex:
     stamp = stamp_of(path)
     size, modified = stamp
-    if size == 0:  # as a writer leaves a file without records, or a writer that was killed
+    if size == 0:  # a writer wrote no records, or was killed
         warn(f"{path} is empty: it has 0 bytes, and no records.")
     offsets = _load(path, stamp)
     if offsets is not None:
@@ -146,7 +146,7 @@ def crc32c() -> Callable[[bytes], int]:
 
 
 def masked(crc: Any) -> Any:
-    """A checksum, or an array (uint64) of checksums, as files have them."""
+    """The masked form of a checksum, or of an array (uint64) of checksums."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -156,8 +156,8 @@ def scan(read_at: Callable[[int, int], bytes], size: int) -> tuple[np.ndarray, s
     Payloads of large records are not read.
 
     Returns:
-        The offset of each record and of the end of the last one (int64), and what is damaged
-        there, in words; "" if that is the end of the file.
+        The offset of each record and of the end of the last one (int64), and a description of the
+        damage there; "" without damage.
     """
     checksum, offsets = crc32c(), array("q", [0])
     block, start, length = b"", 0, 0
@@ -202,7 +202,7 @@ def _load(path: str, stamp: tuple[int, int]) -> np.ndarray | None:
 
 
 def _keep(path: str, stamp: tuple[int, int], offsets: np.ndarray) -> bool:
-    """Write the index; whether that was possible."""
+    """Write the index. Returns whether this was possible."""
     unfinished = f"{_place_of(path)}.{uuid.uuid4().hex}.unfinished"
     try:
         with tf.io.gfile.GFile(unfinished, "wb") as file:

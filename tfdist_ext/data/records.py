@@ -65,9 +65,9 @@ class RecordFiles:
             lambda spec: tf.TensorSpec(tf.TensorShape([None]).concatenate(spec.shape), spec.dtype),
             self._spec,
         )
-        # At first glibc gives the memory of each batch back to the system, which takes half of the
-        # time of reading large records. Freeing a block of 16 MiB raises the limit (mallopt(3),
-        # M_MMAP_THRESHOLD). Nothing is written to the block.
+        # Freeing a block of 16 MiB makes glibc keep the memory of later batches (mallopt(3),
+        # M_MMAP_THRESHOLD). Otherwise glibc returns it to the system each time, which takes half of
+        # the time of reading large records.
         bytes(16 << 20)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class RecordFiles:
         payloads.set_shape([None])
         if not self._batched:
             return tf.map_fn(self._parse, payloads, fn_output_signature=self._spec)
-        # Most operations fail for no records, or give rows of another size.
+        # Without records, most operations fail or return rows of another size.
         return tf.cond(tf.size(payloads) > 0, lambda: self._rows(payloads), self._no_rows)
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class RecordFiles:
         return found if right.all() else found[kept]
 
     def _read_file(self, file: int, rows: np.ndarray) -> tuple[list[bytes], list[bytes]]:
-        """The payloads and checksums of records of a file, whose numbers there are rising."""
+        """The payloads and checksums of records of a file. `rows` are sorted."""
         reader, offsets = self._open(file)
         starts, ends = offsets[rows], offsets[rows + 1]
         cuts = [0, *(np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist(), len(rows)]
@@ -129,7 +129,7 @@ class RecordFiles:
             if len(block) < size:
                 raise DataError(
                     f"{self.files[file]}: record {rows[first]} at byte {at} cannot be read: the"
-                    " file has become shorter while it was in use."
+                    " file became shorter while it was in use."
                 )
             for row in range(first, stop):
                 end = ends[row] - at - TAIL

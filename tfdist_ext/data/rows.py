@@ -50,7 +50,7 @@ def named_parts(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def batch_size_of(batch: Any) -> tf.Tensor:
-    """How many rows there are (int64)."""
+    """The number of rows (int64)."""
     part = next(part for part in tf.nest.flatten(batch) if part is not None)
     if isinstance(part, tf.SparseTensor):
         return part.dense_shape[0]
@@ -60,7 +60,7 @@ def batch_size_of(batch: Any) -> tf.Tensor:
 
 
 def checked_batch_size(batch: Any, replicas: int) -> tf.Tensor:
-    """The number of rows (int64). The graph fails with a DataError if tensors differ in it."""
+    """The number of rows (int64). The graph fails with a DataError if tensors disagree."""
     size = batch_size_of(batch)
     names, tensors = zip(*named_parts(batch), strict=True)
     static = {tensor.shape[0] if tensor.shape.rank else None for tensor in tensors}
@@ -70,7 +70,7 @@ def checked_batch_size(batch: Any, replicas: int) -> tf.Tensor:
     rows = tf.stack([tf.concat([shape, [-1]], axis=0)[0] for shape in shapes])
 
     def refuse() -> tf.Tensor:
-        last_first = rows[::-1]  # of two sizes that are as frequent, the targets' counts
+        last_first = rows[::-1]  # if two sizes are as frequent, the size of the targets counts
         frequency = tf.reduce_sum(tf.cast(last_first[:, None] == last_first, tf.int32), axis=1)
         most = last_first[tf.argmax(frequency)]
         other = tf.argmax(tf.cast(rows != most, tf.int32))
@@ -102,7 +102,7 @@ def _shape_of(tensor: Any) -> tf.Tensor:
 
 
 def rows_between(batch: Any, low: Any, high: Any) -> Any:
-    """The rows from low to high, which is not included (int64)."""
+    """The rows from low to before high (int64)."""
 
     def cut(part: Any) -> Any:
         if not isinstance(part, tf.SparseTensor):

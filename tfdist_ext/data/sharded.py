@@ -37,16 +37,16 @@ class ShardedDataset(abc.ABC):
     @property
     @abc.abstractmethod
     def steps(self) -> int | None:
-        """Global batches of an epoch, a last smaller one included; None if only reading tells."""
+        """Global batches of an epoch, a last smaller one included; None if unknown."""
 
     @property
     @abc.abstractmethod
     def global_batch_size(self) -> int | None:
-        """Examples of a step, over all tasks; None where the batches come as they are."""
+        """Examples of a step, over all tasks; None if a function determines the batches."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and what is done of it, in examples if they are ordered, else in batches."""
+        """The epoch, and the finished part of it: examples of ordered data, else batches."""
         return self._epoch, self._done
 
     @property
@@ -151,7 +151,7 @@ class ShardedDataset(abc.ABC):
                     bar.update(done, finalize=None)
         if bar is not None and bar.target is None:
             bar.update(done, finalize=True)
-        if self._epoch == epoch:  # only reading could tell that this is its end
+        if self._epoch == epoch:  # the number of batches was not known before
             self.end_epoch()
 
     @abc.abstractmethod

@@ -44,7 +44,7 @@ def check_field(
     """Check a field of a frozen dataclass, and make it a plain integer, as JSON needs it.
 
     Args:
-        called: its name in messages; by default the field's name.
+        called: name of the field in messages; by default `name`.
 
     Raises:
         DataError: the field is no integer in [low, high].
@@ -86,7 +86,7 @@ class Shard:
                 `tf.distribute.Strategy`; a Shard stays as it is.
 
         Raises:
-            DataError: none of these, or a task that reads no data (a parameter server).
+            DataError: another type, or a task that reads no data (a parameter server).
         """
         if isinstance(context, Shard):
             return context
@@ -103,8 +103,8 @@ class Shard:
         if isinstance(context, tf.distribute.Strategy):
             return cls(0, 1)
         raise DataError(
-            "a shard must be asked for by a tf.distribute.InputContext, a ClusterConfig or a"
-            f" tf.distribute.Strategy, got {shown(context)}. Give Shard(index, count) instead."
+            "Shard.of takes a tf.distribute.InputContext, a ClusterConfig or a"
+            f" tf.distribute.Strategy, got {shown(context)}. Use Shard(index, count) instead."
         )
 
     def __str__(self) -> str:
@@ -120,7 +120,8 @@ class Remainder(enum.Enum):
 
 
 def check_remainder(remainder: object) -> None:
-    """
+    """Check the type of an argument `remainder`.
+
     Raises:
         DataError: it is no Remainder.
     """
@@ -156,7 +157,7 @@ def shard_range(n: int, shard: Shard, remainder: Remainder = Remainder.KEEP) -> 
 
     KEEP gives sizes that differ by at most one. DROP gives n // count rows to each shard and
     leaves out the last n % count. PAD gives the rows of KEEP, and ceil(n / count) rows with the
-    padding; a padded row is to get sample weight 0, so that losses and metrics stay exact.
+    padding. Give padded rows the sample weight 0, so that losses and metrics stay exact.
 
     Raises:
         DataError: `n` is no whole number from 0, or another argument is of another type.

@@ -1,4 +1,4 @@
-"""What examples are read from, by number."""
+"""Sources of examples, read by their number."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@
     made.save_picture("plan.svg")
 
 A variable that would overflow a task is cut along axis 0 into even pieces, so that the fullest task
-holds hardly more than the mean. What cannot be right, and what does not fit, is a PlacementError.
+holds hardly more than the mean. An invalid plan, and variables that do not fit, raise a
+PlacementError.
 """
 
 from __future__ import annotations
 
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.placement.comparison import Comparison, Footprint, compare
+from tfdist_ext.placement.comparison import compare
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
@@ -31,16 +32,11 @@ from tfdist_ext.placement.rules import (
     Placement,
     Rule,
     Sharded,
-    placement_from,
-    rules_from,
 )
-from tfdist_ext.placement.sizes import parse_size, size_text
 from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 
 __all__ = [
     "Balanced",
-    "Comparison",
-    "Footprint",
     "Held",
     "Mirrored",
     "OnDevice",
@@ -55,9 +51,5 @@ __all__ = [
     "VariableShard",
     "VariableSpec",
     "compare",
-    "parse_size",
-    "placement_from",
     "plan",
-    "rules_from",
-    "size_text",
 ]

@@ -1,38 +1,152 @@
-"""PlacementPlan: an assignment of variables to tasks, as a table, a picture and JSON."""
+"""PlacementPlan: which task holds which rows of each variable, as sums, a table and JSON."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from textwrap import indent
 
-from tfdist_ext.placement import picture, plan_json, report
-from tfdist_ext.placement.assignment import Assignment
+from tfdist_ext.errors import PlacementError
+from tfdist_ext.messages import counted
+from tfdist_ext.placement import picture, plan_json
+from tfdist_ext.placement.rules import Rule, nearest_paths
+from tfdist_ext.placement.sizes import columns, size_text
+from tfdist_ext.placement.specs import Held, Place, VariableShard, VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["PlacementPlan"]
 
+_NAMED = 5  # differences of each kind that an error names
+_LARGEST = 10  # variables in the table
+_LISTED = 6  # tasks of one variable in the table
+
 
 @filter_traceback
 @dataclass(frozen=True, repr=False)
-class PlacementPlan(Assignment):
+class PlacementPlan:
     """Where every variable lives. Made by `plan`, or read by `from_json`.
 
     A path that the plan does not have is a PlacementError.
 
     Attributes:
         specs: the variables, in the order in which they were given.
-        places: where each of them is.
+        places: the place of each variable.
         tasks: number of parameter servers, or of devices.
-        devices: names of the devices, if it is a plan for one machine.
-        budgets: bytes that each task may hold at most, if there was a budget.
+        devices: names of the devices, if the plan is for one machine.
+        budget: bytes that each task may hold at most, if there was a budget.
         fixed: path -> the rule that decided its place or its number of pieces.
     """
 
-    def __repr__(self) -> str:
-        return f"<PlacementPlan: {len(self.specs)} variables on {', '.join(self.names()[:4])}, ...>"
+    specs: tuple[VariableSpec, ...]
+    places: tuple[Place, ...]
+    tasks: int
+    devices: tuple[str, ...] | None
+    budget: int | None
+    fixed: dict[str, Rule]
 
-    def __str__(self) -> str:
-        return report.table(self)
+    def tasks_of(self, path: str) -> tuple[int, ...]:
+        """The tasks (or devices) that hold the variable or a part of it, first rows first."""
+        return tuple(dict.fromkeys(shard.task for shard in self.shards_of(path)))
+
+    def shards_of(self, path: str) -> tuple[VariableShard, ...]:
+        """The rows of the variable on each task, in the order of rows; or all its copies.
+
+        A whole variable is one shard of all rows; a scalar has one row.
+        """
+        spec, place = self._of(path)
+        if place.held is not Held.PIECES:
+            return tuple(VariableShard(task, 0, spec.rows) for task in range(self.tasks))
+        return spec.shards(place.tasks)
+
+    def owner_of(self, path: str) -> int | None:
+        """The device that updates an owned variable and holds its slots; else None."""
+        _, place = self._of(path)
+        return place.tasks[0] if place.held is Held.OWNED else None
+
+    @cached_property
+    def bytes_by_task(self) -> tuple[int, ...]:
+        """Bytes of variables and slots on each task (or device)."""
+        held = [0] * self.tasks
+        for spec, place in zip(self.specs, self.places, strict=True):
+            for task, size in place.bytes_of(spec, self.tasks):
+                held[task] += size
+        return tuple(held)
+
+    @cached_property
+    def load_by_task(self) -> tuple[float, ...]:
+        """Load on each task (or device), in the unit of the variables' loads."""
+        loaded = [0.0] * self.tasks
+        for spec, place in zip(self.specs, self.places, strict=True):
+            if not spec.load:
+                continue
+            if place.held is Held.PIECES:
+                for task, load in zip(place.tasks, spec.piece_loads(len(place.tasks)), strict=True):
+                    loaded[task] += load
+            else:  # each copy serves its own replica
+                for task in range(self.tasks):
+                    loaded[task] += spec.load / self.tasks
+        return tuple(loaded)
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes on the fullest task over the mean; 1.0 is even."""
+        return _max_over_mean(self.bytes_by_task)
+
+    @property
+    def load_imbalance(self) -> float:
+        """Load on the busiest task over the mean; 1.0 is even, or no loads were given."""
+        return _max_over_mean(self.load_by_task)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the tasks ("ps 0") or of the devices."""
+        return self.devices or tuple(f"ps {task}" for task in range(self.tasks))
+
+    def holds(self, spec: VariableSpec) -> bool:
+        """Whether the plan has this variable, of this shape and dtype."""
+        index = self._index.get(spec.path)
+        return index is not None and _kind(self.specs[index]) == _kind(spec)
+
+    def check(self, specs: Iterable[VariableSpec]) -> None:
+        """Check that this is a plan for these variables, in any order.
+
+        Raises:
+            PlacementError: names the variables that are new, gone or of another shape or dtype.
+        """
+        now = {spec.path: _kind(spec) for spec in specs}
+        then = {spec.path: _kind(spec) for spec in self.specs}
+        new = [repr(path) for path in now if path not in then]
+        gone = [repr(path) for path in then if path not in now]
+        changed = [
+            f"{path!r} from {then[path]} to {kind}"
+            for path, kind in now.items()
+            if then.get(path, kind) != kind
+        ]
+        differences = [
+            f"{len(found)} {what}: {', '.join(found[:_NAMED])}{', ...' * (len(found) > _NAMED)}"
+            for what, found in (("new", new), ("gone", gone), ("changed", changed))
+            if found
+        ]
+        if differences:
+            raise PlacementError(
+                f"the plan is for other variables than the model's: {'; '.join(differences)}. Plan"
+                " again."
+            )
+
+    def check_tasks(self, tasks: int) -> None:
+        """Check that this is a plan for this number of parameter servers.
+
+        Raises:
+            PlacementError: it is for another number, or for the devices of one machine.
+        """
+        if self.devices is not None or self.tasks != tasks:
+            devices = f"the devices {', '.join(self.devices)}" if self.devices else self.tasks
+            raise PlacementError(
+                f"the plan must be for the cluster's {tasks} ps tasks, got one for {devices}."
+                " Plan again."
+            )
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
         """Draw a bar for each task, with its largest variables as blocks, as .svg or .png.
@@ -41,17 +155,114 @@ class PlacementPlan(Assignment):
             PlacementError: another suffix, the file cannot be written, or matplotlib is not
                 installed.
         """
-        picture.save(self, path)
+        held: list[dict[str, int]] = [defaultdict(int) for _ in range(self.tasks)]
+        for spec, place in zip(self.specs, self.places, strict=True):
+            for task, size in place.bytes_of(spec, self.tasks):
+                held[task][spec.path] += size
+        tasks = dict(zip(self.names(), held, strict=True))
+        title = f"{self._title()}: fullest over mean {self.imbalance:.3f}"
+        picture.save(path, title, tasks, [spec.path for spec in self._largest()])
 
     def to_json(self) -> str:
         """A text that `from_json` reads back to an equal plan; one line for each variable."""
-        return plan_json.dump(self)
+        return plan_json.dump({field.name: getattr(self, field.name) for field in fields(self)})
 
     @staticmethod
     def from_json(text: str) -> PlacementPlan:
-        """The plan of a text that `to_json` wrote.
+        """The plan in a text that `to_json` wrote.
 
         Raises:
-            PlacementError: no JSON, not a plan, of another version, or changed since.
+            PlacementError: the text is no JSON, not a plan, of another version, or was changed.
         """
         return PlacementPlan(**plan_json.load(text))
+
+    def __repr__(self) -> str:
+        return f"<PlacementPlan: {len(self.specs)} variables on {', '.join(self.names()[:4])}, ...>"
+
+    def __str__(self) -> str:
+        head, *lines = _lines_of_tasks(self)
+        parts = [
+            self._title(),
+            indent(columns([head, *lines], "<" + ">" * (len(head) - 1)), "  "),
+            f"imbalance {self.imbalance:.3f} (fullest over mean bytes)",
+        ]
+        if any(self.load_by_task):
+            parts[-1] += f"\nimbalance of load {self.load_imbalance:.3f}"
+        if self.budget is not None:
+            parts[-1] += f"\nbudget {size_text(self.budget)} each"
+        largest = [
+            [spec.path, str(spec.shape), size_text(spec.bytes), self._place_text(spec.path)]
+            for spec in self._largest()
+        ]
+        if largest:
+            parts.append("largest variables\n" + indent(columns(largest, "<<><"), "  "))
+        by_rule = Counter((rule.pattern, str(rule.placement)) for rule in self.fixed.values())
+        if by_rule:
+            fixed = [[*rule, counted(count, "variable")] for rule, count in by_rule.items()]
+            parts.append("decided by rules\n" + indent(columns(fixed, "<<<"), "  "))
+        return "\n\n".join(parts)
+
+    def _title(self) -> str:
+        slots = any(spec.slots for spec in self.specs)
+        what = "ps tasks" if self.devices is None else "devices"
+        size = size_text(sum(self.bytes_by_task))
+        return (
+            f"{len(self.specs)} variables, {size}{' with optimizer slots' * slots}, on"
+            f" {self.tasks} {what}"
+        )
+
+    def _largest(self) -> list[VariableSpec]:
+        return sorted(self.specs, key=lambda spec: (-spec.bytes, spec.path))[:_LARGEST]
+
+    def _place_text(self, path: str) -> str:
+        """Where a variable is, as "ps 2" or "4 pieces: ps 0, ps 1, ps 3, ps 5"."""
+        _, place = self._of(path)
+        names = [self.names()[task] for task in sorted(set(place.tasks))]
+        if place.held is Held.COPIES:
+            return "on every device"
+        if place.held is Held.OWNED:
+            return f"on every device, owner {names[0]}"
+        if len(place.tasks) == 1:
+            return names[0]
+        listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
+        return f"{len(place.tasks)} pieces: {listed}"
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {spec.path: index for index, spec in enumerate(self.specs)}
+
+    def _of(self, path: str) -> tuple[VariableSpec, Place]:
+        index = self._index.get(path)
+        if index is None:
+            raise PlacementError(
+                f"the plan has no variable {path!r}. {nearest_paths(path, list(self._index))}"
+            )
+        return self.specs[index], self.places[index]
+
+
+def _lines_of_tasks(plan: PlacementPlan) -> list[list[str]]:
+    """The cells of the table of tasks, after a line of titles."""
+    mean = sum(plan.bytes_by_task) / plan.tasks
+    variables: Counter[int] = Counter()
+    shards: Counter[int] = Counter()
+    for place in plan.places:
+        variables.update(set(place.tasks if place.held is Held.PIECES else range(plan.tasks)))
+        if len(place.tasks) > 1 and place.held is Held.PIECES:
+            shards.update(place.tasks)
+    loads = any(plan.load_by_task)
+    lines = [["", "bytes", "of mean", "variables", "shards", *["load"] * loads]]
+    for task, name in enumerate(plan.names()):
+        held = plan.bytes_by_task[task]
+        of_mean = f"{held / mean:.3f}" if mean else "-"
+        line = [name, size_text(held), of_mean, str(variables[task]), str(shards[task])]
+        lines.append(line + [f"{plan.load_by_task[task]:.4g}"] * loads)
+    return lines
+
+
+def _kind(spec: VariableSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
+
+
+def _max_over_mean(sizes: Sequence[float]) -> float:
+    total = sum(sizes)
+    return max(sizes) * len(sizes) / total if total else 1.0

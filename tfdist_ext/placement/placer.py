@@ -1,4 +1,8 @@
-"""Placer: the task of each variable at the moment of its creation."""
+"""Placers: where each variable goes at the moment of its creation.
+
+A model that is known before it is created is planned as a whole. The other variables are placed
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,35 @@ from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
 from tfdist_ext.placement.rules import (
     Balanced,
+    Mirrored,
+    OnDevice,
+    Owned,
     Placement,
     Rule,
+    Rules,
     Sharded,
-    checked_rules,
     rule_for,
+    rules_from,
+    rules_of,
 )
+from tfdist_ext.placement.sizes import parse_size
 from tfdist_ext.placement.specs import VariableShard, VariableSpec
-from tfdist_ext.placement.targets import Targets
+from tfdist_ext.placement.targets import Targets, short_name
 
-__all__ = ["Placer"]
+__all__ = ["DevicePlacer", "ServerPlacer"]
+
+_HOST = "CPU:0"  # variables may be there even if it is no device of the strategy
 
 
-class Placer:
-    """Places variables on parameter servers, one by one, and counts the bytes on each server.
+class ServerPlacer:
+    """Places variables on parameter servers, and counts the bytes on each server.
 
-    A model that is known before it is created is planned as a whole: see `learn`. A variable that
-    is not planned is placed by its rule, or on the server with the fewest bytes.
+    A variable that is not planned is placed by its rule, or on the server with the fewest bytes.
 
     Attributes:
-        plan: the given one, or that of the last model that was planned as a whole; None before.
-        plans_models: whether models are to be planned as a whole.
-        bytes_by_task: bytes that are on each server.
+        plan: the given plan, or the plan of the last model that was planned as a whole.
+        plans_models: whether models are planned as a whole.
+        bytes_by_task: bytes on each server.
     """
 
     def __init__(
@@ -48,7 +59,7 @@ class Placer:
             placement: a PlacementPlan, or the path of one as JSON; rules, or a table of pattern ->
                 placement; "balanced": the planner without rules; None: the fewest bytes.
             tasks: number of parameter servers.
-            default: the placement of variables without a rule.
+            default: returns the placement of a variable without a rule.
 
         Raises:
             PlacementError: an invalid placement, or one that is not for these servers.
@@ -65,18 +76,16 @@ class Placer:
         if isinstance(placement, PlacementPlan):
             placement.check_tasks(tasks)
             self._given = self.plan = placement
-        elif isinstance(placement, Rule | Iterable) and not isinstance(placement, str):
-            self._rules = checked_rules([placement] if isinstance(placement, Rule) else placement)
+        elif isinstance(placement, Iterable) and not isinstance(placement, str):
+            self._rules = rules_from(placement)
         elif placement not in (None, "balanced"):
             raise PlacementError(
                 "placement must be a PlacementPlan or its .json file, rules, a table of pattern ->"
                 f' placement, or "balanced", got {shown(placement)}.'
             )
-        for rule in self._rules:
-            # As of a variable with rows enough: the shapes are not known yet.
-            self._targets.index_of(VariableSpec(rule.pattern, (2**40,), "bool"), rule.placement)
+        _check_rules(self._rules, self._targets)
 
-    def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
+    def learn(self, specs: Sequence[VariableSpec]) -> None:
         """Plan a model that is about to be created; its variables then go where the plan says.
 
         Raises:
@@ -84,19 +93,19 @@ class Placer:
         """
         if self._given is not None:
             self._given.check(specs)
-            return self._given
-        self.plan = plan(specs, self._targets.count, rules=self._rules, default=self._default)
-        return self.plan
+        else:
+            count = self._targets.count
+            self.plan = plan(specs, count, rules=self._rules, default=self._default)
 
     def knows(self, spec: VariableSpec) -> bool:
-        """Whether there is a plan, or none is needed, for the variable."""
+        """Whether the given plan, if there is one, has the variable."""
         return self._given is None or self._planned(spec) is not None
 
     def place(self, spec: VariableSpec) -> tuple[VariableShard, ...]:
         """The pieces of a variable that is now created, in the order of rows.
 
         Raises:
-            PlacementError: its rule does not fit the variable.
+            PlacementError: the variable's rule does not fit it.
         """
         shards = self._planned(spec) or self._unplanned(spec)
         for shard, size in zip(shards, spec.piece_bytes(len(shards)), strict=True):
@@ -104,7 +113,7 @@ class Placer:
         return shards
 
     def add(self, task: int, size: int) -> None:
-        """Count bytes that were put on a task by other means."""
+        """Count bytes that something else put on a task."""
         if 0 <= task < len(self.bytes_by_task):
             self.bytes_by_task[task] += size
 
@@ -118,8 +127,8 @@ class Placer:
             return None
         if self.plan.holds(spec):
             return self.plan.shards_of(spec.path)
-        # Of a variable with a given value, as an optimizer's counter, only the last part of the
-        # path is known when it is created.
+        # If a variable is created with a value, as an optimizer's counter, only the last part of
+        # its path is known.
         paths = [other.path for other in self.plan.specs if other.path.endswith(f"/{spec.path}")]
         alike = [path for path in paths if self.plan.holds(replace(spec, path=path))]
         return self.plan.shards_of(alike[0]) if len(alike) == 1 else None
@@ -137,6 +146,117 @@ class Placer:
             tasks.append(held.index(min(held)))
             held[tasks[-1]] += size
         return spec.shards(tasks)
+
+
+class DevicePlacer:
+    """Decides for the variables of a strategy on the devices of one machine.
+
+    A variable that is not planned is owned by the device that owns the fewest bytes, and its piece
+    i is on device i.
+
+    Attributes:
+        devices: names of the replicas' devices.
+        plan: the plan of the last model that was planned as a whole; None before.
+        owned_bytes: bytes of weights that each device owns.
+    """
+
+    def __init__(self, devices: Sequence[str], rules: Rules = (), *, owned_from: int | str = 0):
+        """
+        Args:
+            devices: names of the replicas' devices, in the short form ("GPU:0").
+            rules: rules for some variables; or a table of pattern -> placement or its text.
+            owned_from: the size, without slots, from which a trained variable without a rule is
+                `Owned`. Other variables without a rule are `Mirrored`.
+
+        Raises:
+            PlacementError: a rule that does not fit these devices.
+        """
+        self.devices = tuple(devices)
+        self.plan: PlacementPlan | None = None
+        self.owned_bytes = [0] * len(self.devices)
+        self._targets = Targets(len(self.devices), self.devices)
+        self._owned_from = parse_size(owned_from, "owned_from")
+        self._rules = rules_from(rules)
+        with_host = tuple(dict.fromkeys((*self.devices, _HOST)))
+        _check_rules(self._rules, Targets(len(with_host), with_host))
+        for rule in self._rules:
+            placement = rule.placement
+            if isinstance(placement, Sharded) and (placement.pieces or 0) > len(self.devices):
+                raise PlacementError(
+                    f"{rule} asks for {placement.pieces} pieces, but the strategy has only the"
+                    f" devices {', '.join(self.devices)}. Write sharded for a piece on each."
+                )
+
+    def learn(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
+        """Plan the owners and pieces of a model that is about to be created.
+
+        Returns:
+            The plan, without the variables that are on the host.
+
+        Raises:
+            PlacementError: a rule that matches no variable, two rules that match one, or more
+                pieces than rows.
+        """
+        self.check_paths([spec.path for spec in specs])
+        host = None if _HOST in self.devices else OnDevice(_HOST)
+        on_devices = [spec for spec in specs if self.placement_of(spec) != host]
+        self.plan = plan(on_devices, devices=self.devices, default=self.placement_of)
+        return self.plan
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Check that the rules fit a model with variables of these paths.
+
+        Raises:
+            PlacementError: a rule that matches no variable, or two rules that match one.
+        """
+        rules_of(paths, self._rules)
+
+    def placement_of(self, spec: VariableSpec) -> Placement:
+        """`Mirrored()`, `Owned()`, `Sharded`, or `OnDevice` with the short name of a device.
+
+        Raises:
+            PlacementError: two rules match the path; or its rule asks for more pieces than rows.
+        """
+        rule = rule_for(spec.path, self._rules)
+        placement: Placement = Balanced() if rule is None else rule.placement
+        if isinstance(placement, OnDevice):
+            return OnDevice(short_name(placement.name))
+        if isinstance(placement, Balanced):
+            owned = spec.trainable and spec.weight_bytes >= self._owned_from
+            return Owned() if owned else Mirrored()
+        if isinstance(placement, Sharded) and not spec.shape:
+            raise PlacementError(
+                f"{rule} must match variables with rows, got the scalar {spec.path!r}. Narrow the"
+                " pattern."
+            )
+        self._targets.index_of(spec, placement)  # checks that the variable has enough rows
+        return placement
+
+    def devices_of_pieces(self, spec: VariableSpec, placement: Sharded) -> tuple[str, ...]:
+        """The devices of the even pieces of a variable that is now created, in the order of rows.
+
+        Each piece is on a different device.
+        """
+        if self.plan is not None and self.plan.holds(spec):
+            return tuple(self.devices[shard.task] for shard in self.plan.shards_of(spec.path))
+        return self.devices[: placement.pieces_on(len(self.devices), spec.rows)]
+
+    def choose_owner(self, spec: VariableSpec) -> int:
+        """The number of the device that owns an `Owned` variable that is now created."""
+        owner = None
+        if self.plan is not None and self.plan.holds(spec):
+            owner = self.plan.owner_of(spec.path)
+        if owner is None:
+            owner = self.owned_bytes.index(min(self.owned_bytes))
+        self.owned_bytes[owner] += spec.weight_bytes
+        return owner
+
+
+def _check_rules(rules: Iterable[Rule], targets: Targets) -> None:
+    """Check the targets that rules name, before the shapes of variables are known."""
+    for rule in rules:
+        many_rows = VariableSpec(rule.pattern, (2**40,), "bool")
+        targets.index_of(many_rows, rule.placement)
 
 
 def _read(path: str) -> PlacementPlan:

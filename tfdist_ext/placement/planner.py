@@ -9,49 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["Tasks", "balanced"]
+__all__ = ["balanced"]
 
-_SLACK_BYTES, _SLACK_LOAD = 1.005, 1.02  # over the mean: a full task. Loads are guesses.
+_SLACK = (1.005, 1.02)  # bytes and load of a full task over the mean. Loads are guesses.
 _SMALL = 1 / 128  # of the mean task: not cut, because each piece costs a message in every step
 _MOST_PIECES = 16  # for each task
-
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """The tasks before the planner begins.
+def balanced(
+    specs: Sequence[VariableSpec],
+    filled: Sequence[int],
+    loaded: Sequence[float],
+    pieces: Mapping[str, int],
+) -> list[Sequence[int]]:
+    """For each variable the tasks of its pieces, in the order of rows.
 
-    Attributes:
-        count: how many there are.
-        filled: bytes that rules have put on each.
-        loaded: load that rules have put on each.
-        budgets: bytes that each may hold at most; None without a budget.
+    Args:
+        specs: the variables to place.
+        filled: bytes that rules have put on each task.
+        loaded: load that rules have put on each task.
         pieces: path -> number of pieces that its rule asks for; for other variables the planner
             decides.
     """
-
-    count: int
-    filled: Sequence[int]
-    loaded: Sequence[float]
-    budgets: Sequence[int] | None
-    pieces: Mapping[str, int]
-
-
-def balanced(specs: Sequence[VariableSpec], tasks: Tasks) -> list[Sequence[int]]:
-    """For each variable the tasks of its pieces, in the order of rows.
-
-    Tasks with different budgets are filled in proportion to them.
-    """
-    filling = _Filling(specs, tasks)
+    filling = _Filling(specs, filled, loaded, pieces)
     sizes = [filling.size_of(spec) for spec in specs]
     placed: list[Sequence[int]] = [()] * len(specs)
     for index in np.argsort(np.negative(sizes), kind="stable").tolist():
@@ -63,51 +51,52 @@ class _Filling:
     """The tasks while they are being filled. Bytes are row 0 of each array, load is row 1.
 
     Attributes:
-        mean: of a task when everything is placed; 1 where there is nothing.
-        full: when each task counts as full.
         held: what each task holds.
+        mean: what a task holds on average when everything is placed; 1 where there is nothing.
+        full: when a task counts as full.
     """
 
-    def __init__(self, specs: Sequence[VariableSpec], tasks: Tasks) -> None:
-        self._tasks = tasks
-        self.held = np.array([tasks.filled, tasks.loaded], float)
+    def __init__(
+        self,
+        specs: Sequence[VariableSpec],
+        filled: Sequence[int],
+        loaded: Sequence[float],
+        pieces: Mapping[str, int],
+    ) -> None:
+        self._pieces = pieces
+        self._count = len(filled)
+        self.held = np.array([filled, loaded], float)
         added = [sum(spec.bytes for spec in specs), sum(spec.load or 0.0 for spec in specs)]
         total = self.held.sum(axis=1) + added
-        self.mean = np.where(total > 0, total / tasks.count, 1.0)
-        slack = np.array([[_SLACK_BYTES], [_SLACK_LOAD]])
-        self.full = np.repeat(self.mean[:, None] * slack, tasks.count, axis=1)
-        if len(set(tasks.budgets or ())) > 1:
-            budgets = np.array(tasks.budgets, float)
-            share = min(1.0, _SLACK_BYTES * total[0] / budgets.sum()) if budgets.any() else 1.0
-            self.full[0] = np.maximum(budgets * share, 1e-9)
+        self.mean = np.where(total > 0, total / self._count, 1.0)
+        self.full = self.mean * _SLACK
 
     def size_of(self, spec: VariableSpec) -> float:
-        """Its bytes or its load in units of the mean task, whichever is larger."""
+        """The variable's bytes or load in units of the mean task, whichever is larger."""
         return float(max(np.array([spec.bytes, spec.load or 0.0]) / self.mean))
 
     def place(self, spec: VariableSpec, size: float) -> Sequence[int]:
-        """Put a variable of this `size_of` on tasks; the tasks of its pieces."""
-        asked = self._tasks.pieces.get(spec.path)
+        """Put a variable of this `size_of` on tasks; returns the tasks of its pieces."""
+        asked = self._pieces.get(spec.path)
         if asked is None and (size <= _SMALL or spec.rows < 2):
             return (self._put(self.held, spec.bytes, spec.load or 0.0),)
         where, held = self._tried(spec, asked or 1)
-        if asked is None and not self._fits(where, held):
+        if asked is None and self._overflow(where, held) > 1:
             where, held = self._cut(spec, where, held)
         self.held = held
         if len(set(where)) == 1 and asked is None:
             return where[:1]
-        return _in_order(spec, where)
+        more = spec.rows % len(where)  # pieces with one more row, which come first
+        return (*sorted(where[:more]), *sorted(where[more:]))
 
     def _cut(self, spec: VariableSpec, where: list[int], held: Floats) -> tuple[list[int], Floats]:
         """The fewest pieces with which no task overflows; else those that overflow least."""
-        most = min(spec.rows, _MOST_PIECES * self._tasks.count)
-        room = float((self.full[0] - self.held[0]).max())
+        most = min(spec.rows, _MOST_PIECES * self._count)
+        room = float(self.full[0] - self.held[0].min())
         pieces = min(most, max(2, math.ceil(spec.bytes / room) if room > 0 else 2))
         best = self._overflow(where, held)
-        while pieces <= most:
+        while best > 1 and pieces <= most:
             tried = self._tried(spec, pieces)
-            if self._fits(*tried):
-                return tried
             if (overflow := self._overflow(*tried)) < best:
                 best, (where, held) = overflow, tried
             pieces += max(1, pieces // 8)
@@ -117,7 +106,7 @@ class _Filling:
         """Try this number of pieces: the tasks of the pieces, and what all tasks would hold."""
         held = self.held.copy()
         # A rule that asks for four pieces means four tasks.
-        apart = spec.path in self._tasks.pieces and pieces <= self._tasks.count
+        apart = spec.path in self._pieces and pieces <= self._count
         where: list[int] = []
         for size, load in zip(spec.piece_bytes(pieces), spec.piece_loads(pieces), strict=True):
             where.append(self._put(held, size, load, where if apart else ()))
@@ -133,27 +122,17 @@ class _Filling:
         after = held[0] + size
         cost = after * (size / self.mean[0] / self.full[0])
         if load:
-            cost += (held[1] + load) * (load / self.mean[1] / self.full[1])
+            cost += (held[1] + load) / self.full[1] * (load / self.mean[1])
         if taken:
             cost[list(taken)] = math.inf
         task = int(cost.argmin())
-        if after[task] > self.full[0, task]:  # a task with room comes first
+        if after[task] > self.full[0]:  # a task with room comes first
             with_room = np.where(after > self.full[0], math.inf, cost)
             task = int((with_room if with_room.min() < math.inf else cost).argmin())
         held[0, task] += size
         held[1, task] += load
         return task
 
-    def _fits(self, where: list[int], held: Floats) -> bool:
-        return bool((held[:, where] <= self.full[:, where]).all())
-
     def _overflow(self, where: list[int], held: Floats) -> float:
-        return round(float((held[:, where] / self.full[:, where]).max()), 3)
-
-
-def _in_order(spec: VariableSpec, where: list[int]) -> Sequence[int]:
-    """Tasks of equal pieces by index. Pieces with one more row, and with slots, come first."""
-    more = spec.rows % len(where)
-    first = 1 if spec.slot_bytes else 0
-    parts = (where[:first], where[first:more], where[max(first, more) :])
-    return tuple(task for part in parts for task in sorted(part))
+        """How full the fullest of these tasks would be, to three digits: 1 is full."""
+        return round(float((held[:, where] / self.full[:, None]).max()), 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,11 +9,10 @@ from dataclasses import replace
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.placement_plan import PlacementPlan
-from tfdist_ext.placement.planner import Tasks, balanced
+from tfdist_ext.placement.planner import balanced
 from tfdist_ext.placement.rules import (
     Balanced,
     Mirrored,
-    OnTask,
     Owned,
     Placement,
     Rule,
@@ -23,15 +20,12 @@ from tfdist_ext.placement.rules import (
     Sharded,
     rules_of,
 )
-from tfdist_ext.placement.sizes import size_text
+from tfdist_ext.placement.sizes import parse_size, size_text
 from tfdist_ext.placement.specs import Held, Place, VariableSpec
 from tfdist_ext.placement.targets import Targets
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["plan"]
-
-_FREE = Balanced()
-_MOST_TASKS = 4096  # that an error looks for
 
 
 @filter_traceback
@@ -41,8 +35,8 @@ def plan(
     *,
     devices: Sequence[str] | None = None,
     rules: Rules = (),
-    budget: int | str | Sequence[int | str] | None = None,
-    default: Callable[[VariableSpec], Placement] = lambda _: _FREE,
+    budget: int | str | None = None,
+    default: Callable[[VariableSpec], Placement] = lambda _: Balanced(),
 ) -> PlacementPlan:
     """Decide where every variable lives. Nothing is allocated, and no TensorFlow is needed.
 
@@ -51,27 +45,25 @@ def plan(
         tasks: number of parameter servers; or
         devices: names of the devices of one machine, as ["CPU:0", "GPU:0"]. A variable is cut there
             only if a rule says so.
-        rules: for some variables; or a table of pattern -> placement or its text.
-        budget: the most that each task may hold, in bytes or as "8GiB"; or one for each task.
-        default: the placement of a variable without a rule.
+        rules: rules for some variables; or a table of pattern -> placement or its text.
+        budget: the most that each task may hold, in bytes or as "8GiB".
+        default: returns the placement of a variable without a rule.
 
     Raises:
         PlacementError: an invalid argument or rule; or variables that do not fit, with the smallest
-            budget and the smallest number of tasks that are enough.
+            budget that is enough.
     """
     variables = _checked(specs)
     targets = Targets.of(tasks, devices)
-    budgets = targets.budgets(budget)
+    most = None if budget is None else parse_size(budget)
     chosen = rules_of([spec.path for spec in variables], rules)
     placements = [
         chosen[spec.path].placement if spec.path in chosen else default(spec) for spec in variables
     ]
-    fixed = {path: rule for path, rule in chosen.items() if rule.placement != _FREE}
-    planned = functools.partial(_planned, variables, placements, fixed)
-    made = planned(targets, budgets)
-    if any(held > most for held, most in zip(made.bytes_by_task, budgets or (), strict=False)):
-        fewest = 1 + max((p.task for p in placements if isinstance(p, OnTask)), default=0)
-        raise _over_budget_error(made, targets, fewest, lambda other: planned(other, None))
+    fixed = {path: rule for path, rule in chosen.items() if rule.placement != Balanced()}
+    made = _planned(variables, placements, fixed, most, targets)
+    if most is not None and max(made.bytes_by_task) > most:
+        raise _over_budget_error(made, most)
     return made
 
 
@@ -79,10 +71,10 @@ def _planned(
     specs: tuple[VariableSpec, ...],
     placements: list[Placement],
     fixed: dict[str, Rule],
+    budget: int | None,
     targets: Targets,
-    budgets: tuple[int, ...] | None,
 ) -> PlacementPlan:
-    """The plan, whether or not it keeps to the budgets."""
+    """The plan, whether or not it keeps to the budget."""
     count = targets.count
     filled, loaded = [0] * count, [0.0] * count
     bytes_everywhere, load_everywhere = 0, 0.0
@@ -91,7 +83,7 @@ def _planned(
     pieces: dict[str, int] = {}
     for index, (spec, placement) in enumerate(zip(specs, placements, strict=True)):
         load = spec.load or 0.0
-        task = None if placement is _FREE else targets.index_of(spec, placement)
+        task = targets.index_of(spec, placement)
         if task is not None:
             places[index] = Place((task,))
             filled[task] += spec.bytes
@@ -101,7 +93,9 @@ def _planned(
             bytes_everywhere += spec.bytes
             load_everywhere += load / count
         elif isinstance(placement, Owned):
-            free[index] = _owners_part(spec)
+            # Beyond the copy that every device holds, the owner has the slots. A variable without
+            # slots counts as one slot: the owner computes its update.
+            free[index] = replace(spec, slots=max(spec.slots - 1, 0), load=None)
             bytes_everywhere += spec.weight_bytes
             load_everywhere += load / count
             pieces[spec.path] = 1
@@ -113,70 +107,31 @@ def _planned(
                 pieces[spec.path] = 1  # nothing is gained by cutting on one machine
     filled = [held + bytes_everywhere for held in filled]
     loaded = [load + load_everywhere for load in loaded]
-    where = balanced([*free.values()], Tasks(count, filled, loaded, budgets, pieces))
+    where = balanced([*free.values()], filled, loaded, pieces)
     for index, of_pieces in zip(free, where, strict=True):
         owned = isinstance(placements[index], Owned)
         places[index] = Place(tuple(of_pieces), Held.OWNED if owned else Held.PIECES)
     in_order = tuple(places[index] for index in range(len(specs)))
-    return PlacementPlan(specs, in_order, count, targets.devices, budgets, fixed)
+    return PlacementPlan(specs, in_order, count, targets.devices, budget, fixed)
 
 
-def _owners_part(spec: VariableSpec) -> VariableSpec:
-    """What the owner of a variable adds to the copy that every device holds: the slots.
-
-    A variable without slots counts as one slot: its gradient and update are the owner's work.
-    """
-    if not spec.slots and spec.slot_bytes:  # slots of other shapes only
-        return replace(spec, shape=(0,), load=None)
-    return replace(spec, slots=max(spec.slots - 1, 0), load=None)
-
-
-def _over_budget_error(
-    made: PlacementPlan,
-    targets: Targets,
-    fewest_tasks: int,
-    planned: Callable[[Targets], PlacementPlan],
-) -> PlacementError:
-    """The error for a plan over its budgets, with budgets and tasks that are enough.
-
-    Args:
-        fewest_tasks: that rules need.
-        planned: makes a plan for other targets, without budgets.
-    """
-    budgets = made.budgets or ()
+def _over_budget_error(made: PlacementPlan, budget: int) -> PlacementError:
+    """The error for a plan over its budget. It names a budget that is enough."""
     over = [
-        f"{name} would hold {size_text(held)} of {size_text(most)}"
-        for name, held, most in zip(made.names(), made.bytes_by_task, budgets, strict=True)
-        if held > most
+        f"{name} would hold {size_text(held)}"
+        for name, held in zip(made.names(), made.bytes_by_task, strict=True)
+        if held > budget
     ]
-    total, needed = sum(made.bytes_by_task), max(planned(targets).bytes_by_task)
-    message = (
-        f"the variables and their slots ({size_text(total)}) do not fit: {'; '.join(over[:3])}"
-        f"{f'; and {len(over) - 3} more' * (len(over) > 3)}. For {made.tasks} {targets.what} the"
-        f" smallest budget is {needed} bytes ({size_text(needed)}) each."
-    )
-    enough = None
+    total, needed = sum(made.bytes_by_task), max(made.bytes_by_task)
     if made.devices is not None:
-        message += " Or use rules that put less on a device, or an optimizer with fewer slots."
+        advice = "Or use rules that put less on a device, or an optimizer with fewer slots."
     else:
-        most = max(budgets)
-        enough = _enough_tasks(
-            max(fewest_tasks, -(-total // max(most, 1))),
-            lambda tasks: max(planned(Targets(tasks)).bytes_by_task) <= most,
-        )
-        number = f"no number of up to {_MOST_TASKS:,}" if enough is None else str(enough)
-        message += f" With {size_text(most)} each, {number} ps tasks would do."
-    error = PlacementError(message)
-    error.smallest_budget, error.smallest_tasks = needed, enough
-    return error
-
-
-def _enough_tasks(least: int, enough: Callable[[int], bool]) -> int | None:
-    """A number of tasks from `least` that is enough while one less is not; None if none is."""
-    low = high = least
-    while high <= _MOST_TASKS and not enough(high):
-        low, high = high + 1, 2 * high
-    return low + bisect_left(range(low, high), True, key=enough) if high <= _MOST_TASKS else None
+        advice = f"With this budget, at least {-(-total // max(budget, 1))} ps tasks are needed."
+    return PlacementError(
+        f"the variables and their slots ({size_text(total)}) do not fit into {size_text(budget)}"
+        f" each: {'; '.join(over[:3])}{f'; and {len(over) - 3} more' * (len(over) > 3)}. The"
+        f" smallest budget that fits is {needed} bytes ({size_text(needed)}). {advice}"
+    )
 
 
 def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
@@ -188,7 +143,7 @@ def _checked(specs: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     if len(paths) < len(variables):
         path = paths.most_common(1)[0][0]
         raise PlacementError(
-            f"each variable must have a path of its own, got {path!r} twice. Rules and plans name"
-            " variables by their path: give layers different names."
+            f"two variables have the path {path!r}. Rules and plans name variables by their path:"
+            " give layers different names."
         )
     return variables

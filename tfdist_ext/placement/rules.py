@@ -1,9 +1,9 @@
-"""Placements of variables, and rules that give them to paths.
+"""Placements of variables, and rules that give placements to paths.
 
 In a file a placement is a text, the same that `str(placement)` writes:
 
     [strategy.placement]
-    "embedding/.*" = "sharded(4)"    # four even pieces along axis 0, tasks chosen by the policy
+    "embedding/.*" = "sharded(4)"    # four even pieces along axis 0, the planner chooses tasks
     "words/.*" = "sharded"           # a piece on each task or device
     "head/kernel" = "task 0"
     "norm/.*" = "balanced"           # as if there were no rule
@@ -32,7 +32,6 @@ __all__ = [
     "Rule",
     "Rules",
     "Sharded",
-    "checked_rules",
     "nearest_paths",
     "placement_from",
     "rule_for",
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 _NUMBER = r"([0-9]{1,9})"
-_COMPARED = 2000  # paths looked through for the nearest ones: difflib takes its time
+_COMPARED = 2000  # paths among which the nearest are looked for: difflib is slow
 
 
 class Placement:
@@ -63,17 +62,17 @@ class Owned(Placement):
 
 @dataclass(frozen=True)
 class Balanced(Placement):
-    """Where the planner puts it; on parameter servers in pieces if that is more even."""
+    """Where the planner puts it: whole, or on parameter servers in pieces if that is more even."""
 
 
 @filter_traceback
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Even pieces along axis 0, each on a task of its own while there are tasks.
+    """Even pieces along axis 0, on different tasks if there are as many tasks.
 
     Attributes:
-        pieces: how many; 1 keeps the variable whole. None is one for each task or device, at most
-            one for each row.
+        pieces: number of pieces; 1 keeps the variable whole. None is one piece for each task or
+            device, at most one for each row.
     """
 
     pieces: int | None = None
@@ -135,12 +134,12 @@ class Rule:
     """Gives a placement to variables.
 
     Attributes:
-        pattern: the path of one variable, which goes before every expression; or a regular
-            expression that matches whole paths.
-        placement: of these variables.
+        pattern: the path of one variable, which takes precedence; or a regular expression that
+            matches whole paths.
+        placement: the placement of these variables.
 
     Raises:
-        PlacementError: no text, or no Placement.
+        PlacementError: the pattern is no regular expression, or the placement is no Placement.
     """
 
     pattern: str
@@ -154,18 +153,25 @@ class Rule:
                 f"the placement of the rule {self.pattern!r} must be a Placement, as Sharded(4),"
                 f" got {shown(self.placement)}."
             )
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise PlacementError(
+                f"the pattern of a rule must be a regular expression, got {self.pattern!r}:"
+                f" {error}. Escape special characters of a path."
+            ) from None
 
     def __str__(self) -> str:
         return f"the rule {self.pattern!r} ({self.placement})"
 
 
-# Rules, or a table of pattern -> placement or its text.
+# A list of rules, or a table of pattern -> placement or its text.
 Rules: TypeAlias = Iterable[Rule] | Mapping[str, str | Placement]
 
 
 @filter_traceback
 def placement_from(text: str) -> Placement:
-    """The placement of a text, as "sharded(4)", "task 0" or "device GPU:0".
+    """The placement that a text names, as "sharded(4)", "task 0" or "device GPU:0".
 
     Raises:
         PlacementError: the text is no placement.
@@ -187,36 +193,43 @@ def placement_from(text: str) -> Placement:
 
 
 @filter_traceback
-def rules_from(table: Mapping[str, str | Placement]) -> tuple[Rule, ...]:
-    """The rules of a table of pattern -> placement or its text, as in a TOML file.
+def rules_from(rules: Rules) -> tuple[Rule, ...]:
+    """The rules of a list of rules, or of a table of pattern -> placement or its text.
 
     Raises:
-        PlacementError: no table, or a text that is no placement.
+        PlacementError: not rules, a text that is no placement, or two rules with one pattern.
     """
-    if not isinstance(table, Mapping):
+    if isinstance(rules, Mapping):
+        rules = [_rule(pattern, placement) for pattern, placement in rules.items()]
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise PlacementError(
-            f"placement rules must be a table of pattern = placement, got {shown(table)}."
+            'rules must be a list of Rule("pattern", placement), or a table of pattern ->'
+            f' placement, as {{"embedding/.*": "task 0"}}, got {shown(rules)}.'
         )
-    rules = []
-    for pattern, placement in table.items():
-        if not isinstance(placement, Placement):
-            try:
-                placement = placement_from(placement)
-            except PlacementError as error:
-                raise PlacementError(f"the rule {shown(pattern)}: {error}") from None
-        rules.append(Rule(pattern, placement))
-    return tuple(rules)
+    seen: dict[str, Rule] = {}
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise PlacementError(
+                f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'
+            )
+        if rule.pattern in seen:
+            raise PlacementError(
+                f"two rules have the pattern {rule.pattern!r}: {seen[rule.pattern].placement} and"
+                f" {rule.placement}. Keep one."
+            )
+        seen[rule.pattern] = rule
+    return tuple(seen.values())
 
 
 def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
     """Path -> its rule, for the paths that have one.
 
     Raises:
-        PlacementError: two rules with one pattern, two expressions that match one path, a pattern
-            that is no expression, or a rule that matches no path.
+        PlacementError: rules that `rules_from` refuses, two expressions that match one path, or a
+            rule that matches no path.
     """
     known = set(paths)
-    given = checked_rules(rules)
+    given = rules_from(rules)
     exact = {rule.pattern: rule for rule in given if rule.pattern in known}
     matched: dict[str, Rule] = {}
     for rule in given:
@@ -229,11 +242,9 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
                 f"{rule} matches no variable. {nearest_paths(rule.pattern, paths)}"
             )
         for path in mine:
-            if path in exact:
-                continue
-            if path in matched:
+            if path not in exact and path in matched:
                 raise PlacementError(
-                    f"at most one rule must match {path!r}, got {matched[path].pattern!r}"
+                    f"two rules match {path!r}: {matched[path].pattern!r}"
                     f" ({matched[path].placement}) and {rule.pattern!r} ({rule.placement}). Narrow"
                     f" one of them, or add a rule for the path {path!r} itself."
                 )
@@ -242,7 +253,7 @@ def rules_of(paths: Sequence[str], rules: Rules) -> dict[str, Rule]:
 
 
 def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
-    """The rule of one variable, if the paths of the others are not known.
+    """The rule of one variable, for example while the other variables are not known.
 
     Raises:
         PlacementError: two expressions match the path.
@@ -251,38 +262,17 @@ def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
     return rules_of([path], mine).get(path)
 
 
-def checked_rules(rules: Rules) -> tuple[Rule, ...]:
-    """The rules, checked without paths.
-
-    Raises:
-        PlacementError: no rule, two rules with one pattern, or a pattern that is no expression.
-    """
-    seen: dict[str, Rule] = {}
-    for rule in rules_from(rules) if isinstance(rules, Mapping) else rules:
-        if not isinstance(rule, Rule):
-            raise PlacementError(
-                f'rules must be Rule("pattern", placement), got {shown(rule)} among them.'
-            )
-        if rule.pattern in seen:
-            raise PlacementError(
-                f"each rule must have a pattern of its own, got {rule.pattern!r} twice:"
-                f" {seen[rule.pattern].placement} and {rule.placement}. Keep one."
-            )
-        try:
-            re.compile(rule.pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise PlacementError(
-                "the pattern of a rule must be a regular expression, got"
-                f" {rule.pattern!r}: {error}. Escape special characters of a path."
-            ) from None
-        seen[rule.pattern] = rule
-    return tuple(seen.values())
-
-
 def nearest_paths(pattern: str, paths: Sequence[str]) -> str:
-    """Advice on a path or pattern that nothing answers to."""
-    words = re.sub(r"[^\w/.-]|\.[*+?]", "", pattern)
-    close = difflib.get_close_matches(words[:200], paths[:_COMPARED], n=3, cutoff=0.3)
-    if not close:
-        close = list(paths[:3])
+    """Advice on a path or pattern that matches no variable."""
+    close = difflib.get_close_matches(pattern[:200], paths[:_COMPARED], n=3, cutoff=0.3)
+    close = close or list(paths[:3])
     return f"The nearest: {', '.join(map(repr, close))}." if close else "There are no variables."
+
+
+def _rule(pattern: str, placement: str | Placement) -> Rule:
+    if not isinstance(placement, Placement):
+        try:
+            placement = placement_from(placement)
+        except PlacementError as error:
+            raise PlacementError(f"the rule {shown(pattern)}: {error}") from None
+    return Rule(pattern, placement)

@@ -1,44 +1,40 @@
-"""Bytes: how many a value of each dtype takes, and how people write them."""
+"""Bytes: how many a value of each dtype takes, and how people read and write them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
+import ml_dtypes  # noqa: F401  # adds bfloat16 and others to NumPy
+import numpy as np
+
 from tfdist_ext.errors import PlacementError
-from tfdist_ext.messages import nearest, shown
+from tfdist_ext.messages import shown
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["itemsize", "parse_size", "size_text"]
+__all__ = ["UNITS", "columns", "itemsize", "parse_size", "size_text"]
 
-_ITEM_BYTES = {
-    1: "bool int8 uint8 qint8 quint8 int4 uint4 float8_e4m3fn float8_e5m2",
-    2: "float16 bfloat16 int16 uint16 qint16 quint16",
-    4: "float32 int32 uint32 qint32",
-    8: "float64 int64 uint64 complex64",
-    # TensorFlow's partitioners, too, take a string for 16 bytes: its length is not known here.
-    16: "complex128 string",
-}
-_ITEMSIZE = {name: size for size, names in _ITEM_BYTES.items() for name in names.split()}
-
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:([kmgtp]?)(i?)b)?\s*", re.IGNORECASE)
 _POWERS = "kmgtp"
 _ADVICE = 'Write bytes as a whole number, or a text such as "8GiB" (2**30) or "500MB" (10**6).'
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one value, 16 for a string; int4 takes a whole byte, as in TensorFlow.
+    """Bytes of one value. A string counts as 16 bytes, as in TensorFlow's partitioners.
 
     Raises:
-        PlacementError: no dtype of that name.
+        PlacementError: there is no dtype of this name.
     """
-    size = _ITEMSIZE.get(dtype) if isinstance(dtype, str) else None
-    if size is None:
+    if dtype == "string":
+        return 16
+    try:
+        return np.dtype(dtype if isinstance(dtype, str) else "").itemsize
+    except TypeError:
         raise PlacementError(
-            f"a dtype must be one that TensorFlow names, got {shown(dtype)}."
-            f" {nearest(dtype, _ITEMSIZE)}"
-        )
-    return size
+            f"a dtype must be a name of TensorFlow's, as float32, got {shown(dtype)}."
+        ) from None
 
 
 @filter_traceback
@@ -47,11 +43,11 @@ def parse_size(size: int | str, what: str = "budget") -> int:
 
     Args:
         size: kB, MB, GB, TB and PB are powers of 1000; KiB, MiB, GiB, TiB and PiB of 1024. Upper
-            and lower case are the same. A part of a byte is dropped.
-        what: what the size is for, in messages.
+            and lower case are the same. A fraction of a byte is dropped.
+        what: name of the size in messages.
 
     Raises:
-        PlacementError: neither, or negative.
+        PlacementError: neither a number of bytes nor such a text, or negative.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -67,10 +63,19 @@ def parse_size(size: int | str, what: str = "budget") -> int:
 @filter_traceback
 def size_text(size: int) -> str:
     """A readable size: "17 B", "4.00 KiB", "2.50 GiB"; right to half a percent."""
-    if size < 1024:
-        return f"{size} B"
-    value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1023.995 and len(units) > 1:  # what .2f would write as 1024.00
-        value /= 1024
-        del units[0]
-    return f"{value:.2f} {units[0]}"
+    power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{size / 1024**power:.2f} {UNITS[power]}" if power else f"{size} B"
+
+
+def columns(lines: Sequence[Sequence[str]], align: str) -> str:
+    """Lines of cells as a text with columns.
+
+    Args:
+        lines: the cells of each line.
+        align: "<" or ">" for each column.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(line, align, widths, strict=True)).rstrip()
+        for line in lines
+    )

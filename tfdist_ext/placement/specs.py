@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,8 +17,6 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["Held", "Place", "VariableShard", "VariableSpec", "piece_rows"]
 
-MOST_BYTES = 2**60  # sums of such sizes stay within what numpy and floats count well
-
 
 @filter_traceback
 @dataclass(frozen=True)
@@ -25,19 +24,18 @@ class VariableSpec:
     """A variable that need not exist.
 
     Attributes:
-        path: what rules match, for example "dense/kernel"; different for each variable of a model.
-        shape: of the whole variable; () for a scalar.
-        dtype: TensorFlow's name of it.
-        slots: optimizer slots of the variable's shape and dtype (Adam: 2).
-        load: traffic of the whole variable in any one unit, for example lookups in a step. Its rows
-            share the load evenly.
-        slot_bytes: bytes of slots of other shapes; they go with the first piece.
-        trainable: whether it has a gradient.
-        embedding: whether its gradient has only the rows that a step looks up.
-        bytes: of the whole variable with all its slots.
+        path: the text that rules match, for example "dense/kernel". Paths of a model are unique.
+        shape: the shape of the whole variable; () for a scalar.
+        dtype: TensorFlow's name of the dtype.
+        slots: number of optimizer slots, each of the variable's shape and dtype (Adam: 2).
+        load: traffic of the whole variable in any unit, for example lookups in a step. All rows
+            have the same share of the load.
+        trainable: whether the variable has a gradient.
+        weight_bytes: bytes of the whole variable without slots.
+        bytes: bytes of the whole variable with its slots.
 
     Raises:
-        PlacementError: an invalid path, shape, dtype or number, or more than 2**60 bytes.
+        PlacementError: an invalid path, shape, dtype or number.
     """
 
     path: str
@@ -45,10 +43,7 @@ class VariableSpec:
     dtype: str = "float32"
     slots: int = 0
     load: float | None = None
-    slot_bytes: int = 0
     trainable: bool = True
-    embedding: bool = False
-    bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -56,24 +51,23 @@ class VariableSpec:
                 f"a variable's path must be a text that is not empty, got {shown(self.path)}."
             )
         object.__setattr__(self, "shape", _whole_shape(self.path, self.shape))
-        for name in ("slots", "slot_bytes"):
-            number = getattr(self, name)
-            number = check_int(number, f"{name} of {self.path!r}", error=PlacementError)
-            object.__setattr__(self, name, number)
+        slots = check_int(self.slots, f"slots of {self.path!r}", error=PlacementError)
+        object.__setattr__(self, "slots", slots)
         is_number = isinstance(self.load, int | float) and not isinstance(self.load, bool)
         if self.load is not None and not (is_number and 0 <= self.load < math.inf):
             raise PlacementError(
                 f"load of {self.path!r} must be a finite number of at least 0, or None, got"
                 f" {shown(self.load)}."
             )
-        values = math.prod(self.shape) * itemsize(self.dtype)
-        size = values * (1 + self.slots) + self.slot_bytes
-        if size > MOST_BYTES:
-            raise PlacementError(
-                f"{self.path!r} must have at most 2**60 bytes, got the shape {shown(self.shape)};"
-                " check it."
-            )
-        object.__setattr__(self, "bytes", size)
+        itemsize(self.dtype)  # an unknown dtype is an error now
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @cached_property
+    def bytes(self) -> int:
+        return self.weight_bytes * (1 + self.slots)
 
     @property
     def rows(self) -> int:
@@ -83,31 +77,14 @@ class VariableSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row with its part of the slots; 0 without rows."""
-        return (self.bytes - self.slot_bytes) // self.rows if self.rows else 0
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the variable without slots."""
-        return (self.bytes - self.slot_bytes) // (1 + self.slots)
-
-    def gradient_bytes(self, lookups: int) -> int:
-        """Bytes of one gradient; that of an embedding has a row for each lookup."""
-        if not self.trainable or not self.rows:
-            return 0
-        rows = lookups if self.embedding else self.rows
-        return self.weight_bytes // self.rows * rows
+        return self.bytes // self.rows if self.rows else 0
 
     def piece_bytes(self, pieces: int) -> list[int]:
-        """Bytes of each of so many even pieces, slots included."""
-        if pieces == 1:
-            return [self.bytes]
-        row = self.row_bytes
-        sizes = [count * row for count in piece_rows(self.rows, pieces)]
-        sizes[0] += self.slot_bytes
-        return sizes
+        """Bytes of each even piece, slots included."""
+        return [count * self.row_bytes for count in piece_rows(self.rows, pieces)]
 
     def piece_loads(self, pieces: int) -> list[float]:
-        """Load of each of so many even pieces."""
+        """Load of each even piece."""
         load = self.load or 0.0
         if pieces == 1:
             return [load]
@@ -123,7 +100,7 @@ class VariableShard(NamedTuple):
     """Rows of a variable on a task. A scalar has one row.
 
     Attributes:
-        task: index of the parameter server, or of the device.
+        task: index of the parameter server or the device.
         start: the first row.
         stop: the row after the last one.
     """
@@ -134,7 +111,7 @@ class VariableShard(NamedTuple):
 
 
 class Held(enum.Enum):
-    """How a variable is held."""
+    """How tasks or devices hold a variable."""
 
     PIECES = "pieces"  # one or more pieces along axis 0, each on one task, its slots with it
     COPIES = "copies"  # a whole copy with slots on every device
@@ -145,20 +122,19 @@ class Place(NamedTuple):
     """Where one variable is.
 
     Attributes:
-        tasks: of its pieces, in the order of rows; of all its copies; or the one of its owner.
-        held: which of these.
+        tasks: the tasks of the pieces, in the order of rows; the devices of the copies; or the
+            owner of an owned variable.
+        held: which of the three.
     """
 
     tasks: tuple[int, ...]
     held: Held = Held.PIECES
 
     def bytes_of(self, spec: VariableSpec, count: int) -> list[tuple[int, int]]:
-        """(task, bytes of the variable there), for each piece, or for its copies on `count` tasks.
-
-        What is mirrored has its slots on all tasks, what is owned on one.
-        """
+        """(task, bytes of the variable there), for each piece, or for each of `count` copies."""
         if self.held is Held.PIECES:
             return list(zip(self.tasks, spec.piece_bytes(len(self.tasks)), strict=True))
+        # Copies have their slots on all devices, an owned variable on one.
         sizes = (spec.weight_bytes, spec.bytes)
         return [(task, sizes[task in self.tasks]) for task in range(count)]
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import check_int, nearest, shown
 from tfdist_ext.placement.rules import Mirrored, OnDevice, OnTask, Owned, Placement, Sharded
-from tfdist_ext.placement.sizes import parse_size
 from tfdist_ext.placement.specs import VariableSpec
 
 __all__ = ["Targets", "short_name"]
@@ -20,10 +19,10 @@ _DEVICE = re.compile(r"/?(?:device:)?([a-z_]+):([0-9]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of pieces, by index.
+    """The parameter servers or devices that hold variables, by index.
 
     Attributes:
-        count: of parameter servers or devices.
+        count: number of parameter servers or devices.
         devices: names of the devices, in the short form if they have one ("GPU:0"); None for
             parameter servers.
     """
@@ -64,66 +63,46 @@ class Targets:
             PlacementError: there is no such target, the placement is for the other kind of target,
                 or the variable has too few rows for so many pieces.
         """
-        if isinstance(placement, Sharded) and (
-            placement.pieces_on(self.count, spec.rows) > (spec.rows if spec.shape else 1)
-        ):
-            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
+        if isinstance(placement, Sharded):
+            self._check_rows(spec, placement)
+        if self.devices is None and isinstance(placement, Mirrored | Owned | OnDevice):
             raise PlacementError(
-                f"{spec.path!r} must have a row for each piece to be {placement}, got shape"
-                f" {spec.shape}: it has {rows}."
+                f"{spec.path!r} cannot be {placement} on parameter servers. Use task N, sharded(N)"
+                " or balanced."
             )
-        if self.devices is None:
-            if isinstance(placement, Mirrored | Owned | OnDevice):
-                raise PlacementError(
-                    f"{spec.path!r} on parameter servers must be on task N, sharded(N) or balanced,"
-                    f" got {placement!s}, which is for the devices of one machine (devices=)."
-                )
-            if not isinstance(placement, OnTask):
-                return None
+        if self.devices is not None and isinstance(placement, OnTask):
+            raise PlacementError(
+                f"{spec.path!r} cannot be on {placement}, which is for parameter servers. Use"
+                f" mirrored, owned, sharded(N), balanced or device {self.devices[0]}."
+            )
+        if isinstance(placement, OnTask):
             if placement.task >= self.count:
                 raise PlacementError(
                     f"the task of {spec.path!r} must be from 0 to {self.count - 1}, got"
                     f" {placement.task}: there are {self.count} ps tasks."
                 )
             return placement.task
-        if isinstance(placement, OnTask):
-            raise PlacementError(
-                f"{spec.path!r} on devices must be mirrored, owned, sharded(N), balanced or device"
-                f" {self.devices[0]}, got {placement!s}, which is for parameter servers."
-            )
-        if not isinstance(placement, OnDevice):
-            return None
-        name = short_name(placement.name)
-        if name not in self.devices:
-            raise PlacementError(
-                f"{spec.path!r} must be on a device of the plan, got {placement!s}."
-                f" {nearest(name, self.devices)}"
-            )
-        return self.devices.index(name)
+        if isinstance(placement, OnDevice) and self.devices is not None:
+            name = short_name(placement.name)
+            if name not in self.devices:
+                raise PlacementError(
+                    f"{spec.path!r} cannot be on {placement}, which is not there."
+                    f" {nearest(name, self.devices)}"
+                )
+            return self.devices.index(name)
+        return None
 
-    def budgets(self, budget: int | str | Sequence[int | str] | None) -> tuple[int, ...] | None:
-        """Bytes for each target.
-
-        Raises:
-            PlacementError: no size, or not one for each.
-        """
-        if budget is None:
-            return None
-        if isinstance(budget, str) or not isinstance(budget, Sequence):
-            return (parse_size(budget),) * self.count
-        if len(budget) != self.count:
+    def _check_rows(self, spec: VariableSpec, placement: Sharded) -> None:
+        pieces = placement.pieces_on(self.count, spec.rows)
+        if pieces > (spec.rows if spec.shape else 1):
+            rows = f"only {spec.rows} rows" if spec.shape else "no axis 0, it is a scalar"
             raise PlacementError(
-                f"budget must be one size, or one for each of {self.count} {self.what}, got"
-                f" {len(budget)} sizes."
+                f"{spec.path!r} must have a row for each piece to be {placement}, got shape"
+                f" {spec.shape}: it has {rows}."
             )
-        return tuple(parse_size(size, f"budget[{i}]") for i, size in enumerate(budget))
-
-    @property
-    def what(self) -> str:
-        return "ps tasks" if self.devices is None else "devices"
 
 
 def short_name(name: str) -> str:
-    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; the name of another machine's device as it is."""
+    """ "GPU:0" for "/device:GPU:0" and "gpu:0"; names on other machines are unchanged."""
     match = _DEVICE.fullmatch(name.strip())
     return f"{match[1].upper()}:{int(match[2])}" if match else name.strip()

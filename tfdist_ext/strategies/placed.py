@@ -17,8 +17,7 @@ from tfdist_ext.placement import (
     Sharded,
     VariableSpec,
 )
-from tfdist_ext.placement.device_placer import DevicePlacer
-from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.placement.placer import DevicePlacer
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
@@ -66,7 +65,7 @@ class PlacedStrategy(StrategyTemplate):
     ):
         super().__init__(devices)
         try:
-            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from, host="CPU:0")
+            self._placer = DevicePlacer(self.devices, rules, owned_from=owned_from)
         except PlacementError as error:
             raise StrategyError(f"{type(self).__name__}: {error}") from error
 
@@ -109,10 +108,7 @@ class PlacedStrategy(StrategyTemplate):
         if isinstance(placement, OnDevice):
             return create([placement.name])
         if isinstance(placement, Sharded):
-            made = create(self._placer.devices_of_pieces(spec, placement), in_pieces=True)
-            if is_partitioned(made):
-                made.why = self._placer.rule_of(spec)
-            return made
+            return create(self._placer.devices_of_pieces(spec, placement), in_pieces=True)
         made = super().create_variable(spec, create)
         if isinstance(placement, Owned) and len(self.devices) > 1:
             setattr(made, _OWNER, self._placer.choose_owner(spec))

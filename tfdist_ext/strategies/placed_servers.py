@@ -19,14 +19,14 @@ from tfdist_ext.placement import (
     VariableSpec,
 )
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
-from tfdist_ext.placement.placer import Placer
+from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies._tf_private import servers_extended
 
 __all__ = ["PlacedParameterServers", "placer_for"]
 
 
 class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
-    """ParameterServerStrategy, with a Placer that decides where its variables are created.
+    """ParameterServerStrategy, with a ServerPlacer that decides where its variables are created.
 
     A `tf.device("/job:ps/task:1")` scope in the user's code goes before everything.
 
@@ -39,7 +39,7 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
-        placer: Placer,
+        placer: ServerPlacer,
         watcher: Watcher,
     ):
         super().__init__(cluster_resolver)
@@ -62,14 +62,14 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
         return self.placer.plan
 
 
-def placer_for(placement: Any, partitioner: Callable[..., Any] | None, ps: int) -> Placer:
-    """The Placer of a strategy's options.
+def placer_for(placement: Any, partitioner: Callable[..., Any] | None, ps: int) -> ServerPlacer:
+    """The placer of a strategy's options.
 
     Raises:
         PlacementError: a placement that cannot be right for so many servers.
     """
     if partitioner is None:
-        return Placer(placement, ps)
+        return ServerPlacer(placement, ps)
     if isinstance(placement, PlacementPlan | str) or callable(placement):
         raise PlacementError(
             "partitioner must come without a placement that cuts variables, too, got both"
@@ -88,4 +88,4 @@ def placer_for(placement: Any, partitioner: Callable[..., Any] | None, ps: int) 
             )
         return Sharded(min(pieces, spec.rows))
 
-    return Placer(placement, ps, as_partitioned)
+    return ServerPlacer(placement, ps, as_partitioned)

@@ -15,7 +15,6 @@ from tfdist_ext.private_names import PrivateNames
 __all__ = [
     "NAMES",
     "attributes_set",
-    "embeddings_of",
     "fresh_names",
     "leaving_no_names",
     "optimizer_behind",
@@ -29,7 +28,7 @@ NAMES = PrivateNames(
 )
 
 _COUNTERS = "object_name_uids"  # of automatic names
-_SEEDS = "global_seed_generator"  # behind what draws without a seed
+_SEEDS = "global_seed_generator"  # used by functions that draw without a seed
 
 
 @contextlib.contextmanager
@@ -63,29 +62,19 @@ def fresh_names() -> Iterator[None]:
 
 
 def leaving_no_names() -> contextlib.AbstractContextManager[None]:
-    """Scope with fresh names, after which Keras is as if nothing had been made in it."""
+    """Scope with fresh names, after which Keras has the same state as before."""
     tracker = NAMES("backend.common.global_state.GLOBAL_STATE_TRACKER")
     return attributes_set(tracker, **{_COUNTERS: None, _SEEDS: None})
 
 
-def embeddings_of(model: keras.Model) -> list[keras.Variable]:
-    """The tables of a model whose gradient has only the rows that are looked up.
-
-    A subclass may compute with the whole table, and a regularizer does. Private because the public
-    list of layers has one level only.
-    """
-    layers = NAMES.of(model, "_flatten_layers", "the embeddings of a model")()
-    tables = [layer for layer in layers if type(layer) is keras.layers.Embedding]
-    return [
-        layer.embeddings for layer in tables if layer.built and layer.embeddings_regularizer is None
-    ]
-
-
 def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., Any]] | None:
-    """(Keras's variable, its initializer) that TensorFlow is given a function for, if it is one.
+    """(variable, initializer) of Keras behind an initial value that TensorFlow is given.
 
     Private because Keras gives TensorFlow a function without arguments, and neither shape nor
-    path: all that is known of the variable stands in what this function closes over.
+    path. Only the closure of this function refers to the Keras variable.
+
+    Returns:
+        None if the value does not come from Keras.
     """
     held = _closed_over_by(initial_value)
     variable, initializer = held.get("self"), held.get("initializer")
@@ -95,9 +84,9 @@ def variable_behind(initial_value: Any) -> tuple[keras.Variable, Callable[..., A
 
 
 def optimizer_behind(update: Callable[..., Any]) -> keras.optimizers.Optimizer | None:
-    """The optimizer whose update of a variable a strategy is given as a function, if it is one.
+    """The optimizer that gave a strategy this update of a variable; None if no optimizer did.
 
-    Private because a strategy is told what to do with the variable, and not by whom.
+    Private because a strategy is given a function, and only its closure refers to the optimizer.
     """
     optimizer = _closed_over_by(update).get("self")
     return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None

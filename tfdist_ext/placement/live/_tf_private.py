@@ -36,17 +36,17 @@ NAMES = PrivateNames(
 
 
 def partitioned(pieces: Sequence[tf.Variable], name: str) -> Any:
-    """One variable of pieces along axis 0, as ParameterServerStrategy makes of a partitioner."""
+    """One variable of pieces along axis 0, as ParameterServerStrategy creates it."""
     return server_variable_class()(list(pieces), name=name)
 
 
-# The number of the piece that is being updated: variables in pieces are that one then.
+# The number of the piece that is being updated. Variables in pieces behave as this piece then.
 piece_number: ContextVar[int | None] = ContextVar("piece_number", default=None)
 
 
 @contextlib.contextmanager
 def as_piece(number: int) -> Iterator[None]:
-    """Scope in which variables in pieces are their pieces of this number."""
+    """Scope in which variables in pieces behave as their pieces of this number."""
     token = piece_number.set(number)
     try:
         yield
@@ -56,17 +56,17 @@ def as_piece(number: int) -> Iterator[None]:
 
 @functools.cache
 def server_variable_class() -> Any:
-    """A variable in pieces on parameter servers, of which a loop of the user's own is not aware.
+    """A variable in pieces on parameter servers, with one gradient for a custom training loop.
 
     Private because TensorFlow gives its class no public name, and because a tape only follows
-    operations: that a variable consists of its pieces has to be recorded as one.
+    operations: it must be recorded as an operation that the variable consists of its pieces.
 
     TensorFlow reads and updates the pieces. A tape watches each piece that is read, but
     `tape.gradient(loss, keras_variable)` asks for the gradient of the variable's `handle`. Here
-    that is a handle of the whole shape, which nothing reads. Each tape that sees a read is told
-    that the pieces come from it, so that their gradients are put together as its gradient.
+    this is a handle of the whole shape, which nothing reads. Each tape that sees a read records
+    that the pieces come from this handle, so that their gradients are joined as its gradient.
     """
-    # All of them now: a handle is asked for by C++, which would not pass an error of ours on.
+    # Look up all names now: C++ asks for a handle, and would not pass on an error of ours.
     sharded: Any = NAMES("distribute.sharded_variable.ShardedVariable")
     variable_accessed = NAMES("ops.resource_variable_ops.variable_accessed")
     watched_by_tapes = NAMES("eager.tape.variable_accessed")
@@ -79,11 +79,11 @@ def server_variable_class() -> Any:
 
         @property
         def variables(self) -> list[Any]:
-            """The pieces, for who is about to read them."""
+            """The pieces, which the caller is about to read."""
             pieces: list[Any] = super().variables
             if self.trainable:
-                # Not a record for the open tapes alone: a tf.function remembers this, and repeats
-                # it when it is called again, under another tape.
+                # A tf.function remembers this access, and repeats it when it is called again under
+                # another tape. A record for the open tapes would be lost.
                 variable_accessed(self)
             number = piece_number.get()
             return pieces if number is None else [pieces[number]]
@@ -92,7 +92,7 @@ def server_variable_class() -> Any:
         def handle(self) -> Any:
             whole = self._saving_variable
             if self.trainable:
-                # First: a tape takes records of what it watches.
+                # A tape only records operations on what it watches already.
                 watched_by_tapes(whole)
                 record_operation(
                     "PiecesOfVariable",
@@ -111,7 +111,7 @@ def server_variable_class() -> Any:
             return np.asarray(self.numpy(), dtype)
 
         def _joined_gradient(self, *gradients: Any) -> list[Any]:
-            """The pieces' gradients as one: slices if one of them is, else of the whole shape."""
+            """The gradients of the pieces as one: slices if one of them is, else a whole tensor."""
             if not any(isinstance(each, tf.IndexedSlices) for each in gradients):
                 return [tf.concat(gradients, axis=0)]
             slices = [_slices(each) for each in gradients]
@@ -128,7 +128,7 @@ def server_variable_class() -> Any:
             ]
 
         def _decompose_indices(self, indices: Any) -> tuple[list[Any], Any]:
-            # TensorFlow's own knows pieces of equal sizes only.
+            # TensorFlow's method assumes pieces of equal sizes.
             firsts = tf.constant([offset[0] for offset in self._var_offsets], indices.dtype)
             owner = tf.searchsorted(firsts, indices, side="right") - 1
             local = indices - tf.gather(firsts, owner)
@@ -142,7 +142,7 @@ def server_variable_class() -> Any:
 
 
 def _of_piece(sharded: type, name: str) -> Any:
-    """A method that changes the variable, or the piece that is being updated."""
+    """A method that changes the variable, or only the piece that is being updated."""
     of_whole = getattr(sharded, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,41 +162,39 @@ def _slices(gradient: Any) -> tf.IndexedSlices:
 
 @functools.cache
 def partitioned_variable_class() -> Any:
-    """A variable in pieces along axis 0, each of which all replicas of a strategy share.
+    """A variable in pieces along axis 0. All replicas of a strategy share each piece.
 
-    Private as above. TensorFlow's class is no tf.Variable: what Keras asks one for and it has not,
-    is here, or said to be missing.
+    Private as above. TensorFlow's class is no tf.Variable: the class here has the attributes that
+    Keras asks a variable for, or says that they are missing.
 
     Attributes:
-        path: what messages call it.
-        why: in words, what has cut it.
+        path: name of the variable in messages.
     """
     sharded: Any = NAMES("distribute.sharded_variable.ShardedVariable")
 
     class PartitionedVariable(sharded):
         def __init__(self, pieces: Sequence[Any], name: str, path: str):
             super().__init__(list(pieces), name=name)
-            self.path, self.why = path, "create(in_pieces=True)"
-            plain = [piece.get() for piece in pieces]
-            self._plain = sharded(plain, name=name)
+            self.path = path
+            self._plain = sharded([piece.get() for piece in pieces], name=name)
 
         def get(self) -> Any:
-            """The same of plain pieces, which no strategy looks after."""
+            """The same variable with plain pieces, outside of the strategy."""
             return self._plain
 
         @property
         def handle(self) -> Any:
-            # An AttributeError, as there is none: TensorFlow asks with hasattr.
+            # TensorFlow asks with hasattr, so the error must be an AttributeError.
             raise AttributeError(
-                f"{self.path!r} has no gradient of its own: {self.why} has cut it into"
+                f"{self.path!r} has no gradient of its own, because it is cut into"
                 f" {len(self._variables)} pieces. Train with tfdist_ext.distribute(build, strategy)"
-                " instead of Keras's own fit; in a loop of your own, differentiate by its pieces,"
-                " variable.variables."
+                " instead of Keras's fit. In a custom training loop, take the gradients of its"
+                " pieces, variable.variables."
             )
 
         @property
         def device(self) -> str:
-            """The first piece's device; a checkpoint of a Keras model is written from there."""
+            """The device of the first piece. Keras writes a checkpoint from there."""
             return str(self._variables[0].device)
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Variables created where a Placer says, each initialized there, by public means.
+"""Creates variables where a placer decides, and initializes each of them there.
 
-TensorFlow calls variable creators from the innermost scope outwards. One that is entered after the
-strategy's own decides, and cuts; one that is entered before it is called inside the strategy's
-choice of a device, and so has the last word.
+TensorFlow calls variable creators from the innermost scope outwards. The creator of a scope that is
+entered after the strategy's scope decides, and cuts variables. The creator of a scope that is
+entered before it is called inside the strategy's choice of a device, and overrides this choice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist_ext.placement.live._tf_private import partitioned
 from tfdist_ext.placement.live.initial_values import InitialValue
 from tfdist_ext.placement.live.learning import is_learning
-from tfdist_ext.placement.placer import Placer
+from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.placement.rules import nearest_paths
 from tfdist_ext.placement.sizes import itemsize
 from tfdist_ext.placement.specs import VariableSpec
@@ -36,7 +36,7 @@ __all__ = [
     "placing",
 ]
 
-# Of each piece: device, first row, row after its last, and what else its creator is told.
+# For each piece: device, first row, row after its last, and further arguments of its creator.
 Where: TypeAlias = list[tuple[str, int, int, dict[str, Any]]]
 
 # The device of the piece that is being created.
@@ -47,30 +47,30 @@ _PS = re.compile(r"/job:ps/.*task:([0-9]+)")
 
 def is_partitioned(value: object) -> bool:
     """Whether a variable's raw value consists of pieces (a ShardedVariable)."""
-    # Of the class: a variable with copies is read when an instance is asked for what it has not.
+    # Ask the class: a variable with copies is read when its instance lacks an attribute.
     return hasattr(type(value), "is_sharded_variable")
 
 
 def pieces_of(value: tf.Variable) -> list[tuple[tf.Variable, int, int]]:
-    """(piece, its first row, row after its last) of a raw value; a plain one is one piece."""
+    """(piece, its first row, row after its last) of a raw value; a plain variable is one piece."""
     if not is_partitioned(value):
         return [(value, 0, value.shape[0] if value.shape.rank else 1)]
-    pieces = list(value)  # not `value.variables`, which open tapes take for a read
+    pieces = list(value)  # not `value.variables`, which counts as a read for open tapes
     ends = np.cumsum([piece.shape[0] for piece in pieces]).tolist()
     return list(zip(pieces, [0, *ends[:-1]], ends, strict=True))
 
 
 def has_the_last_word() -> contextlib.AbstractContextManager[None]:
-    """Scope to be entered before the strategy's: variables are made on the device decided on.
+    """Scope to enter before the strategy's: creates variables on the device decided on.
 
-    Their initial values, too: a slot is never a tensor of this process first.
+    Initial values are computed there, too: a slot is never a tensor of this process first.
     """
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         beside = kwargs.get("colocate_with")
         device = _device.get() or (None if beside is None else beside.device)
         value = kwargs.get("initial_value")
-        # A value restored from a checkpoint is TensorFlow's business.
+        # TensorFlow places a value that is restored from a checkpoint.
         if device is None or value is None or hasattr(value, "checkpoint_position"):
             return next_creator(**kwargs)
         with tf.device(device):
@@ -80,13 +80,13 @@ def has_the_last_word() -> contextlib.AbstractContextManager[None]:
     return tf.variable_creator_scope(creator)
 
 
-def placing(placer: Placer) -> contextlib.AbstractContextManager[None]:
-    """Scope to be entered after the strategy's: decides where each new variable lives."""
+def placing(placer: ServerPlacer) -> contextlib.AbstractContextManager[None]:
+    """Scope to enter after the strategy's: decides where each new variable lives."""
 
     def creator(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         value = kwargs.get("initial_value")
         if (
-            _device.get() is not None  # decided, in a scope inside of this one
+            _device.get() is not None  # a scope inside of this one has decided
             or is_learning()
             or value is None
             or hasattr(value, "checkpoint_position")
@@ -103,10 +103,9 @@ def placing(placer: Placer) -> contextlib.AbstractContextManager[None]:
 
 
 def beside_pieces(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-    """A variable beside another one: where that is partitioned, in pieces beside its pieces.
+    """A variable beside another one, in pieces if the other one is.
 
-    TensorFlow never partitions a variable that is to lie beside another one, and cannot put it
-    beside pieces.
+    TensorFlow never partitions a variable with `colocate_with`, and cannot put it beside pieces.
     """
     beside = kwargs.pop("colocate_with")
     if not is_partitioned(beside):
@@ -120,11 +119,11 @@ def beside_pieces(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf
 
 
 def _placed(
-    placer: Placer, next_creator: Callable[..., tf.Variable], kwargs: dict[str, Any]
+    placer: ServerPlacer, next_creator: Callable[..., tf.Variable], kwargs: dict[str, Any]
 ) -> tf.Variable:
     initial = InitialValue(kwargs, where=_of_task(placer.fewest_bytes))
     spec = initial.spec
-    # A `tf.device` scope of the user's that names a parameter server goes before everything.
+    # A `tf.device` scope in user code that names a parameter server overrides the placement.
     if (asked := _task_of(tf.zeros([]).device)) is not None:
         placer.add(asked, spec.bytes)
         shards = spec.shards([asked])
@@ -180,18 +179,18 @@ def _task_of(device: str | None) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _count(placer: Placer, made: tf.Variable) -> None:
+def _count(placer: ServerPlacer, made: tf.Variable) -> None:
     for piece, _, _ in pieces_of(made):
         task = _task_of(piece.device)
         if task is not None and piece.shape.is_fully_defined():
             placer.add(task, piece.shape.num_elements() * itemsize(piece.dtype.name))
 
 
-def _warn_of_unplanned(placer: Placer, spec: VariableSpec) -> None:
+def _warn_of_unplanned(placer: ServerPlacer, spec: VariableSpec) -> None:
     paths = [] if placer.plan is None else [known.path for known in placer.plan.specs]
     warn(
         f"the plan has no variable {spec.path!r} of shape {list(spec.shape)}; it goes to the"
-        f" parameter server with the fewest bytes. {nearest_paths(spec.path, paths)} Layers are"
-        " named anew each time they are made: pass the function that builds the model to"
-        " distribute(), which names them as the plan does."
+        f" parameter server with the fewest bytes. {nearest_paths(spec.path, paths)} Keras numbers"
+        " the names of layers. Pass the function that builds the model to distribute(), which"
+        " uses the names of the plan."
     )

@@ -1,38 +1,64 @@
-"""What a variable that is being created is, and the initial values of its pieces."""
+"""Initial values of variables in pieces: each piece makes its own rows.
+
+TensorFlow's stateless random generator counts: each group of values takes the next counters. From
+the right counter on, the values are those of the whole tensor, to the bit (`counter_at`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.placement.live._keras_private import variable_behind
-from tfdist_ext.placement.live.random_rows import rows_drawn_by
+from tfdist_ext.placement.live._keras_private import attributes_set, variable_behind
 from tfdist_ext.placement.specs import VariableSpec
 
-__all__ = ["InitialValue"]
+__all__ = ["InitialValue", "Rows", "counter_at", "group_size", "rows_drawn_by"]
 
-# Each value is the same wherever it stands. A subclass may look at the shape.
-_OF_ANY_SHAPE = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+Rows = Callable[[int, int], tf.Tensor]  # (start, stop) -> the rows from start to before stop
+
+_PHILOX = 1
+_UNIFORM, _NORMAL, _TRUNCATED = (
+    "StatelessRandomUniformV2",
+    "StatelessRandomNormalV2",
+    "StatelessTruncatedNormalV2",
+)
+# Counters that each value of a truncated normal reserves, because it may be drawn again. Other
+# operations use one counter for a group of values.
+_RESERVED = 64
+
+# All values are the same, so each piece can be made alone. A subclass may look at the shape.
+_CONSTANT = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+# These initializers return what they draw. A subclass may do more.
+_DRAWING = frozenset(
+    getattr(keras.initializers, name)
+    for name in (
+        *("RandomUniform", "RandomNormal", "TruncatedNormal", "VarianceScaling"),
+        *("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal", "LecunUniform", "LecunNormal"),
+    )
+)
 
 
 class InitialValue:
-    """The initial value that TensorFlow is given for a variable, and what it says of it.
+    """The initial value that a variable creator is given, whole or in rows.
 
     Attributes:
-        spec: path (its name, if it is not a Keras variable), shape, dtype, and whether it
-            is to be trained.
-        of_keras: whether Keras says what the variable is.
-        given: the initial value, made already where that was needed to know its shape.
+        spec: path (the name of a variable that is not from Keras), shape, dtype, and whether the
+            variable is trainable.
+        of_keras: whether the variable is created by Keras.
+        given: the initial value; already computed if its shape was not known otherwise.
     """
 
     def __init__(self, kwargs: dict[str, Any], *, where: str):
         """
         Args:
-            kwargs: what a variable creator is given.
-            where: the device on which a value of unknown shape is made.
+            kwargs: the arguments of the variable creator.
+            where: the device on which a value of unknown shape is computed.
         """
         self.given = kwargs["initial_value"]
         behind = variable_behind(self.given)
@@ -49,21 +75,21 @@ class InitialValue:
         self._rows: Any = None
 
     def rows(self, start: int, stop: int) -> Any:
-        """These rows; to be called on the device of their piece."""
+        """These rows. Call it on the device of their piece."""
         initializer, spec = self._initializer, self.spec
         constant = getattr(initializer, "value", 0)
-        if type(initializer) in _OF_ANY_SHAPE and np.ndim(constant) == 0:
+        if type(initializer) in _CONSTANT and np.ndim(constant) == 0:
             return initializer((stop - start, *spec.shape[1:]), dtype=spec.dtype)
         if self._rows is None and initializer is not None:
             self._rows = rows_drawn_by(initializer, spec.shape, spec.dtype)
         if self._rows is not None:
             return self._rows(start, stop)
-        if callable(self.given):  # whole on the first piece's device; the others get slices
+        if callable(self.given):  # the whole value, on the device of the first piece
             self.given = self.given()
         return self.given[start:stop]
 
     def _look(self, kwargs: dict[str, Any], where: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a variable that is not a Keras variable."""
+        """Shape and dtype of a variable that is not from Keras."""
         dtype, shape = kwargs.get("dtype"), tf.TensorShape(kwargs.get("shape"))
         if callable(self.given) and (dtype is None or not shape.is_fully_defined()):
             with tf.device(where):
@@ -74,3 +100,85 @@ class InitialValue:
             dtype = dtype or self.given.dtype
             shape = tf.TensorShape(self.given.shape)
         return tuple(shape.as_list()), tf.as_dtype(dtype).name
+
+
+def rows_drawn_by(
+    initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
+) -> Rows | None:
+    """A function that makes rows of the initializer's value; None unless the value is one draw.
+
+    The initializer is called here, once and for the whole shape, so that it uses its seed as if it
+    had drawn.
+    """
+    if type(initializer) not in _DRAWING or dtype not in ("float32", "float64"):
+        return None
+    draws: list[Rows] = []
+    with _instead_of_drawing(draws):
+        initializer(shape, dtype=dtype)
+    (rows,) = draws
+    return rows
+
+
+@contextlib.contextmanager
+def _instead_of_drawing(draws: list[Rows]) -> Iterator[None]:
+    """Scope in which tf.random's functions draw nothing, and append to `draws` how to make rows."""
+
+    def uniform(shape: Any, seed: Any, minval: Any = 0, maxval: Any = 1, *, dtype: Any) -> None:
+        low = tf.convert_to_tensor(minval, dtype)
+        high = tf.convert_to_tensor(maxval, dtype)
+        draws.append(_rows(_UNIFORM, shape, dtype, seed, high - low, low))
+
+    def of(op: str) -> Callable[..., None]:
+        def normal(shape: Any, seed: Any, mean: Any = 0, stddev: Any = 1, *, dtype: Any) -> None:
+            scale = tf.convert_to_tensor(stddev, dtype)
+            shift = tf.convert_to_tensor(mean, dtype)
+            draws.append(_rows(op, shape, dtype, seed, scale, shift))
+
+        return normal
+
+    with attributes_set(
+        tf.random,
+        stateless_uniform=uniform,
+        stateless_normal=of(_NORMAL),
+        stateless_truncated_normal=of(_TRUNCATED),
+    ):
+        yield
+
+
+def _rows(op: str, shape: Any, dtype: str, seed: Any, scale: tf.Tensor, shift: tf.Tensor) -> Rows:
+    draw = getattr(tf.raw_ops, op)
+    width = math.prod(shape[1:])
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+
+    def rows(start: int, stop: int) -> tf.Tensor:
+        first = start * width
+        before = first % group_size(tf.as_dtype(dtype))
+        values = draw(
+            shape=tf.constant([before + (stop - start) * width], tf.int64),
+            key=key,
+            counter=counter_at(counter, first - before, op, tf.as_dtype(dtype)),
+            alg=_PHILOX,
+            dtype=dtype,
+        )
+        return tf.reshape(values[before:], [stop - start, *shape[1:]]) * scale + shift
+
+    return rows
+
+
+def group_size(dtype: tf.DType) -> int:
+    """Number of values that are drawn together, from one counter."""
+    return 2 if dtype.size == 8 else 4
+
+
+def counter_at(counter: tf.Tensor, number: int | tf.Tensor, op: str, dtype: tf.DType) -> tf.Tensor:
+    """The counter from which the values of a tensor are drawn, beginning at one of them.
+
+    Args:
+        counter: the counter of the whole tensor.
+        number: index of the value, which must be the first of its group.
+        op: the drawing operation, for example "StatelessRandomUniformV2".
+        dtype: the dtype of the values.
+    """
+    group = group_size(dtype)
+    ahead = number // group * (_RESERVED * group if op == _TRUNCATED else 1)
+    return counter + tf.cast(tf.stack([ahead, 0]), tf.uint64)

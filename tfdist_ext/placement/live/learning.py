@@ -1,4 +1,4 @@
-"""The variables of a model, with its optimizer's slots, learned without allocating them."""
+"""Learns the variables of a model and its optimizer's slots without allocating them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -18,15 +18,13 @@ import tensorflow as tf
 from tfdist_ext.errors import PlacementError
 from tfdist_ext.messages import shown
 from tfdist_ext.placement.live._keras_private import (
-    embeddings_of,
     fresh_names,
     leaving_no_names,
     variable_behind,
 )
 from tfdist_ext.placement.placement_plan import PlacementPlan
 from tfdist_ext.placement.planning import plan
-from tfdist_ext.placement.rules import Rules, nearest_paths
-from tfdist_ext.placement.sizes import itemsize
+from tfdist_ext.placement.rules import Rules
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.user_frames import filter_traceback
 
@@ -34,10 +32,10 @@ __all__ = ["fresh_names", "is_learning", "learn_specs", "plan_placement"]
 
 _learning: ContextVar[bool] = ContextVar("learning", default=False)
 
-_SMALL = 1024  # numbers of a variable that has values all the same
+_SMALL = 1024  # values: so small a variable gets values
 
 Model: TypeAlias = keras.Model | Callable[[], keras.Model]
-Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> what is kept for it
+Slots: TypeAlias = dict[int, list[keras.Variable]]  # id of a variable -> its slots
 
 
 @filter_traceback
@@ -48,8 +46,7 @@ def plan_placement(
     devices: Sequence[str] | None = None,
     rules: Rules = (),
     optimizer: str | keras.optimizers.Optimizer | None = None,
-    budget: int | str | Sequence[int | str] | None = None,
-    loads: Mapping[str, float] | None = None,
+    budget: int | str | None = None,
 ) -> PlacementPlan:
     """Where each variable of a model would live, before any of them exists.
 
@@ -62,29 +59,26 @@ def plan_placement(
         ps: number of parameter servers; or
         devices: names of the devices of one machine, as ["CPU:0", "GPU:0"].
         rules: as [Rule("users/.*", Sharded(4))], or a table of pattern -> placement or its text.
-        optimizer: its slots lie beside the variables; a name or an object, by default the model's.
-        budget: the most bytes that each server may hold, as "8GiB"; or one for each.
-        loads: path -> traffic of the variable in any one unit, for example lookups in a step. It is
-            balanced as well as the bytes are.
+        optimizer: the optimizer whose slots lie beside the variables, by name or as an object; by
+            default the model's.
+        budget: the most that each server or device may hold, in bytes or as "8GiB".
 
     Raises:
         PlacementError: a model that is not built, invalid rules, or variables that do not fit, with
-            the smallest budget and number of servers that are enough.
+            the smallest budget that is enough.
     """
     specs = learn_specs(model_or_builder, optimizer)
-    if loads is not None:
-        specs = _with_loads(specs, loads)
     return plan(specs, ps, devices=devices, rules=rules, budget=budget)
 
 
 def learn_specs(
     model_or_builder: Model, optimizer: str | keras.optimizers.Optimizer | None = None
 ) -> list[VariableSpec]:
-    """Every variable of the model, with its slots, in the order in which they are listed.
+    """Every variable of the model, with its slots, in the order of `model.variables`.
 
     Raises:
-        PlacementError: no model, one that is not built, a builder that computes with values, or an
-            optimizer of no known name.
+        PlacementError: the model is no model or not built, the builder computes with values, or
+            Keras has no such optimizer.
     """
     with _nothing_allocated():
         if isinstance(model_or_builder, keras.Model):
@@ -104,7 +98,7 @@ def learn_specs(
 
 
 def is_learning() -> bool:
-    """Whether variables are made for their shapes alone."""
+    """Whether variables are created for their shapes alone."""
     return _learning.get()
 
 
@@ -126,9 +120,9 @@ def _without_value(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> t
     behind = variable_behind(kwargs.get("initial_value"))
     if behind is not None:
         variable, _ = behind
-        if math.prod(variable.shape) <= _SMALL:  # some layers reshape such when they are built
+        if math.prod(variable.shape) <= _SMALL:  # some layers reshape them when they are built
             kwargs["initial_value"] = tf.zeros(variable.shape, variable.dtype)
-        else:  # Keras looks at its own variable for the shape
+        else:  # Keras takes the shape from its own variable
             kwargs["initial_value"] = tf.zeros([], variable.dtype)
             kwargs["shape"] = tf.TensorShape(None)
             kwargs["validate_shape"] = False
@@ -168,19 +162,19 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer:
 
 
 def _slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> Slots:
-    """Build the optimizer, and see for which variable it makes which slots."""
+    """Build the optimizer, and record which slots it creates for which variable."""
     found: Slots = defaultdict(list)
     inner = optimizer
     while getattr(inner, "inner_optimizer", None) is not None:  # loss scaling
         inner = inner.inner_optimizer
     make = inner.add_variable_from_reference
 
-    def watched(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
+    def recorded(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         slot = make(reference_variable, *args, **kwargs)
         found[id(reference_variable)].append(slot)
         return slot
 
-    inner.add_variable_from_reference = watched
+    inner.add_variable_from_reference = recorded
     optimizer.build(variables)
     return found
 
@@ -189,19 +183,15 @@ def _specs(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None, slots: Slots
 ) -> list[VariableSpec]:
     trainable = {id(variable) for variable in model.trainable_variables}
-    embeddings = {id(variable) for variable in embeddings_of(model)}
     specs = [
-        replace(
-            _spec(variable, slots.get(id(variable), ()), id(variable) in trainable),
-            embedding=id(variable) in embeddings,
-        )
+        _spec(variable, len(slots.get(id(variable), ())), id(variable) in trainable)
         for variable in model.variables
     ]
-    # Counters, and slots that the optimizer made without naming their variable.
+    # Counters, and slots that the optimizer creates without naming their variable.
     named = {id(slot) for of_one in slots.values() for slot in of_one}
     others = [] if optimizer is None else optimizer.variables
-    specs += [_spec(variable, (), False) for variable in others if id(variable) not in named]
-    # Paths that Keras gave twice, as to the states of two seed generators, are told apart.
+    specs += [_spec(variable, 0, False) for variable in others if id(variable) not in named]
+    # Keras may give one path twice, for example to the states of two seed generators.
     seen: Counter[str] = Counter()
     for index, spec in enumerate(specs):
         seen[spec.path] += 1
@@ -210,27 +200,6 @@ def _specs(
     return specs
 
 
-def _spec(
-    variable: keras.Variable, slots: Sequence[keras.Variable], trainable: bool
-) -> VariableSpec:
-    shape, dtype = tuple(variable.shape), variable.dtype
-    others = [slot for slot in slots if (tuple(slot.shape), slot.dtype) != (shape, dtype)]
-    return VariableSpec(
-        variable.path,
-        shape,
-        dtype,
-        slots=len(slots) - len(others),
-        slot_bytes=sum(math.prod(slot.shape) * itemsize(slot.dtype) for slot in others),
-        trainable=trainable,
-    )
-
-
-def _with_loads(specs: list[VariableSpec], loads: Mapping[str, float]) -> list[VariableSpec]:
-    paths = {spec.path for spec in specs}
-    for path in loads:
-        if path not in paths:
-            raise PlacementError(
-                f"loads must name variables of the model, got {path!r}."
-                f" {nearest_paths(path, sorted(paths))}"
-            )
-    return [replace(spec, load=loads.get(spec.path)) for spec in specs]
+def _spec(variable: keras.Variable, slots: int, trainable: bool) -> VariableSpec:
+    shape = tuple(variable.shape)
+    return VariableSpec(variable.path, shape, variable.dtype, slots=slots, trainable=trainable)

@@ -1,4 +1,4 @@
-"""Updates of variables in pieces: each piece where it is, with its rows of the gradient."""
+"""Updates of variables in pieces: each piece on its device, with its rows of the gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist_ext.placement.live.creating import is_partitioned, pieces_of
 
 __all__ = ["rows_in_range", "updates_by_row", "with_each_piece"]
 
-# Their update of a row depends on no other row, so each piece can be updated by itself.
+# The update of a row depends on no other row, so each piece can be updated alone.
 _BY_ROW = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
@@ -28,21 +28,22 @@ _BY_ROW = (
 
 
 def updates_by_row(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer can update each piece of a variable by itself."""
+    """Whether an optimizer can update each piece of a variable alone."""
     return type(getattr(optimizer, "inner_optimizer", optimizer)) in _BY_ROW
 
 
 def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, list[Any]]]:
-    """(number, piece, its part of an update's arguments) of a raw value; a plain one is one piece.
+    """(number, piece, its arguments of an update) for each piece of a raw value.
 
-    Of a gradient a piece gets its rows. Other arguments, and variables with pieces of their own,
-    are for all.
+    A piece gets its rows of a gradient. Other arguments, and variables that are in pieces
+    themselves, are passed to all pieces. A plain variable is one piece.
     """
 
     def part(arg: Any, first: int, end: int) -> Any:
         if isinstance(arg, keras.Variable) or not tf.is_tensor(arg):
             return arg
-        # A gradient's shape may not be known while the step is traced; a learning rate's is.
+        # While the step is traced, the shape of a gradient may be unknown. That of a learning rate
+        # is known.
         of_all = arg.shape.rank != 0 and arg.shape.is_compatible_with(raw.shape)
         whole = isinstance(arg, tf.IndexedSlices) or of_all
         return rows_in_range(arg, first, end) if whole else arg
@@ -53,7 +54,7 @@ def with_each_piece(raw: Any, args: Sequence[Any]) -> Iterator[tuple[int, Any, l
 
 
 def rows_in_range(value: Any, first: int, end: int) -> Any:
-    """A gradient's rows first to end, as the gradient of the piece that has them."""
+    """The rows of a gradient from first to before end, as the gradient of a piece."""
     if not isinstance(value, tf.IndexedSlices):
         return value[first:end]
     mine = tf.logical_and(value.indices >= first, value.indices < end)

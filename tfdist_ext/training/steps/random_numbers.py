@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tfdist_ext.placement.live.random_rows import counter_at, group_size
+from tfdist_ext.placement.live.initial_values import counter_at, group_size
 from tfdist_ext.strategies.traced_replica import copy_number
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.steps.context import StepContext

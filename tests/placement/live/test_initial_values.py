@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist_ext.placement.live.random_rows import rows_drawn_by
+from tfdist_ext.placement.live.initial_values import rows_drawn_by
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
