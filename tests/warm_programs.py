@@ -17,7 +17,7 @@ from typing import Any
 
 from task_programs import CLUSTERS
 
-from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import LaunchPlan, local_plan
 from tfdist_ext.testing import warm
 
 
@@ -120,8 +120,7 @@ def run_workers(
 ) -> list[str]:
     """Run a command as the workers of a cluster; their logs, in the order of workers."""
     env = {name: v for name, v in os.environ.items() if not name.startswith(CLUSTERS)}
-    with reserve_ports(addresses_needed(workers=workers)) as ports:
-        plan = plan_local(command, workers=workers, ports=ports, env=env)
+    with local_plan(command, workers=workers, env=env) as plan:
         statuses, logs = run_together(plan, folder, env, timeout=timeout)
     assert list(statuses.values()) == [0] * workers, "\n".join(
         f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()
