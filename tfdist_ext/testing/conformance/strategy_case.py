@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,6 @@ from tfdist_ext.strategies.devices import seen_devices
 
 __all__ = [
     "RUN_MODES",
-    "ReductionProbe",
     "StrategyCase",
     "expect_close",
     "expect_equal",
@@ -53,35 +52,24 @@ def replica_number() -> tf.Tensor:
     return tf.cast(context.replica_id_in_sync_group, tf.float32) + 1
 
 
-class ReductionProbe(NamedTuple):
-    """Values that a faulty reduction changes: 64 bits, which float32 cannot hold, and many axes."""
-
-    int64: Any
-    float64: Any
-    rank_3: Any
-    rank_4: Any
-
-
-def reduction_probe() -> ReductionProbe:
-    """The values of this replica."""
+def reduction_probe() -> dict[str, tf.Tensor]:
+    """Values of this replica that a faulty reduction changes: 64 bits, and several axes."""
     own = replica_number()
-    return ReductionProbe(
-        int64=tf.cast(own, tf.int64) + 2**24,
-        float64=tf.cast(own, tf.float64) + 2.0**-40,
-        rank_3=tf.fill([2, 1, 3], own),
-        rank_4=tf.fill([1, 2, 1, 2], own),
-    )
+    return {
+        "int64": tf.cast(own, tf.int64) + 2**24,  # float32 cannot hold it
+        "float64": tf.cast(own, tf.float64) + 2.0**-40,
+        "rank 3": tf.fill([2, 1, 3], own),
+    }
 
 
-def probe_sums(count: int) -> ReductionProbe:
+def probe_sums(count: int) -> dict[str, Any]:
     """The sums of `reduction_probe()` over this many replicas, as Python numbers and lists."""
     total = count * (count + 1) // 2
-    return ReductionProbe(
-        int64=total + count * 2**24,
-        float64=total + count * 2.0**-40,
-        rank_3=[[[float(total)] * 3]] * 2,
-        rank_4=[[[[float(total)] * 2]] * 2],
-    )
+    return {
+        "int64": total + count * 2**24,
+        "float64": total + count * 2.0**-40,
+        "rank 3": [[[float(total)] * 3]] * 2,
+    }
 
 
 def expect_equal(what: str, got: Any, wanted: Any) -> None:
@@ -116,18 +104,18 @@ def ignore_known_warnings() -> Iterator[None]:
 
 
 class StrategyCase:
-    """The case of the checks: a strategy on one machine, and its tolerance.
+    """The base of all checks: the strategy under test, and comparisons.
 
     Attributes:
-        tolerance: how far trained weights, losses and metrics may be from those of one device;
-            relative to the largest number of its variable where that is above 1.
+        tolerance: the largest difference of trained weights, losses and metrics from those of one
+            device; relative to the largest number of a variable where that is above 1.
     """
 
     tolerance: float = 1e-6
     _cache: ClassVar[dict[str, Any]]
 
     def strategy(self) -> tf.distribute.Strategy:
-        """The strategy to be tested; with two replicas or more, for numbers that tell."""
+        """Return the strategy to be tested, with two replicas or more."""
         raise NotImplementedError(
             f"{type(self).__name__} has no method `strategy`: define one that returns the strategy"
             " to be tested."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from tfdist_ext.testing.conformance.strategy_case import (
     StrategyCase,
     expect_close,
     expect_equal,
-    ignore_known_warnings,
 )
 from tfdist_ext.training import distribute
 
@@ -94,42 +92,30 @@ class Training:
         """Of weights and optimizer variables."""
         return [variable.numpy() for variable in self.variables]
 
-    def assign(self, values: list[np.ndarray]) -> None:
-        for variable, value in zip(self.variables, values, strict=True):
-            variable.assign(value)
-
     def train_from_start(self, rows: int) -> dict[str, Any]:
-        """Train from the initial weights, evaluate and predict."""
-        self.assign(self._start)
-        result = self.continue_training(rows)
-        tested = self.model.evaluate(**self._data(rows), return_dict=True)
-        result |= {f"{name} of evaluate": value for name, value in tested.items()}
-        result["predictions"] = self.predictions(rows)
-        return result
+        """Train from the initial weights, evaluate and predict.
 
-    def continue_training(self, rows: int) -> dict[str, Any]:
-        """Train from the present weights: losses and metrics of all epochs, weights, optimizer."""
-        fitted = self.model.fit(**self._data(rows), epochs=EPOCHS, shuffle=False)
-        result: dict[str, Any] = {f"{name} of fit": log for name, log in fitted.history.items()}
-        for number, value in enumerate(self.values()):
-            result[f"variable {number} of shape {value.shape}"] = value
-        return result
-
-    def predictions(self, rows: int, model: Any = None) -> np.ndarray:
-        """Of this model, or of another one with its inputs."""
-        inputs = self._data(rows)["x"]
-        return (model or self.model).predict(inputs, batch_size=BATCH, verbose=0)
-
-    def _data(self, rows: int) -> dict[str, Any]:
-        """The arguments of fit and evaluate for the first rows."""
+        Returns:
+            Losses and metrics of all epochs, weights, optimizer variables and predictions.
+        """
+        for variable, value in zip(self.variables, self._start, strict=True):
+            variable.assign(value)
         inputs = [part[:rows] for part in self._inputs]
-        return {
+        data: dict[str, Any] = {
             "x": inputs if len(inputs) > 1 else inputs[0],
             "y": LABELS[:rows],
             "sample_weight": WEIGHTS[:rows],
             "batch_size": BATCH,
             "verbose": 0,
         }
+        fitted = self.model.fit(**data, epochs=EPOCHS, shuffle=False)
+        result: dict[str, Any] = {f"{name} of fit": log for name, log in fitted.history.items()}
+        for number, value in enumerate(self.values()):
+            result[f"variable {number} of shape {value.shape}"] = value
+        tested = self.model.evaluate(**data, return_dict=True)
+        result |= {f"{name} of evaluate": value for name, value in tested.items()}
+        result["predictions"] = self.model.predict(data["x"], batch_size=BATCH, verbose=0)
+        return result
 
 
 @functools.cache
@@ -152,28 +138,6 @@ class TrainingChecks(StrategyCase):
     def test_trains_table_with_adamw(self) -> None:
         """With slices as gradients, BatchNormalization, clipping, and averages of the weights."""
         self._expect_single_device_results("table")
-
-    def test_training_checkpoint_and_resume(self) -> None:
-        """A checkpoint brings back weights and optimizer; the .keras file is plain Keras's."""
-        training = self._training("table")
-        rows = SIZES["uneven batches"]
-        training.train_from_start(rows)
-        predictions = training.predictions(rows)
-        saved = training.values()
-        with tempfile.TemporaryDirectory() as folder, ignore_known_warnings():
-            training.model.save_checkpoint(f"{folder}/checkpoint")
-            training.model.save(f"{folder}/model.keras")
-            further = training.continue_training(rows)
-            training.assign([np.zeros_like(value) for value in saved])
-            training.model.restore_checkpoint(f"{folder}/checkpoint")
-            loaded = keras.models.load_model(f"{folder}/model.keras")
-        for variable, right in zip(training.variables, saved, strict=True):
-            expect_close(f"{variable.path}, restored", variable.numpy(), right, 0)
-        again = training.continue_training(rows)
-        for name, right in further.items():
-            expect_close(f"{name}, resumed from the checkpoint", again[name], right, self.tolerance)
-        found = training.predictions(rows, loaded)
-        expect_close("predictions of the saved model", found, predictions, self.tolerance)
 
     def test_keras_metrics(self) -> None:
         """In a custom loop: what all replicas have seen, and nothing after reset_state."""
