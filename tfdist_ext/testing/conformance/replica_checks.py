@@ -106,19 +106,6 @@ class ReplicaChecks(StrategyCase):
         result = self.under_test().run(lambda: _all_reduce("SUM", two))
         self.expect_values("the sum of 2 on each replica", result, [2 * count] * count)
 
-    def test_gradient_of_all_reduce(self) -> None:
-        """The gradient of a sum over replicas is the sum of their gradients."""
-
-        def step() -> Any:
-            x = replica_number()
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                total = _all_reduce("SUM", x) * replica_number()
-            return tape.gradient(total, x)
-
-        result = run(self.under_test(), step, "tf.function around")
-        self.expect_values("the gradient", result, [sum(self.numbers())] * self.replicas())
-
     def test_all_gather(self) -> None:
         """Rows of all replicas in their order, on each of them; of unequal length, too."""
 

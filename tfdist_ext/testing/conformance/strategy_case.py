@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
@@ -16,7 +15,6 @@ from tfdist_ext.strategies.devices import seen_devices
 __all__ = [
     "RUN_MODES",
     "StrategyCase",
-    "expect_close",
     "expect_equal",
     "ignore_known_warnings",
     "local_values",
@@ -79,20 +77,6 @@ def expect_equal(what: str, got: Any, wanted: Any) -> None:
         raise AssertionError(f"{what}: must be {wanted!r}, got {got!r}.")
 
 
-def expect_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
-    """Raise AssertionError if any number differs by more than `tolerance`.
-
-    The difference is relative to the largest of the wanted numbers if that is above 1.
-    """
-    __tracebackhide__ = True
-    ours, right = np.asarray(got), np.asarray(wanted)
-    if ours.shape != right.shape:
-        raise AssertionError(f"{what}: the shape must be {right.shape}, got {ours.shape}.")
-    off = np.abs(ours - right).max(initial=0) / max(1, np.abs(right).max(initial=0))
-    if not off <= tolerance:  # also raises for NaN
-        raise AssertionError(f"{what}: difference must be at most {tolerance:.0e}, got {off:.1e}.")
-
-
 @contextlib.contextmanager
 def ignore_known_warnings() -> Iterator[None]:
     """Scope that ignores warnings about how TensorFlow and Keras call each other."""
@@ -112,7 +96,7 @@ class StrategyCase:
     """
 
     tolerance: float = 1e-6
-    _cache: ClassVar[dict[str, Any]]
+    _made: ClassVar[tf.distribute.Strategy]
 
     def strategy(self) -> tf.distribute.Strategy:
         """Return the strategy to be tested, with two replicas or more."""
@@ -122,8 +106,11 @@ class StrategyCase:
         )
 
     def under_test(self) -> tf.distribute.Strategy:
-        """The strategy of `strategy()`, the same one in all checks."""
-        return self._cached("strategy", self._checked_strategy)
+        """The strategy of `strategy()`, the same one in all checks of a class."""
+        # vars(): the strategy of a base class is not this class's.
+        if "_made" not in vars(type(self)):
+            type(self)._made = self._checked_strategy()
+        return type(self)._made
 
     def replicas(self) -> int:
         """Number of replicas in sync."""
@@ -165,13 +152,3 @@ class StrategyCase:
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
         return made
-
-    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, called once for each class: strategies and steps take seconds."""
-        # vars(): what a base class keeps is not this class's.
-        kept = vars(type(self)).get("_cache")
-        if kept is None:
-            kept = type(self)._cache = {}
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
