@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
-from tfdist_ext.launch.run import Limits
+from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launch.run import Limits, run_plan
 
 __all__ = ["output_of_chief", "outputs_of_tasks"]
 
@@ -31,9 +31,8 @@ def outputs_of_tasks(
     with (
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
-        reserve_ports(addresses_needed(workers=workers, ps=ps)) as ports,
+        local_plan(command, workers=workers, ps=ps, log_dir=folder, env=env) as plan,
     ):
-        plan = plan_local(command, workers=workers, ps=ps, ports=ports, log_dir=folder, env=env)
         limits = Limits(grace=1, linger=0, timeout=1800)
         result = run_plan(plan, limits, env=env, stream=nowhere)
         logs = {path.stem: path.read_text() for path in Path(folder).glob("*.log")}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from warm_programs import Program
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -79,11 +79,8 @@ def tasks(
 ) -> Iterator[Tasks]:
     """The tasks of a cluster, none started yet; all are dead after the body."""
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
-    with reserve_ports(addresses_needed(workers=workers, ps=ps, evaluator=evaluator)) as ports:
-        plan = plan_local(
-            [sys.executable, str(PROGRAMS / program), *args],
-            workers=workers, ps=ps, evaluator=evaluator, ports=ports, env=env,
-        )  # fmt: skip
+    command = [sys.executable, str(PROGRAMS / program), *args]
+    with local_plan(command, workers=workers, ps=ps, evaluator=evaluator, env=env) as plan:
         cluster = Tasks({t.name: (t.argv, {**env, **t.env}) for t in plan.tasks}, folder)
         try:
             yield cluster

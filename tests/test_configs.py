@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm_programs import run_program, run_together, run_workers
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -64,8 +64,7 @@ def test_plain_keras_reads_what_they_wrote(outputs: Path) -> None:
 def _with_parameter_servers(command: list[str], folder: Path, env: dict[str, str]) -> list[str]:
     """The logs of a chief, two workers and two parameter servers, all of which ended with 0."""
     tasks = {"workers": 2, "ps": 2}
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(command, **tasks, ports=ports, env=env)
+    with local_plan(command, **tasks, env=env) as plan:
         statuses, logs = run_together(plan, folder, env, timeout=200, linger=30)
     assert set(statuses.values()) == {0}, "\n".join(log[-2000:] for log in logs.values())
     return list(logs.values())

@@ -27,7 +27,8 @@ from warm_programs import Program, run_program, run_together
 
 import tfdist_ext as tfd
 from tfdist_ext import cli, testing
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launch.ports import reserve_ports
 
 PYTHON, SHOWN = {"python", "diff"}, {"console", "text", "toml", "json", "yaml"}
 FILES = {*PYTHON, "toml"}
@@ -241,8 +242,7 @@ def _printed_by_cluster(words: list[str], here: Path, folder: Path) -> list[str]
     names = ("workers", "chief", "ps", "evaluator")
     tasks: dict[str, Any] = {name: getattr(options, name) for name in names}
     program = _with_python(words[at + 1 :])
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        plan = plan_local(program, **tasks, ports=ports, env=os.environ)
+    with local_plan(program, **tasks, env=os.environ) as plan:
         statuses, logs = run_together(plan, folder, os.environ, timeout=100, linger=30, cwd=here)
     assert set(statuses.values()) == {0}, "\n".join(
         f"--- {name}: {statuses.get(name)}\n{log[-3000:]}" for name, log in logs.items()

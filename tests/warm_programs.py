@@ -8,8 +8,10 @@ each import of TensorFlow would take four seconds of a core.
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 from task_programs import CLUSTERS
 
-from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import LaunchPlan, local_plan
 from tfdist_ext.testing import warm
 
 
@@ -40,7 +42,9 @@ class Program:
     ):
         env = os.environ if env is None else env
         with open(output, "ab") as out, open(errors or output, "ab") as err:
-            self._process = warm.start(command, env, out.fileno(), err.fileno(), cwd)
+            words = (list(command[1:]), str(cwd or Path.cwd()))
+            assert command[0] == sys.executable
+            self._process = warm.start_function(run_words, words, env, out.fileno(), err.fileno())
         self.pid = self._process.pid
 
     @property
@@ -58,6 +62,19 @@ class Program:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_words(words: list[str], folder: str) -> None:
+    """Do what Python does with these words on its command line, in this folder."""
+    os.chdir(folder)
+    sys.argv = [words[0], *words[2:]] if words[0] == "-c" else words[words[0] == "-m" :]
+    if words[0] == "-c":
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def run_program(
@@ -120,8 +137,7 @@ def run_workers(
 ) -> list[str]:
     """Run a command as the workers of a cluster; their logs, in the order of workers."""
     env = {name: v for name, v in os.environ.items() if not name.startswith(CLUSTERS)}
-    with reserve_ports(addresses_needed(workers=workers)) as ports:
-        plan = plan_local(command, workers=workers, ports=ports, env=env)
+    with local_plan(command, workers=workers, env=env) as plan:
         statuses, logs = run_together(plan, folder, env, timeout=timeout)
     assert list(statuses.values()) == [0] * workers, "\n".join(
         f"--- {name}: {statuses[name]}\n{log[-3000:]}" for name, log in logs.items()

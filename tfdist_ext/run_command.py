@@ -11,12 +11,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import LaunchPlan, addresses_needed, plan_local, reserve_ports, shell_line
 from tfdist_ext.launch.exit_codes import (
     COMMAND,
     STALL_TIMEOUT,
@@ -24,8 +23,8 @@ from tfdist_ext.launch.exit_codes import (
     stall_timeout,
 )
 from tfdist_ext.launch.gpus import gpus_of, one_gpu_each
-from tfdist_ext.launch.restarting import run_with_restarts
-from tfdist_ext.launch.restarts import RestartOn, RestartPolicy
+from tfdist_ext.launch.plan import LaunchPlan, local_plan, shell_line
+from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
 from tfdist_ext.launch.run import Limits
 from tfdist_ext.launch.stop_signals import StopSignals
 
@@ -98,13 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " fit(checkpoint_dir=...) resumes from its newest checkpoint",
     )
     number("--min-workers", help="continue with at least N workers if one fails repeatedly")
-    restarts.add_argument(
-        "--restart-on",
-        type=RestartOn.parse,
-        default=RestartOn(),
-        metavar="CODES",
-        help="exit codes that trigger a restart (default exception,128-255; 128 + n is signal n;"
-        " the same exception in the same place twice ends the run)",
     )
 
 
@@ -121,7 +113,6 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         options.max_restarts,
         workers,
         workers if options.min_workers is None else options.min_workers,
-        options.restart_on,
     )
     limits = Limits(options.grace, options.linger, options.timeout, stall_timeout(env))
     tasks = {"chief": options.chief, "ps": options.ps, "evaluator": options.evaluator}
@@ -136,7 +127,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     status = 1
     try:
         stop = StopSignals(signal.Signals[options.preemption_signal])
-        ended = run_with_restarts(planned, policy, log_dir, env, limits, stop, names_pids=True)
+        ended = run_with_restarts(planned, policy, log_dir, env, limits, stop)
         status = ended.exit_status
     finally:
         if options.log_dir is None and status == 0:
@@ -146,7 +137,6 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     return status
 
 
-@contextlib.contextmanager
 def _planned(
     command: Sequence[str],
     tasks: Mapping[str, Any],
@@ -154,12 +144,11 @@ def _planned(
     env: Mapping[str, str],
     workers: Sequence[int],
     log_dir: Path | None,
-) -> Iterator[LaunchPlan]:
-    """The plan of one start of these workers. Its ports are reserved in the context."""
-    tasks = {**tasks, "workers": len(workers)}
+) -> contextlib.AbstractContextManager[LaunchPlan]:
+    """The plan of one start of these workers."""
     theirs = [gpus[number] for number in workers] if gpus else []
-    with reserve_ports(addresses_needed(**tasks)) as ports:
-        yield plan_local(command, **tasks, gpus=theirs, ports=ports, env=env, log_dir=log_dir)
+    count = len(workers)
+    return local_plan(command, **tasks, workers=count, gpus=theirs, env=env, log_dir=log_dir)
 
 
 def _gpus(options: argparse.Namespace, env: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
 
 TESTS = int(os.environ.get("TESTS", "5"))  # by hand there are fewer: each takes so long
 MEASURED = Path(os.environ.get("MEASURED", os.devnull))
@@ -35,8 +35,7 @@ def test_with_the_plugin(number: int) -> None:
 @pytest.mark.parametrize("number", range(TESTS))
 def test_by_hand(number: int) -> None:
     command = [sys.executable, __file__]
-    with reserve_ports(addresses_needed(workers=2)) as ports:
-        plan = plan_local(command, workers=2, ports=ports, env=os.environ)
+    with local_plan(command, workers=2, env=os.environ) as plan:
         tasks = [subprocess.Popen(t.argv, env={**os.environ, **t.env}) for t in plan.tasks]
         try:
             assert [task.wait(60) for task in tasks] == [0, 0]

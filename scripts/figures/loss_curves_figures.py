@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports, run_plan
-from tfdist_ext.launch.run import Limits
+from tfdist_ext.launch.plan import local_plan
+from tfdist_ext.launch.run import Limits, run_plan
 
 TASK = Path(__file__).with_name("loss_curves_task.py")
 KILLED_AT = 44  # in the middle of the second epoch, 4 steps after a checkpoint
@@ -102,9 +102,8 @@ def _train(name: str, workers: int, pattern: str, folder: Path, kill_at: int = 0
     print(f"training with {workers} workers ...", file=sys.stderr)
     with (
         open(folder / "output", "a") as output,
-        reserve_ports(addresses_needed(workers=workers)) as ports,
+        local_plan([*command, str(report)], workers=workers, env=env) as plan,
     ):
-        plan = plan_local([*command, str(report)], workers=workers, ports=ports, env=env)
         limits = Limits(grace=1, timeout=300)
         ended = run_plan(plan, limits, env=env, stream=output, report=output)
     if kill_at:

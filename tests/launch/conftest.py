@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist_ext.launch import LaunchPlan, RunResult, TaskPlan, run_plan
-from tfdist_ext.launch.run import Limits
+from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
+from tfdist_ext.launch.run import Limits, RunResult, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TFDIST_TEST_MARK"

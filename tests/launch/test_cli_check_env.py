@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tfdist_ext.env_command import relevant_variables
-from tfdist_ext.launch import reserve_ports
+from tfdist_ext.launch.ports import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
 

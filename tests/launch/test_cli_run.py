@@ -19,8 +19,8 @@ from tfdist_ext.cluster import ClusterConfig
 pytestmark = pytest.mark.timeout(25)
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each task: a shell that ignores SIGTERM, a child in its group, and a daemon outside of it.
-STUBBORN = "trap '' TERM; sleep 60 & setsid sleep 60 & echo ready; while :; do sleep 0.05; done"
+# Each task: a shell that ignores SIGTERM, and a child of it that does, too.
+STUBBORN = "trap '' TERM; sleep 60 & echo ready; while :; do sleep 0.05; done"
 
 
 def start_stubborn(tfdist, mark, *options):
@@ -28,8 +28,8 @@ def start_stubborn(tfdist, mark, *options):
     launcher = tfdist("run", "--workers", "2", *options, "--", "sh", "-c", STUBBORN)
     lines = [launcher.stdout.readline() for _ in range(2)]
     assert sorted(lines) == ["[worker:0] ready\n", "[worker:1] ready\n"]
-    # The launcher, its watchdog, two shells, and at least four sleeps.
-    assert len(mark.pids()) >= 8
+    # The launcher, its watchdog, two shells, and at least two sleeps.
+    assert len(mark.pids()) >= 6
     return launcher
 
 
@@ -60,8 +60,6 @@ def test_a_signal_ends_everything_within_the_grace(tfdist, mark, number, status)
 def test_a_second_ctrl_c_kills_at_once(tfdist, mark):
     launcher = start_stubborn(tfdist, mark, "--grace", "60")
     launcher.send_signal(signal.SIGINT)
-    started = [launcher.stderr.readline() for _ in range(2)]
-    assert all(re.match(r"tfdist: worker:\d started, pid \d+$", line) for line in started)
     assert "once more" in launcher.stderr.readline()
     assert launcher.poll() is None, "the first one was enough"
     launcher.send_signal(signal.SIGINT)
@@ -104,8 +102,7 @@ def test_kill_9_of_the_launcher_ends_also_who_cleared_its_environment(tfdist):
 def test_logs_nobody_asked_for_are_gone_after_success(tfdist, tmp_path):
     launcher = tfdist("run", "--", "sh", "-c", f"ls {tmp_path}", TMPDIR=str(tmp_path))
     out, err = launcher.communicate(timeout=10)
-    assert launcher.returncode == 0
-    assert re.fullmatch(r"tfdist: worker:0 started, pid \d+\n", err)
+    assert (launcher.returncode, err) == (0, "")
     assert re.fullmatch(r"\[worker:0\] tfdist-\w+\n", out)  # it was there during the run
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +117,7 @@ def test_each_task_finds_its_own_config_and_a_port_it_can_listen_on(tfdist):
     )
     words = ["--workers", "1", "--ps", "1", "--evaluator", "--", "python", "-c", script]
     out, err = tfdist("run", *words).communicate(timeout=20)
-    assert re.fullmatch(r"(tfdist: \w+:0 started, pid \d+\n){4}", err)
+    assert err == ""
     assert sorted(out.split("\n")) == [
         "",
         "[chief:0]     chief:0 3",

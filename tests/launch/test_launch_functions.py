@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tfdist_ext import launch
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -205,7 +205,7 @@ def test_a_result_that_cannot_be_sent(run):
         except tfd.TaskError as error:
             print(error)
     """)
-    assert "what fn returns must be copied to the process that has launched it, got a gen" in out
+    assert "the result of fn, a generator, cannot be copied to the process that called it" in out
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_it_is_the_function_in_every_order_of_imports(mark, imports):
 {imports}
 import importlib
 import tfdist_ext as tfd, tfdist_ext.launch.run
-from tfdist_ext.launch import run_plan
-assert importlib.import_module("tfdist_ext.launch").run_plan is run_plan
+from tfdist_ext.launch.run import run_plan
+assert importlib.import_module("tfdist_ext.launch.run").run_plan is run_plan
 assert call is tfd.launch
 try:
     call(None)

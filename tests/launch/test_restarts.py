@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tfdist_ext.errors import LaunchError
 from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, RESTART
 from tfdist_ext.launch.lines import TracebackReader
-from tfdist_ext.launch.restarts import Attempt, RestartOn, RestartPolicy, next_attempt
+from tfdist_ext.launch.restarts import Attempt, RestartPolicy, next_attempt
 
 KILLED = 128 + 9
 THREE = (0, 1, 2)
@@ -87,24 +87,6 @@ def test_a_run_ends(statuses: list[int]) -> None:
         if next_attempt(policy(2), past).workers is None:
             break
     assert len(past) <= 3
-
-
-@pytest.mark.parametrize(
-    ("text", "codes", "exceptions"),
-    [
-        ("exception,128-255", range(128, 256), True),
-        ("3, 75", (3, 75), False),
-        ("", (), False),
-    ],
-)
-def test_ends_that_are_worth_it(text: str, codes: tuple[int, ...], exceptions: bool) -> None:
-    assert RestartOn.parse(text) == RestartOn(frozenset(codes), exceptions)
-
-
-@pytest.mark.parametrize("text", ["0", "5-3", "256", "oom"])
-def test_what_is_no_end_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="--restart-on must be exit codes from 1 to 255"):
-        RestartOn.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from warm_programs import Program, run_program
 
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
-from tfdist_ext.launch import reserve_ports
+from tfdist_ext.launch.ports import reserve_ports
 from tfdist_ext.testing import run_tasks
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

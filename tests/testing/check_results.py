@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist_ext.testing import StrategyConformance
-from tfdist_ext.testing.conformance.suite import check_names
+from tfdist_ext.testing.conformance import check_names
 
 PASSED, KNOWN, FAILED = "passed", "known fault", "**failed**"
 

@@ -37,12 +37,7 @@ class Mirrored(StrategyConformance):
 
 
 class CentralStorage(StrategyConformance):
-    known_faults: ClassVar = {
-        "test_all_reduce_of_an_outer_tensor": OUTER_TENSOR,
-        "test_distribute_dataset_not_fetched": FACTS.format(
-            "CentralStorageStrategy takes no `tf.distribute.InputOptions`"
-        ),
-    }
+    known_faults: ClassVar = {"test_all_reduce_of_an_outer_tensor": OUTER_TENSOR}
 
     def strategy(self) -> tf.distribute.Strategy:
         return tfd.create_strategy("central_storage", devices=devices(3))

@@ -69,7 +69,7 @@ def setting(name: str) -> str | None:
 
 def checks_without_pytest() -> None:
     """Two checks in a process in which nothing can import pytest."""
-    assert "tfdist_ext.testing.conformance.suite" not in sys.modules
+    assert "tfdist_ext.testing.conformance" not in sys.modules
     sys.modules["pytest"] = None
     import tfdist_ext as tfd
     from tfdist_ext.testing import StrategyConformance, logical_cpus

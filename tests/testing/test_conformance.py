@@ -14,7 +14,7 @@ class Less:
     test_trains_dense_with_sgd = None
 
 
-@pytest.mark.long("trains_table_with_adamw", "training_checkpoint")
+@pytest.mark.long("trains_table_with_adamw")
 class TestMirrored(Less, Mirrored):
     pass
 

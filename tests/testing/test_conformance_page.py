@@ -8,7 +8,7 @@ import task_bodies
 from conformance_matrix import MATRIX, PAGE
 
 from tfdist_ext.testing import run_tasks
-from tfdist_ext.testing.conformance.suite import check_names
+from tfdist_ext.testing.conformance import check_names
 
 
 def test_the_table_is_of_these_checks_and_faults() -> None:

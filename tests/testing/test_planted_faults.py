@@ -99,7 +99,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
     [
         (
             FirstValue,
-            ["all_reduce", "reduce", "reduce_to", "batch_reduce_to", "assignments_in_replicas"],
+            ["all_reduce", "reduce", "reduce_to", "assignments_in_replicas"],
             "the sum, eager: must be [6.0, 6.0, 6.0], got [1.0, 1.0, 1.0].",
         ),
         (
@@ -109,7 +109,7 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         ),
         (
             Int64ThroughFloat32,
-            ["all_reduce", "reduce", "reduce_to"],
+            ["all_reduce", "reduce"],
             "reduce SUM of int64: must be 50331654, got 50331652.",
         ),
         (
@@ -126,13 +126,13 @@ def failures(strategy: type[StrategyTemplate], checks: list[str]) -> dict[str, s
         (ScopeOfNone, ["scope"], "what scope() gives: must be <"),
         (
             NotSaved,
-            ["checkpoint", "checkpoint_before_the_variables", "checkpoint_elsewhere"],
-            "what the checkpoint holds: must be {'matrix': [[1.0, 2.0], [3.0, 4.0]], 'total': 6.0",
+            ["checkpoint", "checkpoint_before_the_variables"],
+            "what the checkpoint holds: must be [[[1.0, 2.0], [3.0, 4.0]], 6.0, 6.0], got [[[0.0,",
         ),
         (
             FirstValue,
             ["trains_dense_with_sgd"],
-            "even batches, accuracy of fit: difference must be at most 1e-06, got",
+            "not as on one device: ",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -76,7 +76,7 @@ def test_a_hang_shows_the_stacks_of_all_tasks_and_leaves_none(tmp_path: Path) ->
         (threading.Lock().acquire, TWO, "must be copied to other processes, got: cannot pickle"),
         (task_bodies.setting, {"wrker": 2}, "types chief, worker, ps, evaluator, got 'wrker'"),
         (task_bodies.setting, {"worker": -1}, "worker must be a number of tasks, got -1"),
-        (task_bodies.setting, {"worker": 1, "chief": 2}, "at most one chief, got 2"),
+        (task_bodies.setting, {"worker": 1, "chief": 2}, "chief must be 0 or 1, got 2"),
         (task_bodies.setting, 0, "at least one task must train"),
     ],
 )
@@ -87,9 +87,8 @@ def test_bad_input(fn: Any, cluster: Any, message: str) -> None:
 
 def test_threads_that_wait_for_one_process_all_have_its_status() -> None:
     """Python's own processes tell their status once, and 255 to whoever asks at the same time."""
-    command = [sys.executable, "-c", "import time; time.sleep(0.05)"]
     for _ in range(20):
-        process = warm.start(command, os.environ, sys.__stderr__.fileno())
+        process = warm.start_function(time.sleep, (0.05,), os.environ, sys.__stderr__.fileno())
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(process.wait, [20.0] * 4)) == [0] * 4
 

@@ -14,7 +14,7 @@ from training_cases import strategy_of
 from warm_programs import run_together
 
 import tfdist_ext as tfd
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -42,8 +42,7 @@ def train(pattern: str, workers: int, folder: Path, kill_at: int = 0) -> Any:
     command += [pattern, str(folder / "checkpoints"), str(kill_at)]
     logs = folder / f"logs of {workers}"
     logs.mkdir()
-    with reserve_ports(addresses_needed(workers=workers)) as ports:
-        plan = plan_local(command, workers=workers, ports=ports, env=os.environ)
+    with local_plan(command, workers=workers, env=os.environ) as plan:
         statuses, texts = run_together(plan, logs, os.environ, timeout=150)
     texts = {name: text for name, text in texts.items() if name.startswith("worker:")}
     ended_well = all(statuses[name] == 0 for name in texts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import linecache
 import os
 import pickle
@@ -15,24 +16,24 @@ import time
 import traceback
 from pathlib import Path
 
-# Behind the name of a task: the files of its answer. A task that is done has ended its function.
+# Suffixes of the files of a task's answer. DONE: the function has ended.
 RESULT, TRACEBACK, DONE, PID = ".result", ".traceback", ".done", ".pid"
 _LOOK_EVERY = 0.02  # seconds
 
 
-def main(call_file: str, answer: str) -> None:
+def main(call_file: str) -> None:
     """Run the function, and write its result, or the traceback of its exception.
 
     Args:
-        call_file: the call that `functions` has written.
-        answer: where to write, without the suffix.
+        call_file: the call that `functions` has written; the answer stands beside it.
     """
+    answer = str(Path(call_file).with_name(_task_name()))
     call = pickle.loads(Path(call_file).read_bytes())
     Path(answer + PID).write_text(str(os.getpid()), encoding="ascii")
     sys.path[:] = call["path"]
     del sys.argv[1:]
     linecache.cache.update(call["sources"])
-    if call["timeout"] is not None:  # who hangs shows where, just before it is ended
+    if call["timeout"] is not None:  # shows where the function hangs, before the task is killed
         faulthandler.dump_traceback_later(call["timeout"], file=sys.__stderr__ or 2)
     try:
         function, args = pickle.loads(call["call"])
@@ -54,8 +55,16 @@ def main(call_file: str, answer: str) -> None:
         time.sleep(_LOOK_EVERY)
 
 
+def _task_name() -> str:
+    """The name of this task, as "worker:1"; "process" without a cluster."""
+    if "TF_CONFIG" not in os.environ:
+        return "process"
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    return f"{task['type']}:{task['index']}"
+
+
 def _is_at_work(answer: Path) -> bool:
-    """Whether a task has not ended its function; one that has died does not count."""
+    """Whether the function still runs in a task whose process is alive."""
     if Path(f"{answer}{DONE}").exists():
         return False
     with contextlib.suppress(FileNotFoundError, ValueError):  # it has not started yet
@@ -71,12 +80,12 @@ def _pickled(result: object) -> bytes:
 
     try:
         return cloudpickle.dumps(result)
-    except Exception as error:  # of whatever object
+    except Exception as error:  # objects raise anything
         from tfdist_ext.errors import LaunchError
 
         raise LaunchError(
-            f"what fn returns must be copied to the process that has launched it, got a"
-            f" {type(result).__name__}: {error}; return numbers or NumPy arrays"
+            f"the result of fn, a {type(result).__name__}, cannot be copied to the process that"
+            f" called it: {error}. Return numbers or NumPy arrays."
         ) from error
 
 

@@ -1,13 +1,12 @@
 """`tfd.launch`, and what it shares with `testing.run_tasks`: functions as the tasks of a cluster.
 
-A function and its arguments are written to a file. Each task is a process of `function_task`, which
-reads that file and writes its answer beside it.
+A file holds the function and its arguments. Each task is a process of `function_task`, which reads
+this file and writes its answer beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import linecache
 import marshal
@@ -52,22 +51,22 @@ def launch(
 
     Args:
         fn: any function, also one of a notebook cell. What it uses of this process is copied to
-            the tasks by cloudpickle: functions, and data as NumPy arrays. Tensors, models and
-            strategies are to be made in it.
-        args: its arguments, the same for each task.
+            the tasks by cloudpickle: functions, and data as NumPy arrays. Create tensors, models
+            and strategies inside the function.
+        args: the arguments of `fn`, the same for each task.
         workers, ps: how many tasks of that type.
         chief: whether there is a chief. None: exactly when there are parameter servers.
         evaluator: whether there is an evaluator beside the cluster.
-        max_restarts: how often the cluster starts again when a task fails;
-            `fit(checkpoint_dir=...)` goes on from its newest checkpoint.
+        max_restarts: how often the cluster restarts when a task fails; `fit(checkpoint_dir=...)`
+            continues from its newest checkpoint.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
 
     Returns:
         What `fn` returned in each task, by the name of the task. Servers, which end when the
-        coordinator is done, are not in it.
+        coordinator is done, are not included.
 
     Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
         TaskError: a task failed; names it, and has the traceback of its exception.
         KeyboardInterrupt: after Ctrl-C, when all tasks have ended.
     """
@@ -78,14 +77,13 @@ def launch(
         USUAL_STALL_TIMEOUT,
         stall_timeout,
     )
-    from tfdist_ext.launch.restarting import run_with_restarts
-    from tfdist_ext.launch.restarts import RestartPolicy
+    from tfdist_ext.launch.restarts import RestartPolicy, run_with_restarts
     from tfdist_ext.launch.run import Limits
     from tfdist_ext.launch.stop_signals import StopSignals
 
     tasks = {"workers": workers, "chief": chief, "ps": ps, "evaluator": evaluator}
-    given = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
-    again = f"tfd.launch({getattr(fn, '__name__', fn)}, {given})"
+    numbers = ", ".join(f"{name}={value}" for name, value in tasks.items() if value)
+    again = f"tfd.launch({getattr(fn, '__name__', fn)}, {numbers})"
     env = {COMMAND: again, STALL_TIMEOUT: f"{USUAL_STALL_TIMEOUT:g}", **os.environ}
     policy, stop = RestartPolicy(max_restarts, workers, workers), StopSignals()
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:  # no one else may write there
@@ -114,47 +112,42 @@ def function_plan(
     *,
     timeout: float | None = None,
 ) -> Iterator[LaunchPlan]:
-    """The plan of tasks that run a function, their ports reserved meanwhile.
+    """The plan of tasks that run a function.
 
     Args:
-        tasks: as of `plan_local`; None: one process without TF_CONFIG, named "process".
+        tasks: as of `local_plan`; None: one process without TF_CONFIG, named "process".
         folder: for the call, and the answers of the tasks; those of an earlier start are removed.
         timeout: seconds after which each task writes its stacks to its output.
 
     Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
     """
     from tfdist_ext.launch import function_task
-    from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, addresses_needed, plan_local
-    from tfdist_ext.launch.ports import reserve_ports
+    from tfdist_ext.launch.plan import LaunchPlan, TaskPlan, local_plan
 
     call = folder / "call"
     # By its path, because this process may know a path to the package that others do not.
     command = (sys.executable, "-P", function_task.__file__, str(call))
-    with reserve_ports(addresses_needed(**tasks) if tasks else 0) as ports:
+    with contextlib.ExitStack() as ports:
         if tasks is None:
             log_file = None if log_dir is None else log_dir / "process.log"
             plan = LaunchPlan((TaskPlan("process", command, log_file=log_file),))
         else:
-            plan = plan_local(command, **tasks, ports=ports, env=env, log_dir=log_dir)
-        names = [task.name for task in plan.tasks]
+            plan = ports.enter_context(local_plan(command, **tasks, env=env, log_dir=log_dir))
         for answer in folder.glob("*:*.*"):
             answer.unlink()
-        call.write_bytes(_written_call(fn, args, [] if plan.coordinator else names, timeout))
-        started = (
-            dataclasses.replace(task, argv=(*task.argv, str(folder / task.name)))
-            for task in plan.tasks
-        )
-        yield dataclasses.replace(plan, tasks=tuple(started))
+        wait_for = [] if plan.coordinator else [task.name for task in plan.tasks]
+        call.write_bytes(_pickled_call(fn, args, wait_for, timeout))
+        yield plan
 
 
-def _written_call(
+def _pickled_call(
     fn: Callable[..., Any], args: Sequence[Any], wait_for: Sequence[str], timeout: float | None
 ) -> bytes:
     """What `function_task` reads.
 
     Args:
-        wait_for: the tasks without whose end none exits.
+        wait_for: no task exits before the function has ended in these tasks.
         timeout: seconds after which each task writes its stacks; None: never.
 
     Raises:
@@ -171,7 +164,7 @@ def _written_call(
     buffer, pickler = io.BytesIO(), _pickler_class()
     try:
         pickler(buffer).dump((fn, tuple(args)))
-    except Exception as error:  # of whatever object
+    except Exception as error:  # objects raise anything
         raise LaunchError(
             "fn, its arguments and what it uses must be copied to other processes, got:"
             f" {error}; make models, variables and strategies inside of fn"
@@ -201,10 +194,10 @@ def _pickler_class() -> type[pickle.Pickler]:
     cloudpickle = optional_module("cloudpickle", "cloudpickle", use, error=LaunchError)
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[name-defined]
-        """Keeps the file of a function, by which its text is found; cloudpickle drops it."""
+        """Keeps the file name of a function, which finds its text; cloudpickle drops it."""
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, CodeType):  # it goes to the same Python
+            if isinstance(obj, CodeType):  # the tasks are of the same Python
                 return marshal.loads, (marshal.dumps(obj),)
             return super().reducer_override(obj)
 
@@ -212,12 +205,12 @@ def _pickler_class() -> type[pickle.Pickler]:
 
 
 def _is_cell(entry: Sequence[Any]) -> bool:
-    """Whether an entry of Python's cache of source lines, which has no time, is of no file."""
+    """Whether an entry of Python's cache of source lines belongs to a notebook cell."""
     return len(entry) == 4 and entry[1] is None
 
 
 def results_in(folder: Path, ended: RunResult) -> dict[str, Any]:
-    """What the tasks have returned, of those that have, in the order of tasks."""
+    """What the tasks have returned, in the order of tasks; without tasks that did not return."""
     import pickle
 
     from tfdist_ext.launch.function_task import RESULT
@@ -232,7 +225,7 @@ def said_by(ended: RunResult, folder: Path) -> str:
 
     cause = str(ended.failed_task)
     tracebacks = {file.stem: file for file in folder.glob("*" + TRACEBACK)}
-    # A task that was killed, or has left, has none: then that of the one which needed it.
+    # A task that was killed, or has left, has no traceback: the task that needed it has one.
     named = cause if cause in tracebacks else next(iter(tracebacks), None)
     said = "\n".join(ended.last_lines[cause])
     if named is not None:
@@ -242,10 +235,10 @@ def said_by(ended: RunResult, folder: Path) -> str:
 
 
 def raise_stop_signal(number: signal.Signals | None) -> None:
-    """Do what a signal that has ended the tasks does where nothing is launched; None: nothing.
+    """Send the signal that has ended the tasks to this process, too; None: no signal has.
 
     Raises:
-        KeyboardInterrupt: its handler has returned.
+        KeyboardInterrupt: the handler of the signal has returned.
     """
     if number is not None:
         signal.raise_signal(number)

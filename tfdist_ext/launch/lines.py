@@ -1,7 +1,7 @@
 """The lines that a process writes: cut from its bytes, and what they say.
 
-TensorFlow's start-up messages are kept from the screen; tracebacks say where a failure was raised,
-and some lines blame another task for it.
+The messages that TensorFlow writes at every start are not shown. Tracebacks say where a failure was
+raised, and some lines blame another task for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import codecs
 import re
 from typing import NamedTuple
 
-__all__ = ["Blame", "Line", "LineSplitter", "StartupNoise", "TracebackReader", "blame_in"]
+__all__ = ["Blame", "Line", "LineSplitter", "TracebackReader", "blame_in", "is_startup_noise"]
 
 # A carriage return at the very end stays undecided: the next byte may be its newline.
 _END = re.compile(r"\r?\n|\r(?!\Z)")
@@ -22,8 +22,8 @@ class Line(NamedTuple):
     """One line, without codes for terminals.
 
     Attributes:
-        text: without its end; bytes that are no UTF-8 are surrogates.
-        end: a newline, a carriage return as in a progress bar, or "" where it is not whole.
+        text: without its end; bytes that are not UTF-8 are surrogates.
+        end: a newline, a carriage return as in a progress bar, or "" where the line is incomplete.
     """
 
     text: str
@@ -31,9 +31,9 @@ class Line(NamedTuple):
 
 
 class LineSplitter:
-    """Cuts at newlines and carriage returns; loses nothing, and keeps `limit` characters at most.
+    """Cuts bytes at newlines and carriage returns.
 
-    A longer line comes in pieces.
+    No byte is lost. A line of more than `limit` characters comes in pieces.
     """
 
     def __init__(self, limit: int = 65_536) -> None:
@@ -55,7 +55,7 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[Line]:
-        """The rest: at the end, or when nothing more comes for a while."""
+        """The incomplete line at the end, if there is one."""
         rest, self._rest = self._rest + self._decoder.decode(b"", final=True), ""
         text = rest.removesuffix("\r")
         return self._pieces(text, rest[len(text) :]) if rest else []
@@ -66,57 +66,30 @@ class LineSplitter:
         return [*(Line(piece, "") for piece in pieces[:-1]), Line(pieces[-1], end)]
 
 
-# "I0000 00:00:1795702528.736741    2947 port.cc:153] ", and
-# "2026-11-26 12:13:14.567890: I tensorflow/core/util/port.cc:153] ". I: only information.
-_INFORMATION = (
+# What TensorFlow writes before it reads TF_CPP_MIN_LOG_LEVEL, as
+# "I0000 00:00:1795702528.736741    2947 port.cc:153] oneDNN custom operations are on.", and
+# "2026-11-26 12:13:14.567890: I tensorflow/core/util/port.cc:153] oneDNN ...".
+_STARTUP_NOISE = re.compile(
     r"(?:I\d{4} \d\d:\d\d:\d+(?:\.\d+)? +\d+ |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I )"
-    r"(?:[\w.+-]+/)*"
-    r"(?:port|cudart_stub|cpu_feature_guard|grpc_server_lib|coordination_service(?:_agent)?"
-    r"|eager_service_impl)\.(?:cc|h):\d+\] .*"
-)
-_NOISE = re.compile(
-    rf"{_INFORMATION}"
+    r"(?:[\w.+-]+/)*(?:port|cudart_stub)\.cc:\d+\] .*"
     # A machine without a GPU. Other errors of CUDA are shown.
     r"|E\d{4} .* cuda_platform\.cc:\d+\] failed call to cuInit: .*"
     r"(?:UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE: .*)"
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    r"|To enable the following instructions:[A-Z0-9_. ]+, in other operations, rebuild TensorFlow"
-    r" with the appropriate compiler flags\."
 )
-# The lines that may follow such a line: a list of tasks; a protobuf that an empty line ends.
-_FOLLOWING = {
-    "] Example stragglers:": re.compile(r"/job:\w+/replica:\d+/task:\d+"),
-    "] SessionOptions:": re.compile(r"(?: *(?:\w+: \S+|\w+ \{|\}))?"),
-}
 
 
-class StartupNoise:
-    """Knows the lines that TensorFlow writes at every start, one after another.
-
-    TF_CPP_MIN_LOG_LEVEL does not hide them: they are written before TensorFlow reads it.
-    """
-
-    def __init__(self) -> None:
-        self._following: re.Pattern[str] | None = None
-
-    def has(self, line: str) -> bool:
-        """Whether the next line, without its end, is one that TensorFlow writes at every start."""
-        if self._following is not None and self._following.fullmatch(line):
-            if not line:
-                self._following = None
-            return True
-        noise = _NOISE.fullmatch(line) is not None
-        found = (lines for end, lines in _FOLLOWING.items() if noise and end in line)
-        self._following = next(found, None)
-        return noise
+def is_startup_noise(line: str) -> bool:
+    """Whether TensorFlow writes this line at every start."""
+    return _STARTUP_NOISE.fullmatch(line) is not None
 
 
 _HEAD = "Traceback (most recent call last):"
 _MARGIN = re.compile(r" *\| ")  # of an exception group
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 _ERROR = re.compile(r"(?P<kind>[A-Za-z_][\w.<>]*)(:.*)?")
-# The last line of a PeerError's traceback, and of the error that a task is missing at the start;
-# what TensorFlow logs where one's process is gone.
+# The last line of a PeerError's traceback, and of the error about a task that is missing at the
+# start; what TensorFlow logs when the process of a task is gone.
 _BLAMES = (
     re.compile(r"PeerError: (?P<words>(?P<job>\w+):(?P<index>\d+) .*)"),
     re.compile(r"StrategyError: (?P<words>.* no answer from (?P<job>\w+):(?P<index>\d+) .*)"),
@@ -125,11 +98,11 @@ _BLAMES = (
 
 
 class Blame(NamedTuple):
-    """What a task has written about another one.
+    """What a task has written about the task that made it fail.
 
     Attributes:
-        task: because of which it failed, as "worker:1".
-        words: its sentence.
+        task: the other task, as "worker:1".
+        words: the sentence about it.
     """
 
     task: str
@@ -137,7 +110,7 @@ class Blame(NamedTuple):
 
 
 def blame_in(line: str) -> Blame | None:
-    """The task that a line of output blames, if it does."""
+    """The task that a line of output blames; None where it blames no task."""
     for pattern in _BLAMES:
         if found := pattern.search(line):
             return Blame(f"{found['job']}:{found['index']}", found["words"])
@@ -145,11 +118,11 @@ def blame_in(line: str) -> Blame | None:
 
 
 class TracebackReader:
-    """Reads lines, one after another.
+    """Finds the last Python exception in lines of output.
 
     Attributes:
-        raised: all frames of the last traceback, and the exception's class; the same text for the
-            same exception in the same place. "" where there was none.
+        raised: the class of the exception and all its frames; the same text for the same exception
+            in the same place. "" where there was none.
     """
 
     def __init__(self) -> None:

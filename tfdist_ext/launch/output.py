@@ -17,9 +17,9 @@ from tfdist_ext.launch.lines import (
     Blame,
     Line,
     LineSplitter,
-    StartupNoise,
     TracebackReader,
     blame_in,
+    is_startup_noise,
 )
 
 __all__ = ["Printer", "TaskOutput"]
@@ -34,20 +34,20 @@ _READ = 65_536  # bytes; all that a pipe holds, so one read empties that of a ta
 
 
 class Printer:
-    """Writes text to a stream; a stream that cannot be written to any more is left alone."""
+    """Writes text to a stream, until the stream cannot be written to any more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
         self._lock = threading.Lock()
         try:
             stream.flush()
-            # Of its buffer: a notebook's stream, which has none, gives that of the kernel's log.
+            # A notebook's stream has no buffer, and its own descriptor is that of the kernel's log.
             self._fd: int | None = stream.buffer.fileno()
         except (AttributeError, OSError, ValueError):  # not a file: a StringIO, a test's capture
             self._fd = None
 
     def write(self, text: str) -> None:
-        """Write and flush. What the stream's encoding does not have becomes a question mark."""
+        """Write and flush. Characters that the stream cannot encode become question marks."""
         with self._lock:
             if self._stream is None:
                 return
@@ -76,7 +76,7 @@ class TaskOutput:
     """The output of one process, read by a thread of its own.
 
     Args:
-        name: the task's.
+        name: of the task.
         prefix: stands before each line that is shown.
         log_file: gets all that the process writes, without codes for terminals.
         append: whether the log file has the output of an earlier process of this task.
@@ -89,7 +89,7 @@ class TaskOutput:
     Attributes:
         write_end: the descriptor of the pipe into which the process writes.
         last_lines: the last lines that were shown.
-        blame: whom the task blames for its failure, by its last words about it.
+        blame: the task that this task blames for its failure.
     """
 
     def __init__(
@@ -111,11 +111,9 @@ class TaskOutput:
         self._screen = screen
         self._report = report
         self._splitter = LineSplitter()
-        self._noise = StartupNoise()
         self._traceback = TracebackReader()
         self._ended_at = float("inf")
         self._rewritten = float("-inf")
-        self._held: str | None = None
         self._thread = threading.Thread(target=self._read_all, name=f"output {name}", daemon=True)
 
     def start(self) -> None:
@@ -124,16 +122,16 @@ class TaskOutput:
         self._thread.start()
 
     def task_ended(self) -> None:
-        """The task is over: its output is still read, but not waited for where others hold it."""
+        """Stop reading soon: a process that the task has left behind may hold the pipe open."""
         self._ended_at = min(self._ended_at, time.monotonic())
 
     def wait(self, seconds: float = 2 * _DRAIN) -> bool:
-        """Wait until all is read; whether it is."""
+        """Wait until all output is read and shown; returns whether it is."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def raised(self) -> str:
-        """The Python exception that a task which has ended has shown last, and its place."""
+        """The last Python exception in the output of a task that has ended, and its place."""
         self.wait()
         return self._traceback.raised
 
@@ -150,48 +148,37 @@ class TaskOutput:
                 received = time.monotonic()
                 self._show(self._splitter.feed(data))
             elif time.monotonic() - received >= _QUIET:
-                self._show_unfinished()
-        self._show_unfinished()
+                self._show(self._splitter.flush())
+        self._show(self._splitter.flush())
         os.close(self._fd)
         self._close_log()
-
-    def _show_unfinished(self) -> None:
-        self._show(self._splitter.flush())
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._show_line(held)
 
     def _show(self, lines: list[Line]) -> None:
         for line in lines:
             self._keep(line)
             text = line.text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            # A progress bar rewrites its line many times a second; the lines of several tasks
-            # cannot be rewritten, so it is shown now and then. The log has it all.
-            if line.end == "\r":
-                now = time.monotonic()
-                if not text:
-                    continue
-                if now - self._rewritten < _REWRITE:
-                    self._held = text
-                    continue
-                self._rewritten = now
-            self._held = None
-            self._show_line(text)
+            if is_startup_noise(text) or (line.end == "\r" and not self._shows_rewritten(text)):
+                continue
+            self.blame = blame_in(text) or self.blame
+            self._traceback.feed(text)
+            self.last_lines.append(text)
+            self._screen.write(f"{self._prefix}{text}\n")
 
-    def _show_line(self, text: str) -> None:
-        if self._noise.has(text):
-            return
-        self.blame = blame_in(text) or self.blame
-        self._traceback.feed(text)
-        self.last_lines.append(text)
-        self._screen.write(f"{self._prefix}{text}\n")
+    def _shows_rewritten(self, text: str) -> bool:
+        """Whether to show a line that is about to be rewritten, as a progress bar does."""
+        # The lines of several tasks cannot be rewritten, so the bar is shown now and then.
+        now = time.monotonic()
+        if not text or now - self._rewritten < _REWRITE:
+            return False
+        self._rewritten = now
+        return True
 
     def _keep(self, line: Line) -> None:
         data = f"{line.text}{line.end}".encode("utf-8", "surrogateescape")
         try:
             while self._log is not None and data:
                 data = data[self._log.write(data) :]  # a disk that gets full takes a part
-        except OSError as error:  # no reason to end the training; it is reported
+        except OSError as error:  # the training continues
             self._close_log()
             self._report.write(
                 f"tfdist: the log file of {self.name} is incomplete: {error}; the run continues:"

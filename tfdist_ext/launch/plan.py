@@ -1,24 +1,25 @@
-"""The plan of a run: a pure function from a request to a plan of processes."""
+"""The plan of a run: the processes of a cluster on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist_ext.cluster import ClusterConfig, Task
 from tfdist_ext.errors import LaunchError
+from tfdist_ext.launch.ports import reserve_ports
 
 __all__ = [
     "LaunchPlan",
     "TaskPlan",
-    "addresses_needed",
     "find_command",
-    "plan_local",
+    "local_plan",
     "shell_line",
     "task_counts",
 ]
@@ -59,19 +60,8 @@ class LaunchPlan:
     replaceable: frozenset[str] = frozenset()
 
 
-def addresses_needed(
-    *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
-) -> int:
-    """How many ports `plan_local` wants: one for each task.
-
-    Raises:
-        LaunchError: these tasks make no cluster.
-    """
-    counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
-    return sum(counts.values())
-
-
-def plan_local(
+@contextlib.contextmanager
+def local_plan(
     command: Sequence[str],
     *,
     workers: int = 1,
@@ -79,11 +69,12 @@ def plan_local(
     ps: int = 0,
     evaluator: bool = False,
     gpus: Sequence[str] = (),
-    ports: Sequence[int],
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str],
-) -> LaunchPlan:
+) -> Iterator[LaunchPlan]:
     """Plan one process for each task of a cluster on this machine; starts nothing.
+
+    The ports of the plan are reserved until the `with` block ends.
 
     Args:
         command: the program and its arguments, the same for every task.
@@ -92,50 +83,49 @@ def plan_local(
             need one as their coordinator.
         evaluator: whether there is an evaluator beside the cluster.
         gpus: the GPU that each worker sees; empty: each sees all.
-        ports: at least `addresses_needed(...)` free ports; see `reserve_ports`.
         log_dir: where each task gets a log file such as `worker-1.log`; None: no log files.
-        env: the environment the tasks will have; its PATH is where the program is looked for.
+        env: the environment of the tasks; its PATH is where the program is looked up.
 
     Raises:
-        LaunchError: no command, a command that is not found, tasks that make no cluster, or too
-            few ports.
+        LaunchError: there is no command, its program is not found, the tasks are not a cluster,
+            or too few ports are free.
     """
     counts = task_counts(workers=workers, chief=chief, ps=ps, evaluator=evaluator)
     argv = find_command(command, env)
-    needed = sum(counts.values())
-    if len(ports) < needed:
-        raise LaunchError(
-            f"{needed} ports are needed, one for each task, got {len(ports)}: {list(ports)}"
+    with reserve_ports(sum(counts.values())) as ports:
+        tasks = []
+        for config in _configs(counts, ports):
+            job, index = config.task.type, config.task.index
+            log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
+            task_env = {"TF_CONFIG": config.to_tf_config()}
+            if gpus and job == "worker":
+                task_env["CUDA_VISIBLE_DEVICES"] = gpus[index]
+            tasks.append(TaskPlan(str(config.task), argv, task_env, log_file))
+        yield LaunchPlan(
+            tasks=tuple(tasks),
+            coordinator="chief:0" if ps else None,
+            replaceable=frozenset(f"worker:{i}" for i in range(workers) if ps),
         )
+
+
+def _configs(counts: Mapping[str, int], ports: Sequence[int]) -> Iterator[ClusterConfig]:
+    """The cluster as each task sees it."""
     free = iter(ports)
     everyone = {
         job: tuple(f"127.0.0.1:{next(free)}" for _ in range(count)) for job, count in counts.items()
     }
-    # The evaluator is in its own cluster alone: TensorFlow's MultiWorkerMirroredStrategy
-    # silently trains on a single worker when the cluster names one.
+    # Only the evaluator's own cluster names the evaluator: MultiWorkerMirroredStrategy silently
+    # trains on a single worker when the cluster has one.
     cluster = {job: addresses for job, addresses in everyone.items() if job != "evaluator"}
-    tasks = []
-    for job, addresses in everyone.items():
-        for index in range(len(addresses)):
-            seen = everyone if job == "evaluator" else cluster
-            config = ClusterConfig(seen, task=Task(job, index)).to_tf_config()
-            log_file = None if log_dir is None else Path(log_dir) / f"{job}-{index}.log"
-            task_env = {"TF_CONFIG": config}
-            if gpus and job == "worker":
-                task_env["CUDA_VISIBLE_DEVICES"] = gpus[index]
-            tasks.append(TaskPlan(f"{job}:{index}", argv, task_env, log_file))
-    has_servers = "ps" in cluster
-    return LaunchPlan(
-        tasks=tuple(tasks),
-        coordinator="chief:0" if has_servers else None,
-        replaceable=frozenset(f"worker:{i}" for i in range(workers) if has_servers),
-    )
+    for job, count in counts.items():
+        for index in range(count):
+            yield ClusterConfig(everyone if job == "evaluator" else cluster, task=Task(job, index))
 
 
 def task_counts(
     *, workers: int, chief: bool | None = None, ps: int = 0, evaluator: bool = False
 ) -> dict[str, int]:
-    """Job -> how many tasks it has; the arguments are those of `plan_local`.
+    """Job -> how many tasks it has; the arguments are those of `local_plan`.
 
     Raises:
         LaunchError: these tasks make no cluster.
@@ -175,11 +165,6 @@ def find_command(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, .
     Raises:
         LaunchError: no command, or a program that is not found.
     """
-    if isinstance(command, str):
-        raise LaunchError(
-            f"the command must be a list of words, got one string: {command!r}; split it, for"
-            " example with shlex.split"
-        )
     if not command or not command[0]:
         raise LaunchError(
             "there is no command to run; put it after --, for example: "

@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,20 +34,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator[tuple[int, ...]]:
-    """`count` free TCP ports that no other `reserve_ports` on this machine gets until this ends.
-
-    Args:
-        count: how many.
-        among: the ports to choose from, tried in this order; None: those from 10000 up, in random
-            order, those the kernel hands out by itself last.
+def reserve_ports(count: int) -> Iterator[tuple[int, ...]]:
+    """Reserve free TCP ports: no other `reserve_ports` on this machine gets them meanwhile.
 
     Raises:
-        LaunchError: fewer than `count` of them are free.
+        LaunchError: fewer than `count` ports are free.
     """
     with ExitStack() as locks:
         ports: list[int] = []
-        for port in _candidates() if among is None else among:
+        for port in _candidates():
             if len(ports) == count:
                 break
             try:
@@ -70,6 +65,7 @@ def reserve_ports(count: int, *, among: Iterable[int] | None = None) -> Iterator
 
 
 def _candidates() -> list[int]:
+    """The ports from 10000 up in random order; those of the ephemeral range come last."""
     try:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
         low, high = map(int, text.split())

@@ -1,7 +1,12 @@
-"""The tasks of one start of a run: each a process in a session of its own, watched to its end."""
+"""The tasks of one start of a run: each a process in a session of its own, watched to its end.
+
+The processes that a task starts are in its process group, and end with it. A process that leaves
+the group, as a daemon does, is not found.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,14 +17,12 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch import watchdog
 from tfdist_ext.launch.exit_codes import PREEMPTION_SIGNAL
 from tfdist_ext.launch.output import Printer, TaskOutput
 from tfdist_ext.launch.plan import LaunchPlan, TaskPlan
 
 __all__ = ["Process", "StartProcess", "TaskProcess", "Tasks", "start_process"]
 
-_ENDS = "SIGTERM"  # what asks every process to end, as it always does
 _LOOK_EVERY = 1.0  # seconds between two looks for tasks that are stopped
 _UNKILLABLE = 5.0  # seconds; a process that SIGKILL has not ended by then will not end
 
@@ -59,12 +62,11 @@ class TaskProcess:
         on_end: called with this task and its return code, from a thread, at the moment it ends.
 
     Attributes:
-        output: what it writes.
-        returncode: None until its first process has ended; -n where signal n ended it.
+        output: what the process writes.
+        returncode: None until the process has ended; -n where signal n ended it.
         began: when it was started, in monotonic time.
         ended_after: how long the run had lasted when it ended, in seconds.
         killed_because: why the launcher has killed it, in words; "" where it has not.
-        log: where its log file is; "" where it has none.
     """
 
     def __init__(
@@ -82,10 +84,9 @@ class TaskProcess:
         self.began = time.monotonic()
         self.ended_after = 0.0
         self.killed_because = ""
-        self.log = "" if plan.log_file is None else str(plan.log_file)
         self._process = process
-        # A thread for each task, not one that polls them in turn: the order in which they end
-        # decides which failure is the root cause.
+        # One thread for each task, because the order in which tasks end decides which failure is
+        # the root cause.
         self._waiting = threading.Thread(
             target=self._wait, args=(on_end,), name=f"wait {self.name}", daemon=True
         )
@@ -93,27 +94,24 @@ class TaskProcess:
 
     def _wait(self, on_end: Callable[[TaskProcess, int], object]) -> None:
         code = self._process.wait()
-        # A task is over when its first process is; what that leaves behind has no master.
-        self.signal_group(signal.SIGTERM)
+        self.signal_group(signal.SIGTERM)  # the children of the task end with it
         self.output.task_ended()
         on_end(self, code)
 
     def reap(self) -> None:
         """Wait for the end of a process that was killed."""
         self._waiting.join(_UNKILLABLE)  # it may be stuck in the kernel, on a dead disk
+        self.output.task_ended()
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the task and all it has started, as far as they are still there."""
-        watchdog.signal_group(self.pid, number)
+        """Send a signal to the process and to its children that are still there."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is stopped (SIGSTOP); False where there is no /proc."""
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return False
-        return text.rpartition(")")[2].split()[0] == "T"  # "t": a debugger holds it
+        """Whether the process is stopped (SIGSTOP); False where there is no /proc."""
+        return _state_and_group(self.pid)[0] == "T"  # "t": a debugger holds it
 
 
 class Tasks:
@@ -121,8 +119,8 @@ class Tasks:
 
     Args:
         plan: the run.
-        env: what their environment starts from.
-        screen: shows their lines.
+        env: what the environment of tasks starts from.
+        screen: shows the lines of tasks.
         report: shows what the launcher itself says.
         start: starts a process.
     """
@@ -137,32 +135,31 @@ class Tasks:
     ) -> None:
         self.all: list[TaskProcess] = []
         self._plan = plan
-        self._guard = watchdog.Guard(env)
+        self._env = env
+        self._watchdog = _Watchdog(env)
         self._screen = screen
         self._report = report
         self._start_process = start
         self._width = max(len(task.name) for task in plan.tasks) + len("[] ")
         self._closed = threading.Event()
 
-    def start(self, on_end: Callable[[TaskProcess, int], object], *, names_pids: bool) -> None:
-        """Start them all.
+    def start(self, on_end: Callable[[TaskProcess, int], object]) -> None:
+        """Start all tasks.
 
         Args:
             on_end: called with a task and its return code, from any thread, when it ends.
-            names_pids: whether each is named on standard error, with its process id.
 
         Raises:
-            LaunchError: a program could not be started, or a log file not be written; `end` and
-                `close` end what was.
+            LaunchError: a program could not be started, or a log file cannot be written; `kill`
+                ends the tasks that were started.
         """
         self._on_end = on_end
-        self._names_pids = names_pids
         for plan in self._plan.tasks:
             self.all.append(self._start(plan))
 
     def start_again(self, task: TaskProcess) -> None:
         """Start another process in the place of one that has ended."""
-        task.signal_group(signal.SIGKILL)  # what it has left behind
+        task.signal_group(signal.SIGKILL)
         task.output.wait()
         self.all[self.all.index(task)] = self._start(task.plan, append=True)
 
@@ -175,11 +172,10 @@ class Tasks:
             screen=self._screen,
             report=self._report,
         )
-        env = {"PYTHONUNBUFFERED": "1", **self._guard.env, **plan.env}
+        defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
+        env = {**defaults, **self._env, **plan.env}
         try:
             process = self._start_process(self._argv(plan), env, output.write_end)
-            if self._names_pids:
-                self._report.write(f"tfdist: {plan.name} started, pid {process.pid}\n")
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{plan.name} could not be started: {plan.argv[0]!r}: {error}; "
@@ -187,28 +183,27 @@ class Tasks:
             ) from error
         finally:
             output.start()
-        self._guard.add(process.pid)
+        self._watchdog.add(process.pid)
         return TaskProcess(plan, process, output, self._on_end)
 
     def _argv(self, plan: TaskPlan) -> tuple[str, ...]:
-        name = self._guard.env.get(PREEMPTION_SIGNAL, _ENDS)
-        if name == _ENDS:
+        name = self._env.get(PREEMPTION_SIGNAL, "SIGTERM")
+        if name == "SIGTERM":
             return plan.argv
-        # A scheduler sends that signal to every process. It must end none of them: a task that does
-        # not save yet, a server, a child of the script's.
+        # A scheduler sends this signal to every process. It must not end a task that does not save
+        # yet, a server, or a child of the script.
         ignoring = f'trap \'\' {name.removeprefix("SIG")}; exec "$0" "$@"'
         return ("sh", "-c", ignoring, *plan.argv)
 
     def kill_stopped(self, after: float) -> None:
-        """Kill each task that is stopped for so many seconds, from now on.
+        """Kill each task that is stopped for this many seconds, from now on.
 
-        Others may not notice it: before its servers listen, a task that is stopped is one that is
-        late.
+        Before its servers listen, other tasks cannot tell a stopped task from a late one.
         """
 
         def look() -> None:
             looks: dict[TaskProcess, int] = {}
-            # Looks are counted, as this process may have been stopped itself.
+            # Looks are counted, because this process may have been stopped itself.
             while not self._closed.wait(_LOOK_EVERY):
                 looks = {task: looks.get(task, 0) + 1 for task in self.running() if task.is_stopped}
                 for task, count in looks.items():
@@ -225,46 +220,95 @@ class Tasks:
         """The tasks that have not ended."""
         return [task for task in self.all if task.returncode is None]
 
-    def leftovers(self) -> list[int]:
-        """Processes of this run that are still there, tasks included."""
-        return self._guard.marked()
+    def are_there(self) -> bool:
+        """Whether a task, or a process that a task has started, is still there."""
+        return bool(self.running()) or self._has_leftovers()
+
+    def _has_leftovers(self) -> bool:
+        groups = {task.pid for task in self.all}
+        with contextlib.suppress(OSError):
+            for name in os.listdir("/proc"):
+                state, group = _state_and_group(int(name)) if name.isdigit() else ("", 0)
+                if group in groups and state != "Z":
+                    return True
+        return False
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to every task and to everything the tasks have started."""
+        """Send a signal to every task and to the processes that the tasks have started."""
         for task in self.all:
             task.signal_group(number)
-        groups = {task.pid for task in self.all}
-        outside = [pid for pid in self.leftovers() if _group_of(pid) not in groups]
-        watchdog.signal_all(outside, number)
 
-    def end(self) -> None:
-        """Kill what is left, until nothing is."""
-        deadline = time.monotonic() + _UNKILLABLE
+    def kill(self) -> None:
+        """Kill what is left, and wait until it has ended."""
         self.signal_all(signal.SIGKILL)
-        # Again, for what was being started by a process that is dead by now.
-        while self.leftovers() and time.monotonic() < deadline:
-            time.sleep(0.02)
-            self.signal_all(signal.SIGKILL)
-
-    def close(self, give_up: Callable[[], bool]) -> None:
-        """Show what has been written until now, and dismiss the watchdog; after `end`.
-
-        A reader of the output may take its time (a pager, Ctrl-S).
-
-        Args:
-            give_up: asked whether to wait for it.
-        """
-        self._closed.set()
         for task in self.all:
             task.reap()
-            task.output.task_ended()
-            while not task.output.wait(0.05) and not give_up():
-                pass
-        self._guard.dismiss()
+        deadline = time.monotonic() + _UNKILLABLE
+        while self._has_leftovers() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def has_shown_all(self, seconds: float) -> bool:
+        """Whether all output is shown; waits this long for each task."""
+        return all(task.output.wait(seconds) for task in self.all)
+
+    def close(self) -> None:
+        """Dismiss the watchdog; after `kill`."""
+        self._closed.set()
+        self._watchdog.dismiss()
 
 
-def _group_of(pid: int) -> int | None:
+class _Watchdog:
+    """A process that kills groups of processes if this process is killed.
+
+    PR_SET_PDEATHSIG would not do: it does not reach grandchildren, and it follows the thread that
+    started the task.
+    """
+
+    # At the end of its input without the word `done`, the launcher is dead.
+    _SCRIPT = """
+        trap '' HUP USR1 USR2
+        while read -r word; do
+            [ "$word" = done ] && exit
+            groups="$groups -$word"
+        done
+        kill -s KILL -- $groups
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        # Away from the launcher's group, so that what ends the launcher does not end the watchdog.
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", self._SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=env,
+        )
+
+    def add(self, group: int) -> None:
+        """Kill this group, too."""
+        self._write(f"{group}\n")
+
+    def dismiss(self) -> None:
+        """Stop watching: all processes have ended."""
+        self._write("done\n")
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # killed from outside: the run continues
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def _state_and_group(pid: int) -> tuple[str, int]:
+    """The state of a process, as "T", and its group; ("", 0) where there is none or no /proc."""
     try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0
+    state, _, group = text.rpartition(")")[2].split()[:3]
+    return state, int(group)

@@ -1,4 +1,4 @@
-"""Reports of failed runs: pure functions from facts to text."""
+"""Reports of failed runs, as text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from tfdist_ext.launch.lines import Blame
 from tfdist_ext.launch.processes import TaskProcess
 
-__all__ = [
-    "failure_report",
-    "shell_status",
-    "timeout_report",
-]
+__all__ = ["failure_report", "shell_status", "timeout_report"]
 
 
 def shell_status(returncode: int) -> int:
@@ -35,7 +31,6 @@ def outcome(returncode: int | None) -> str:
 def failure_report(
     task: TaskProcess,
     verb: str,
-    last_lines: Sequence[str],
     others: Sequence[TaskProcess],
     victim: tuple[TaskProcess, Blame] | None = None,
 ) -> str:
@@ -45,9 +40,8 @@ def failure_report(
         task: the root cause.
         verb: what it did: "failed first"; "left", where it ended with 0 and was needed; or "does
             not answer", where it had not ended by itself.
-        last_lines: of its output.
         others: the tasks that were still running then.
-        victim: the task that failed because of it, and what that one wrote about it.
+        victim: the task that failed because of it, and what that task wrote about it.
     """
     how, after = task.killed_because or outcome(task.returncode), task.ended_after
     if verb == "does not answer":
@@ -59,13 +53,13 @@ def failure_report(
     lines = [f"{task.name} {verb}, after {after:.1f} s: {how}"]
     if task.returncode == -signal.SIGKILL and verb == "failed first" and not task.killed_because:
         lines.append("nothing in this run sent that signal: is the machine out of memory?")
-    if last_lines:
+    if task.output.last_lines:
         lines.append(f"the last lines of {task.name}:")
-        lines += [f"    {line}" for line in last_lines]
+        lines += [f"    {line}" for line in task.output.last_lines]
     elif not task.killed_because:
         lines.append(f"{task.name} wrote nothing")
-    if task.log:
-        lines.append(f"its log: {task.log}")
+    if task.plan.log_file is not None:
+        lines.append(f"its log: {task.plan.log_file}")
     if victim is not None:
         failed, blame = victim
         lines.append(

@@ -1,57 +1,43 @@
-"""Starting a run again: what follows from how it ended, a pure function of what was so far."""
+"""Running a plan, and running it again after a failure.
+
+`next_attempt` decides, a pure function of how the starts so far have ended.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from tfdist_ext.errors import LaunchError
-from tfdist_ext.launch.exit_codes import DONE, PREEMPTED
+from tfdist_ext.launch.exit_codes import DONE, FAILED, PREEMPTED, STARTS_AGAIN
+from tfdist_ext.launch.output import Printer
+from tfdist_ext.launch.plan import LaunchPlan
+from tfdist_ext.launch.run import Limits, RunResult, run_plan
+from tfdist_ext.launch.stop_signals import StopSignals
 
-__all__ = ["Attempt", "Next", "RestartOn", "RestartPolicy", "next_attempt"]
+__all__ = [
+    "RESTARTS",
+    "Attempt",
+    "Next",
+    "RestartPolicy",
+    "next_attempt",
+    "run_with_restarts",
+]
 
-AGAIN_AND_AGAIN = 2  # failures in a row of one worker, after which it is left out
-_AT_ONCE = 10.0  # seconds; a preemption before counts, or a run could start again without end
-_EXCEPTION = "exception"
-_CODES = re.compile(r"(\d{1,3})(?:-(\d{1,3}))?")
+RESTARTS = "TFDIST_RESTARTS"  # in the environment of tasks: how many starts were before this one
+_IN_A_ROW = 2  # failures in a row of one worker, after which it is left out
+_AT_ONCE = 10.0  # seconds; an earlier preemption counts, or a run could restart without end
+_SIGNALS = 128  # the first exit status that is worth a restart
 
-
-@dataclass(frozen=True)
-class RestartOn:
-    """The ends of a task after which a run starts again.
-
-    Attributes:
-        codes: exit statuses; 128 + n is signal n.
-        exceptions: a Python exception, too, where it comes from another place than those before.
-    """
-
-    codes: frozenset[int] = frozenset(range(128, 256))
-    exceptions: bool = True
-
-    @classmethod
-    def parse(cls, text: str) -> RestartOn:
-        """Of words with commas between: exit codes, ranges of them, "exception".
-
-        Raises:
-            LaunchError: anything else, or a code that is none.
-        """
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        codes: set[int] = set()
-        for word in words:
-            if word == _EXCEPTION:
-                continue
-            match = _CODES.fullmatch(word)
-            low = int(match[1]) if match else 0
-            high = int(match[2] or low) if match else 0
-            if not 1 <= low <= high <= 255:
-                raise LaunchError(
-                    f"--restart-on must be exit codes from 1 to 255, ranges of them, and"
-                    f" {_EXCEPTION!r}, got {word!r}; write, for example:"
-                    f" --restart-on {_EXCEPTION},75,128-255"
-                )
-            codes.update(range(low, high + 1))
-        return cls(frozenset(codes), _EXCEPTION in words)
+# (workers, folder of logs) -> the plan of one start, its ports reserved meanwhile.
+Planned: TypeAlias = Callable[[tuple[int, ...], Path], AbstractContextManager[LaunchPlan]]
 
 
 @dataclass(frozen=True)
@@ -60,18 +46,16 @@ class RestartPolicy:
 
     Attributes:
         max_restarts: how often; preemptions do not count.
-        workers: how many there are when all of them are there.
-        min_workers: how many are enough; a worker that fails again and again is left out.
-        on: the ends that are worth it.
+        workers: the number of workers in the first start.
+        min_workers: how many are enough; a worker that fails repeatedly is left out.
 
     Raises:
-        LaunchError: numbers that make no sense.
+        LaunchError: the numbers contradict each other.
     """
 
     max_restarts: int
     workers: int
     min_workers: int
-    on: RestartOn = field(default_factory=RestartOn)
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -93,16 +77,17 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one start of a run ended.
+    """How one start of a run ended, or one worker that was replaced during a start.
 
     Attributes:
-        status: the exit status of the run.
-        workers: those that took part, each by its number among all.
-        seconds: that it took.
-        failed: the worker that was the root cause, by its number among all; None: no worker.
-        raised: where a Python exception came from that was the root cause; "" where it was none.
+        status: the exit status.
+        workers: the workers that took part, by their numbers in the first start.
+        seconds: how long it took.
+        failed: the worker that was the root cause; None where it was no worker.
+        raised: the Python exception that was the root cause, and its place; "" where there was
+            none.
         lost: a task does not answer, and the others have failed because of that.
-        stopped: a signal to the launcher or its time limit has ended it.
+        stopped: a signal to the launcher or its time limit has ended the run.
     """
 
     status: int
@@ -119,7 +104,7 @@ class Next:
     """What comes after an attempt.
 
     Attributes:
-        workers: of the next start, each by its number among all; None: there is none.
+        workers: the workers of the next start; None where there is none.
         why: a sentence for a person; "" where there is nothing to say.
     """
 
@@ -135,11 +120,9 @@ def next_attempt(policy: RestartPolicy, past: Sequence[Attempt]) -> Next:
     if last.status == PREEMPTED and not _counts(last):
         return Next(last.workers, "preempted; this start does not count")
     if last.raised:
-        if not policy.on.exceptions:
-            return Next(why="--restart-on has no exceptions: not started again")
         if any(attempt.raised == last.raised for attempt in past[:-1]):
             return Next(why="the same exception as before, in the same place: not started again")
-    elif last.status not in policy.on.codes and not last.lost:
+    elif last.status < _SIGNALS and not last.lost:
         return Next(why=f"exit code {last.status} is a permanent failure: not started again")
     failures = sum(map(_counts, past))
     if failures > policy.max_restarts:
@@ -157,13 +140,140 @@ def _counts(attempt: Attempt) -> bool:
 def _without_the_failing(
     policy: RestartPolicy, past: Sequence[Attempt]
 ) -> tuple[tuple[int, ...], str]:
-    """The workers of the next start, and what to say of the one that is left out."""
+    """The workers of the next start, and what to say of the worker that is left out."""
     workers = past[-1].workers
-    last = [attempt.failed for attempt in past if _counts(attempt)][-AGAIN_AND_AGAIN:]
+    last = [attempt.failed for attempt in past if _counts(attempt)][-_IN_A_ROW:]
     failing = last[-1]
-    again = len(last) == AGAIN_AND_AGAIN and len(set(last)) == 1
+    again = len(last) == _IN_A_ROW and len(set(last)) == 1
     if failing is None or not again or len(workers) <= policy.min_workers:
         return workers, ""
     left = tuple(worker for worker in workers if worker != failing)
-    times = f"failed {AGAIN_AND_AGAIN} times in a row"
+    times = f"failed {_IN_A_ROW} times in a row"
     return left, f"; worker {failing} has {times} and is left out: {len(left)} workers"
+
+
+def run_with_restarts(
+    planned: Planned,
+    policy: RestartPolicy,
+    log_dir: Path,
+    env: Mapping[str, str],
+    limits: Limits,
+    stop: StopSignals,
+) -> RunResult:
+    """Run a plan, and start it again as the policy says; returns how the last start ended.
+
+    Args:
+        planned: gives the plan of one start, with these workers, by their numbers in the first
+            start, and with log files in this folder.
+        log_dir: gets the logs of the first start, and those of the others in folders
+            `restart-1`, ...
+        stop: the signals that end the run.
+
+    Raises:
+        LaunchError: the first start was not possible.
+    """
+    began = time.monotonic()
+    history = _History(policy)
+    if policy.max_restarts:
+        env = {**env, STARTS_AGAIN: "1"}
+    with stop.handled():
+        for number in itertools.count():
+            folder = log_dir / f"restart-{number}" if number else log_dir
+            if number and limits.timeout is not None:
+                left = max(0.0, round(limits.timeout - (time.monotonic() - began), 1))
+                these = dataclasses.replace(limits, timeout=left)
+            else:
+                these = limits
+            history.begin()
+            try:
+                with planned(history.workers, folder) as plan:
+                    own = {**env, RESTARTS: str(number)}
+                    result = run_plan(plan, these, env=own, stop=stop, replaces=history.replaces)
+            except LaunchError as error:
+                if not number:
+                    raise
+                history.say(f"not started again: {error}")
+                return dataclasses.replace(result, exit_status=FAILED)
+            if not history.ended(result):
+                return result
+            if stop.first is not None:  # it arrived between two starts
+                return dataclasses.replace(result, exit_status=stop.status)
+    raise AssertionError("unreachable")
+
+
+class _History:
+    """The failures so far, in all starts.
+
+    Attributes:
+        workers: the workers of this start or the next one, by their numbers in the first start.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.workers = tuple(range(policy.workers))
+        self._report = Printer(sys.stderr)
+        self._policy = policy
+        self._past: list[Attempt] = []
+        self._since = 0.0
+        self._gone: set[int] = set()  # left out while the others went on
+
+    def say(self, text: str) -> None:
+        """Show a sentence."""
+        self._report.write(f"tfdist: {text}\n")
+
+    def begin(self) -> None:
+        """Begin a start."""
+        self._since = time.monotonic()
+        self._gone.clear()
+
+    def replaces(
+        self, task: str, status: int, raised: str, seconds: float
+    ) -> Literal["start", "leave out", "fail"]:
+        """What becomes of a worker that has failed while the others do its work."""
+        self._add(status, task, raised, seconds)
+        following = next_attempt(self._policy, self._past)
+        if following.workers is None:
+            self._past.pop()  # it ends the start, and `ended` adds it
+            return "fail"
+        self.say(f"{task} failed (exit status {status}); the others do its work; {following.why}")
+        number = self._number_of(task)
+        if number is None or number in following.workers:
+            return "start"
+        self._gone.add(number)
+        return "leave out"
+
+    def ended(self, result: RunResult) -> bool:
+        """Record the end of a start; returns whether another one follows."""
+        self._add(
+            result.exit_status,
+            result.failed_task,
+            result.raised,
+            time.monotonic() - self._since,
+            lost=result.lost,
+            stopped=result.ended_by != "tasks",
+        )
+        following = next_attempt(self._policy, self._past)
+        if following.why:
+            self.say(following.why)
+        if following.workers is None:
+            return False
+        self.workers = following.workers
+        return True
+
+    def _add(self, status: int, task: str | None, raised: str, seconds: float, **how: bool) -> None:
+        self._past.append(
+            Attempt(
+                status=status,
+                workers=tuple(each for each in self.workers if each not in self._gone),
+                seconds=seconds,
+                failed=self._number_of(task),
+                # Where the script chose another exit code, an earlier traceback is not the cause.
+                raised=raised if status == FAILED else "",
+                **how,
+            )
+        )
+
+    def _number_of(self, task: str | None) -> int | None:
+        """The number of a worker in the first start; None where the task is no worker."""
+        job, _, index = (task or "").partition(":")
+        known = job == "worker" and index.isdigit() and int(index) < len(self.workers)
+        return self.workers[int(index)] if known else None

@@ -17,33 +17,33 @@ _SAME = 1.0
 
 
 class StopSignals:
-    """SIGINT, SIGTERM, SIGHUP and that of a preemption, to this process.
+    """SIGINT, SIGTERM, SIGHUP and the preemption signal, sent to this process.
 
-    The first one ends the run, whatever it is at: there is no other start after it. One that comes
-    later kills.
+    The first signal ends the run, and no other start follows. A later signal kills the tasks.
 
     Attributes:
         preemption: the signal that asks the training to save, beside SIGTERM.
-        first: the one that came first; None as long as none has.
-        tell: called with each that is a new request, in the handler; None while nothing runs.
+        first: the signal that came first; None before that.
+        notify: called in the handler with each signal that is a new request; None while nothing
+            runs.
     """
 
     def __init__(self, preemption: signal.Signals = signal.SIGTERM) -> None:
         self.preemption = preemption
         self.first: signal.Signals | None = None
-        self.tell: Callable[[signal.Signals], None] | None = None
+        self.notify: Callable[[signal.Signals], None] | None = None
         self._at = 0.0
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Scope in which they are taken; in another thread than the main one it changes nothing."""
+        """Scope in which the signals are handled; outside of the main thread it changes nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         wanted = {signal.SIGINT, signal.SIGTERM, self.preemption}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored: nohup
             wanted.add(signal.SIGHUP)
-        before = {number: signal.signal(number, self._came) for number in wanted}
+        before = {number: signal.signal(number, self._handle) for number in wanted}
         try:
             yield
         finally:
@@ -53,15 +53,15 @@ class StopSignals:
 
     @property
     def status(self) -> int:
-        """The exit status of a run that the first one has ended, as shells give it."""
+        """The exit status of a run that the first signal has ended, as shells give it."""
         assert self.first is not None
         return PREEMPTED if self.first == self.preemption else 128 + self.first
 
-    def _came(self, number: int, _: object) -> None:
+    def _handle(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self.first is None:
             self.first, self._at = signal.Signals(number), now
         elif number == self.first and now - self._at < _SAME:
             return
-        if self.tell is not None:
-            self.tell(signal.Signals(number))
+        if self.notify is not None:
+            self.notify(signal.Signals(number))

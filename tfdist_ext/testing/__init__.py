@@ -20,12 +20,12 @@ if TYPE_CHECKING:
         assert_same_on_all_replicas,
         assert_trains_like_one_device,
     )
-    from tfdist_ext.testing.conformance.suite import StrategyConformance
+    from tfdist_ext.testing.conformance import StrategyConformance
     from tfdist_ext.testing.matrix import logical_cpus, strategy_matrix
     from tfdist_ext.testing.tasks import run_tasks
 
 _HOME = {
-    "StrategyConformance": "tfdist_ext.testing.conformance.suite",
+    "StrategyConformance": "tfdist_ext.testing.conformance",
     "TaskError": "tfdist_ext.errors",
     "assert_same_on_all_replicas": "tfdist_ext.testing.assertions",
     "assert_trains_like_one_device": "tfdist_ext.testing.assertions",

@@ -9,10 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.training import distribute
+from tfdist_ext.training import DistributedModel, distribute
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["assert_same_on_all_replicas", "assert_trains_like_one_device"]
+__all__ = [
+    "assert_close",
+    "assert_same_on_all_replicas",
+    "assert_trains_like_one_device",
+    "train_both",
+]
 
 _SEED = 1337
 
@@ -25,9 +30,9 @@ def assert_same_on_all_replicas(
 
     Args:
         value: what `strategy.run` returned, a variable, or a structure of them.
-        strategy: that the value is of; None: the one whose scope is open. With several workers it
-            is needed, and all workers have to ask: their values are gathered.
-        atol: largest difference.
+        strategy: the strategy of the value; None: the one whose scope is open. With several workers
+            it is required, and all workers must call this, because their values are gathered.
+        atol: the largest difference.
 
     Raises:
         AssertionError: with the replica, the place and the values.
@@ -51,18 +56,32 @@ def assert_trains_like_one_device(
 ) -> None:
     """Assert that `fit` under a strategy gives the weights and losses of plain Keras.
 
-    Both models begin with the same weights. Under a strategy with several workers each of them
-    has to call this, with the same data.
+    Both models begin with the same weights. Under a strategy with several workers, each worker must
+    call this with the same data.
 
     Args:
-        builder: makes the compiled model; called once, with fixed seeds.
+        builder: creates the compiled model; called once, with fixed seeds.
         data: arrays (x, y) or (x, y, sample_weight), or a `tf.data.Dataset` of global batches.
         strategy: as of `tfd.create_strategy`.
-        atol: largest difference of a weight, of a loss or metric in the history.
-        fit: more arguments of `fit`, as batch_size (global) and epochs. Nothing is shuffled.
+        atol: the largest difference of a weight, an optimizer variable, or a loss or metric in the
+            history; relative to the largest number of a variable where that is above 1.
+        fit: more arguments of `fit`, such as batch_size (global) and epochs. Nothing is shuffled.
 
     Raises:
         AssertionError: with the variable or log that differs most, and by how much.
+    """
+    wanted, found, _ = train_both(builder, data, strategy, **fit)
+    assert_close(found, wanted, atol)
+
+
+def train_both(
+    builder: Callable[[], keras.Model], data: Any, strategy: tf.distribute.Strategy, **fit: Any
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], DistributedModel]:
+    """Train a model by Keras alone and under a strategy, as `assert_trains_like_one_device`.
+
+    Returns:
+        What `fit` leaves on one device and under the strategy (weights, optimizer variables and
+        logs, by name), and the model of the strategy.
     """
     keras.utils.set_random_seed(_SEED)
     plain = builder()
@@ -70,25 +89,28 @@ def assert_trains_like_one_device(
     arguments = data if isinstance(data, tuple) else (data,)
     x, y, weights = (*arguments, None, None)[:3]
     found = []
-    for model in (plain, distributed):
+    for model, inner in ((plain, plain), (distributed, distributed.keras_model)):
         keras.utils.set_random_seed(_SEED)
         given = {"shuffle": False, "verbose": 0, "sample_weight": weights, **fit}
         history = model.fit(x, y, **given).history
-        inner: Any = getattr(model, "keras_model", model)
+        variables = [*inner.weights, *inner.optimizer.variables]
         found.append(
             {
-                **{variable.path: variable.numpy() for variable in inner.weights},
+                **{variable.path: variable.numpy() for variable in variables},
                 **{f"{name} of fit": np.asarray(values) for name, values in history.items()},
             }
         )
-    _assert_equal(found[0], found[1], atol)
+    return found[0], found[1], distributed
 
 
-def _assert_equal(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray], atol: float) -> None:
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], atol: float) -> None:
+    """Assert that two trainings left the same numbers; names the one that differs most."""
     assert list(found) == list(wanted), f"there are {list(found)}, and not {list(wanted)}"
     worst, most = "", -1.0
     for name, value in wanted.items():
-        apart = np.abs(np.asarray(found[name], "float64") - np.asarray(value, "float64"))
+        right = np.asarray(value, "float64")
+        apart = np.abs(np.asarray(found[name], "float64") - right)
+        apart /= max(1.0, np.abs(right).max(initial=0.0))
         largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
         if largest > most:
             worst, most = name, largest

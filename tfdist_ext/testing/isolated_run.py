@@ -1,6 +1,6 @@
-"""A test that needs processes of its own, in a pytest of its own in each of them.
+"""A test that needs processes of its own: each of them runs the test in a pytest of its own.
 
-Each pytest runs that test alone, with its fixtures, its conftest files and its rewritten
+The pytest of a task runs this test alone, with its fixtures, its conftest files and its rewritten
 assertions, and writes its reports to a file.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -28,8 +29,8 @@ from tfdist_ext.testing.tasks import run_function
 
 __all__ = ["Cluster", "run_isolated"]
 
-# Behind the name of a task: files by which the tasks of a test know of each other. A task that was
-# killed is started again, and waits until it is asked to restart, or until all others are done.
+# Suffixes of files by which the tasks of a test know of each other. A task that was killed is
+# started again, and waits until the test restarts it, or until all other tasks are done.
 _REPORTS, _STARTS, _KILLED, _RESTART = ".reports", ".starts", ".killed", ".restart"
 _LOOK_EVERY = 0.02  # seconds
 
@@ -53,7 +54,7 @@ class Cluster:
         return self.config.task
 
     def kill(self, type: str, index: int) -> None:
-        """Kill a task with SIGKILL, as if its machine crashed; the test does not fail by that.
+        """Kill a task with SIGKILL, as if its machine crashed; this does not fail the test.
 
         Raises:
             LaunchError: there is no such task.
@@ -63,9 +64,9 @@ class Cluster:
             _kill(other)
 
     def restart(self, type: str, index: int) -> None:
-        """Start a task again, at its address: it runs the test from the beginning.
+        """Kill a task if it still runs, and start it again at its address.
 
-        It is killed first if it still runs.
+        The task runs the test from the beginning.
 
         Raises:
             LaunchError: there is no such task.
@@ -88,7 +89,7 @@ class Cluster:
 
 
 def _kill(task: Path) -> None:
-    """Kill a task and all that it has started, once it is there."""
+    """Kill a task and its children, once the task has started."""
     Path(f"{task}{_KILLED}").touch()
     file = Path(f"{task}{PID}")
     while not file.exists() or not (text := file.read_text()):
@@ -101,7 +102,7 @@ def _kill(task: Path) -> None:
 
 
 def run_isolated(item: pytest.Item, needs: Needs) -> None:
-    """Run the test in its processes; fails, is skipped or passes here as it does there."""
+    """Run the test in its processes, and report its result as the result of this item."""
     with tempfile.TemporaryDirectory(prefix="tfdist-") as made:
         folder = Path(made)
 
@@ -131,7 +132,7 @@ def run_isolated(item: pytest.Item, needs: Needs) -> None:
 
 
 def _skip_as(found: Mapping[str, list[pytest.TestReport]]) -> None:
-    """Skip the test where all tasks have skipped it, and fail where none has run it."""
+    """Skip the test where all tasks have skipped it; fail where no task has run it."""
     reports = [report for reports in found.values() for report in reports]
     if any(report.when == "call" and report.passed for report in reports):
         return
@@ -168,39 +169,29 @@ def _test_of(item: pytest.Item) -> str:
     return "::".join([str(item.path), *rest])
 
 
+# Options that select tests, or that concern a whole session: a task gets their defaults.
+_OF_THE_SESSION = re.compile(
+    "collectonly|deselect|dist|failedfirst|file_or_dir|keyword|lf|markexpr|maxfail|newfirst"
+    "|numprocesses|stepwise|tx|usepdb|xmlpath"
+)
+
+
 def _options(config: pytest.Config) -> dict[str, Any]:
     """The options of this session, those of conftest files included, for the pytest of a task."""
     options = {}
     for name, value in vars(config.option).items():
-        if name == "file_or_dir":
-            continue
-        with contextlib.suppress(Exception):  # it cannot be sent to another process
-            pickle.dumps(value)
-            options[name] = value
+        with contextlib.suppress(Exception):  # some values cannot be sent to another process
+            if not _OF_THE_SESSION.fullmatch(name) and pickle.dumps(value):
+                options[name] = value
     # Modules were imported before the task's pytest could rewrite their assertions.
     warnings = [*(options["pythonwarnings"] or ()), "ignore::pytest.PytestAssertRewriteWarning"]
-    # The test is chosen already; its output, time limit and reports are seen to here.
     return options | {
         "capture": "no",
-        "collectonly": False,
-        "deselect": None,
-        "dist": "no",
-        "failedfirst": False,
         "inifilename": None if config.inipath is None else str(config.inipath),
         "invocation_dir": str(config.invocation_params.dir),
-        "keyword": "",
-        "lf": False,
-        "markexpr": "",
-        "maxfail": 0,
-        "newfirst": False,
-        "numprocesses": None,
         "pythonwarnings": warnings,
         "rootdir": str(config.rootpath),
-        "stepwise": False,
-        "timeout": 0,
-        "tx": [],
-        "usepdb": False,
-        "xmlpath": None,
+        "timeout": 0,  # of pytest-timeout; the session has a limit for all tasks
     }
 
 

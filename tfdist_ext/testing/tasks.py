@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import re
 import tempfile
@@ -40,7 +41,9 @@ _OUTER_FRAMES = re.compile(
 
 
 class Results(dict[str, Any]):
-    """What the function returned, by name of task ("worker:0"); not of tasks that were ended.
+    """What the function returned, by the name of the task, as "worker:0".
+
+    Tasks that did not return are missing.
 
     Attributes:
         outputs: what each task wrote to standard output and error.
@@ -60,23 +63,24 @@ def run_tasks(
 ) -> Results:
     """Run `fn(*args)` once in each task of a cluster of processes on this machine.
 
-    As `tfd.launch`, with a time limit, and in processes whose TensorFlow is imported and has not
-    started. With parameter servers the run succeeds when the coordinator does: other tasks have
-    five more seconds, and are killed then.
+    Like `tfd.launch`, with a time limit, and in processes that have imported TensorFlow before.
+    With parameter servers the run succeeds when the coordinator does. The other tasks then have
+    five more seconds to end.
 
     Args:
         fn: any function. What it uses of this process is copied to the tasks by cloudpickle.
         cluster: numbers of tasks by type, {"worker": 2, "ps": 1}, or the number of workers. With
             `ps` there is also a chief, which is the coordinator. None: one process without
             TF_CONFIG, whose name is "process".
-        timeout: seconds for all. After it each task writes its stacks to its output and is killed.
+        timeout: seconds for the whole run. Then each task writes its stacks to its output and is
+            killed.
         env: environment of the tasks, to which TF_CONFIG is added; None: that of this process.
 
     Returns:
         What `fn` returned in each task, by the name of the task.
 
     Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
         TaskError: a task raised (its traceback is in the message), was killed, or hung.
     """
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
@@ -120,14 +124,14 @@ def run_function(
     env: Mapping[str, str] | None = None,
     replaces: Replaces | None = None,
 ) -> Ended:
-    """`run_tasks`, whose failure is not raised.
+    """`run_tasks`, which returns a failure instead of raising it.
 
     Args:
-        folder: for files; those of `function_task` are below it.
-        replaces: what becomes of a task that ends badly, as of `run_plan`.
+        folder: for the call, the answers of tasks and their logs.
+        replaces: what becomes of a task that fails, as of `run_plan`.
 
     Raises:
-        LaunchError: no cluster can be of these tasks, or `fn` cannot be sent to them.
+        LaunchError: the tasks are not a cluster, or `fn` cannot be sent to them.
     """
     check_timeout(timeout)
     tasks = None if cluster is None else tasks_of(cluster)
@@ -177,27 +181,26 @@ def check_timeout(timeout: Any) -> None:
 
 
 def tasks_of(cluster: Mapping[str, int] | int) -> dict[str, Any]:
-    """The arguments of `plan_local` for a cluster.
+    """The arguments of `local_plan` for a cluster.
 
     Raises:
-        LaunchError: no cluster can be of these tasks.
+        LaunchError: the tasks are not a cluster.
     """
     given = {"worker": cluster} if isinstance(cluster, int) else dict(cluster)
-    if unknown := [name for name in given if name not in JOB_NAMES]:
-        raise LaunchError(
-            f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got"
-            f" {unknown[0]!r}."
-        )
     for name, count in given.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise LaunchError(f"{name} must be a number of tasks, got {count!r}.")
-        if name in ("chief", "evaluator") and count > 1:
-            raise LaunchError(f"a cluster must have at most one {name}, got {count}.")
+        if name not in JOB_NAMES:
+            raise LaunchError(
+                f"the tasks of a cluster must be of the types {', '.join(JOB_NAMES)}, got {name!r}."
+            )
+        most = 1 if name in ("chief", "evaluator") else math.inf
+        if type(count) is not int or not 0 <= count <= most:
+            limit = "0 or 1" if most == 1 else "a number of tasks"
+            raise LaunchError(f"{name} must be {limit}, got {count!r}.")
     tasks: dict[str, Any] = {
         "workers": given.get("worker", 0),
         "chief": bool(given["chief"]) if "chief" in given else None,
         "ps": given.get("ps", 0),
         "evaluator": bool(given.get("evaluator", 0)),
     }
-    task_counts(**tasks)  # what cannot train is refused before any port is reserved
+    task_counts(**tasks)  # raises for a cluster that cannot train
     return tasks

@@ -1,8 +1,8 @@
 """Warm processes: forked from a process that has imported TensorFlow and done nothing else.
 
 Importing TensorFlow and Keras takes seconds; forking takes milliseconds. Python's forkserver holds
-the imported modules. Each process forked from it has a TensorFlow of its own, which has not
-started: no device, no server and no cluster of an earlier test is left in it.
+the imported modules. In each forked process TensorFlow is imported and has not started, so that no
+device, no server and no cluster of an earlier test is left.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-__all__ = ["WarmProcess", "start"]
+from tfdist_ext.launch import function_task
+
+__all__ = ["WarmProcess", "start", "start_function"]
 
 _PRELOADED = ("tensorflow", "keras", "tfdist_ext.training", "tfdist_ext.testing.isolated_run")
 # Environment variables that libraries read when they are imported.
@@ -38,7 +38,7 @@ _reading = threading.Lock()
 
 
 class WarmProcess:
-    """A process that has started, used as a `subprocess.Popen`; any thread may wait for its end."""
+    """A process that has started, used as a `subprocess.Popen`; any thread may wait for it."""
 
     def __init__(self, process: BaseProcess):
         assert process.pid is not None
@@ -65,36 +65,43 @@ class WarmProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Do nothing where it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
-def start(
-    argv: Sequence[str],
+def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> WarmProcess:
+    """Start a task that runs a function; for `run_plan`.
+
+    Args:
+        argv: the command of `function_plan`; the last word is the file of the call.
+    """
+    return start_function(function_task.main, (argv[-1],), env, output)
+
+
+def start_function(
+    function: Callable[..., object],
+    args: Sequence[object],
     env: Mapping[str, str],
     output: int,
     errors: int | None = None,
-    folder: Path | None = None,
 ) -> WarmProcess:
-    """Run a command of this Python in a process that leads a session of its own.
+    """Run a function of a module as the program of a process that leads a session of its own.
 
-    Where `env` differs in what is read while TensorFlow is imported, the process imports it anew.
+    Where `env` differs in variables that TensorFlow reads while it is imported, the process imports
+    TensorFlow anew.
 
     Args:
-        argv: [sys.executable, file or "-c" or "-m", ...].
-        env: its environment.
-        output, errors: descriptors for what it writes; errors go to the output by default.
-        folder: where it runs; None: where this process does.
+        env: the environment of the process.
+        output, errors: descriptors for what the process writes; by default, errors go to the
+            output.
     """
-    python, *words = argv
-    assert python == sys.executable
     files = [_copy(output), _copy(output if errors is None else errors)]
     is_ready, there = multiprocessing.Pipe(duplex=False)
     with _reading:
         process = _context(env).Process(
-            target=_run, args=(words, *files, there, dict(env), folder or Path.cwd())
+            target=_run, args=(function, tuple(args), *files, there, dict(env))
         )
         process.start()
     there.close()
@@ -122,7 +129,7 @@ def _context(env: Mapping[str, str]) -> ForkServerContext | SpawnContext:
 
 @contextlib.contextmanager
 def _nothing_on_stderr() -> Iterator[None]:
-    """What TensorFlow writes while it is imported is of no test; processes write to files."""
+    """Hide what TensorFlow writes while it is imported; processes write to files."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -143,14 +150,14 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(
-    words: Sequence[str],
+    function: Callable[..., object],
+    args: tuple[object, ...],
     output: Connection,
     errors: Connection,
     is_ready: Connection,
     env: Mapping[str, str],
-    folder: Path,
 ) -> None:
-    """What the process does: as Python does with these words on its command line."""
+    """What the process does; it ends as Python ends a program."""
     os.setsid()  # its children are killed with it
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
@@ -158,14 +165,13 @@ def _run(
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(folder)
     for pipe in (output, errors):
         pipe.close()
     is_ready.send(None)
     is_ready.close()
     status = 0
     try:
-        _run_words(words)
+        function(*args)
     except SystemExit as error:
         if isinstance(error.code, int | None):
             status = error.code or 0
@@ -173,7 +179,7 @@ def _run(
             print(error.code, file=sys.stderr)
             status = 1
     except BaseException as error:
-        sys.last_value = error  # as Python does, for who asks at exit
+        sys.last_value = error  # as Python does; exit functions read it
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     for thread in threading.enumerate():
@@ -183,19 +189,3 @@ def _run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # TensorFlow's threads may wait for peers forever
-
-
-def _run_words(words: Sequence[str]) -> None:
-    if words[0] == "-P":  # the folder of the program is not on the path
-        words = words[1:]
-    elif words[0] not in ("-c", "-m"):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-    elif words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(words)
-        runpy.run_path(words[0], run_name="__main__")

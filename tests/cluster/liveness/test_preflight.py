@@ -15,7 +15,7 @@ import pytest
 from tfdist_ext.cluster.liveness.preflight import PreflightError, preflight
 from tfdist_ext.cluster.liveness.task_info import TaskInfo, differences, tasks_of
 from tfdist_ext.cluster.liveness.wire import READY, Connection, port_is_free
-from tfdist_ext.launch import reserve_ports
+from tfdist_ext.launch.ports import reserve_ports
 
 pytestmark = pytest.mark.timeout(60)
 VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}

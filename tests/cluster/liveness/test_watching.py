@@ -26,7 +26,7 @@ from tfdist_ext.cluster.liveness.watching import (
     Watcher,
 )
 from tfdist_ext.cluster.liveness.wire import STARTED, Connection, Endpoint
-from tfdist_ext.launch import reserve_ports
+from tfdist_ext.launch.ports import reserve_ports
 
 
 def states(task: TaskWatch, number: int) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from warm_programs import run_together
 
-from tfdist_ext.launch import addresses_needed, plan_local, reserve_ports
+from tfdist_ext.launch.plan import local_plan
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -21,8 +21,7 @@ def test_the_coordinator_holds_blocks_at_most(tmp_path: Path) -> None:
     program = ROOT / "benchmarks" / "programs" / "placement_memory.py"
     command = [sys.executable, str(program), "tfdist_ext", str(TABLE // 256)]
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with reserve_ports(addresses_needed(workers=1, ps=4)) as ports:
-        plan = plan_local(command, workers=1, ps=4, ports=ports, env=env)
+    with local_plan(command, workers=1, ps=4, env=env) as plan:
         statuses, logs = run_together(plan, tmp_path, env, timeout=200)
     log = logs["chief:0"]
     assert statuses["chief:0"] == 0, log[-3000:]

@@ -18,27 +18,20 @@ __all__ = ["DatasetChecks"]
 
 
 class DatasetChecks(StrategyCase):
-    """Rows that are numbers of their own, so that each can be looked for."""
+    """Each row is a number of its own, so that no row can be lost or doubled unseen."""
 
     def test_distribute_dataset(self) -> None:
-        """The replicas' parts of a batch, one after the other, are the batch; the last is short."""
-        self._expect_cut(None)
-
-    def test_distribute_dataset_not_fetched(self) -> None:
-        """The same with an option: parts are left on the host."""
-        self._expect_cut(tf.distribute.InputOptions(experimental_fetch_to_device=False))
-
-    def test_distribute_a_structure(self) -> None:
-        """Dicts and tuples keep their structure, and what belongs together stays together."""
+        """The parts of the replicas, in their order, are the global batch; the last is short."""
         strategy, size = self.under_test(), 2 * self.replicas()
-        rows = tf.data.Dataset.range(size).map(lambda x: ({"x": x}, 10 * x)).batch(size)
-        for features, labels in strategy.experimental_distribute_dataset(rows):
-            features, labels = local_values(strategy, features["x"]), local_values(strategy, labels)
-            expect_equal("all rows", list(chain(*features)), list(range(size)))
-            expect_equal("labels", labels, [[10 * x for x in part] for part in features])
+        rows = tf.data.Dataset.range(2 * size - 1).batch(size)
+        distributed = strategy.experimental_distribute_dataset(rows)
+        parts = [local_values(strategy, batch) for batch in distributed]
+        joined = [list(chain(*batch)) for batch in parts]
+        expect_equal("rows of each batch", joined, [[*range(size)], [*range(size, 2 * size - 1)]])
+        expect_equal("how many each replica has", [len(p) for p in parts[0]], [2] * self.replicas())
 
     def test_distributed_dataset_in_a_function(self) -> None:
-        """Looped over in a tf.function, once and again: each row is counted once."""
+        """A loop in a tf.function sees each row once, also when the function runs again."""
         strategy, size = self.under_test(), 2 * self.replicas()
         rows = tf.data.Dataset.range(3 * size - 1).batch(size)
         distributed = strategy.experimental_distribute_dataset(rows)
@@ -50,7 +43,7 @@ class DatasetChecks(StrategyCase):
             expect_equal(f"(rows, their sum), {time}", counted, right)
 
     def test_datasets_from_a_function(self) -> None:
-        """`distribute_datasets_from_function`: the context says whose rows; all come once."""
+        """`distribute_datasets_from_function`: the context gives the shard, each row comes once."""
         strategy, count = self.under_test(), self.replicas()
         seen: list[Any] = []
 
@@ -71,15 +64,6 @@ class DatasetChecks(StrategyCase):
         expect_equal("rows of each replica in each step", each, [[2] * count] * 2)
         rows = sorted(row for batch in parts for part in batch for row in part)
         expect_equal("all rows", rows, list(range(4 * count)))
-
-    def _expect_cut(self, options: tf.distribute.InputOptions | None) -> None:
-        strategy, size = self.under_test(), 2 * self.replicas()
-        rows = tf.data.Dataset.range(2 * size - 1).batch(size)
-        distributed = strategy.experimental_distribute_dataset(rows, options)
-        parts = [local_values(strategy, batch) for batch in distributed]
-        joined = [list(chain(*batch)) for batch in parts]
-        expect_equal("rows of each batch", joined, [[*range(size)], [*range(size, 2 * size - 1)]])
-        expect_equal("how many each replica has", [len(p) for p in parts[0]], [2] * self.replicas())
 
     def _counted(self, distributed: Any) -> tuple[Any, Any]:
         strategy = self.under_test()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
@@ -15,9 +14,7 @@ from tfdist_ext.strategies.devices import seen_devices
 
 __all__ = [
     "RUN_MODES",
-    "ReductionProbe",
     "StrategyCase",
-    "expect_close",
     "expect_equal",
     "ignore_known_warnings",
     "local_values",
@@ -53,35 +50,24 @@ def replica_number() -> tf.Tensor:
     return tf.cast(context.replica_id_in_sync_group, tf.float32) + 1
 
 
-class ReductionProbe(NamedTuple):
-    """Values that a faulty reduction changes: 64 bits, which float32 cannot hold, and many axes."""
-
-    int64: Any
-    float64: Any
-    rank_3: Any
-    rank_4: Any
-
-
-def reduction_probe() -> ReductionProbe:
-    """The values of this replica."""
+def reduction_probe() -> dict[str, tf.Tensor]:
+    """Values of this replica that a faulty reduction changes: 64 bits, and several axes."""
     own = replica_number()
-    return ReductionProbe(
-        int64=tf.cast(own, tf.int64) + 2**24,
-        float64=tf.cast(own, tf.float64) + 2.0**-40,
-        rank_3=tf.fill([2, 1, 3], own),
-        rank_4=tf.fill([1, 2, 1, 2], own),
-    )
+    return {
+        "int64": tf.cast(own, tf.int64) + 2**24,  # float32 cannot hold it
+        "float64": tf.cast(own, tf.float64) + 2.0**-40,
+        "rank 3": tf.fill([2, 1, 3], own),
+    }
 
 
-def probe_sums(count: int) -> ReductionProbe:
+def probe_sums(count: int) -> dict[str, Any]:
     """The sums of `reduction_probe()` over this many replicas, as Python numbers and lists."""
     total = count * (count + 1) // 2
-    return ReductionProbe(
-        int64=total + count * 2**24,
-        float64=total + count * 2.0**-40,
-        rank_3=[[[float(total)] * 3]] * 2,
-        rank_4=[[[[float(total)] * 2]] * 2],
-    )
+    return {
+        "int64": total + count * 2**24,
+        "float64": total + count * 2.0**-40,
+        "rank 3": [[[float(total)] * 3]] * 2,
+    }
 
 
 def expect_equal(what: str, got: Any, wanted: Any) -> None:
@@ -89,20 +75,6 @@ def expect_equal(what: str, got: Any, wanted: Any) -> None:
     __tracebackhide__ = True
     if got != wanted:
         raise AssertionError(f"{what}: must be {wanted!r}, got {got!r}.")
-
-
-def expect_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
-    """Raise AssertionError if any number differs by more than `tolerance`.
-
-    The difference is relative to the largest of the wanted numbers if that is above 1.
-    """
-    __tracebackhide__ = True
-    ours, right = np.asarray(got), np.asarray(wanted)
-    if ours.shape != right.shape:
-        raise AssertionError(f"{what}: the shape must be {right.shape}, got {ours.shape}.")
-    off = np.abs(ours - right).max(initial=0) / max(1, np.abs(right).max(initial=0))
-    if not off <= tolerance:  # also raises for NaN
-        raise AssertionError(f"{what}: difference must be at most {tolerance:.0e}, got {off:.1e}.")
 
 
 @contextlib.contextmanager
@@ -116,26 +88,29 @@ def ignore_known_warnings() -> Iterator[None]:
 
 
 class StrategyCase:
-    """The case of the checks: a strategy on one machine, and its tolerance.
+    """The base of all checks: the strategy under test, and comparisons.
 
     Attributes:
-        tolerance: how far trained weights, losses and metrics may be from those of one device;
-            relative to the largest number of its variable where that is above 1.
+        tolerance: the largest difference of trained weights, losses and metrics from those of one
+            device; relative to the largest number of a variable where that is above 1.
     """
 
     tolerance: float = 1e-6
-    _cache: ClassVar[dict[str, Any]]
+    _made: ClassVar[tf.distribute.Strategy]
 
     def strategy(self) -> tf.distribute.Strategy:
-        """The strategy to be tested; with two replicas or more, for numbers that tell."""
+        """Return the strategy to be tested, with two replicas or more."""
         raise NotImplementedError(
             f"{type(self).__name__} has no method `strategy`: define one that returns the strategy"
             " to be tested."
         )
 
     def under_test(self) -> tf.distribute.Strategy:
-        """The strategy of `strategy()`, the same one in all checks."""
-        return self._cached("strategy", self._checked_strategy)
+        """The strategy of `strategy()`, the same one in all checks of a class."""
+        # vars(): the strategy of a base class is not this class's.
+        if "_made" not in vars(type(self)):
+            type(self)._made = self._checked_strategy()
+        return type(self)._made
 
     def replicas(self) -> int:
         """Number of replicas in sync."""
@@ -177,13 +152,3 @@ class StrategyCase:
                 + (f" Call tfdist_ext.testing.logical_cpus({max(cpus)}) first." if cpus else "")
             )
         return made
-
-    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, called once for each class: strategies and steps take seconds."""
-        # vars(): what a base class keeps is not this class's.
-        kept = vars(type(self)).get("_cache")
-        if kept is None:
-            kept = type(self)._cache = {}
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
