@@ -119,8 +119,7 @@ def _one_process() -> dict[str, Any]:
             for job, index in (("worker", 0), ("ps", 0), ("ps", 1))
         )
         cluster = ClusterConfig(jobs=jobs, task=Task("chief", 0))
-        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
-        strategy = tfd.create_strategy(cluster=cluster, partitioner=partitioner)
+        strategy = tfd.create_strategy(cluster=cluster, placement={".*": "sharded(2)"})
         with strategy.scope():
             variable = tf.Variable(tf.reshape(tf.range(8.0), [4, 2]))
         result["shards"] = [[v.device, v.numpy().tolist()] for v in variable.variables]
@@ -151,7 +150,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     ]
     text = result["parameter_server"]
     assert "because      ClusterConfig has ps tasks (chief, worker, ps)" in text
-    assert "settings     partitioner = FixedShardsPartitioner from the call" in text
+    assert "settings     placement = {'.*': 'sharded(2)'} from the call" in text
     assert "task         chief:0, the chief, in a cluster of 1 chief, 1 worker, 2 ps" in text
     assert "devices      variables on 2 ps, computing on 1 worker" in text
     assert result["here"] == 3

@@ -325,21 +325,6 @@ def test_a_strategy_of_ones_own_cuts() -> None:
     np.testing.assert_array_equal(variable.numpy(), TABLE)
 
 
-def test_a_slot_must_be_cut_alike() -> None:
-    def answer(spec: Any, create: Any, beside: Any) -> Any:
-        return create(["CPU:0", "CPU:1"], in_pieces=beside is None)
-
-    mine = template(answer)
-    said = r"must return a variable of 2 pieces, as 'v' beside it has, got CopiedVar"
-    with mine.scope():
-        variable = tf.Variable(TABLE, name="v")
-        with (
-            mine.extended.colocate_vars_with(variable),
-            pytest.raises(tfd.StrategyError, match=said),
-        ):
-            tf.Variable(0 * TABLE, name="slot")
-
-
 def test_a_gradient_whose_shape_is_not_known_is_cut() -> None:
     """As that of a Dense layer after an LSTM; a learning rate is for all pieces."""
     strategy = PlacedStrategy(2, {"table": "sharded"})

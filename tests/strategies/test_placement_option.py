@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 import tfdist_ext as tfd
 from tfdist_ext.placement import VariableSpec, plan
 
 SPECS = [VariableSpec("users/embeddings", (100, 8)), VariableSpec("head/kernel", (8, 1))]
-PARTITIONER = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
 
 
 def create(ps: int = 3, **options: Any) -> Any:
@@ -32,12 +30,6 @@ def test_what_cannot_be_right() -> None:
     """Others: tests/placement/test_placer.py."""
     with pytest.raises(tfd.PlacementError, match=r"got one for 2\. Plan again"):
         create(placement=plan(SPECS, 2))
-
-
-@pytest.mark.parametrize("placement", [plan(SPECS, 3), "balanced"])
-def test_a_partitioner_beside_what_cuts_as_well(placement: Any) -> None:
-    with pytest.raises(tfd.PlacementError, match="Leave one of them out"):
-        create(placement=placement, partitioner=PARTITIONER)
 
 
 def test_rules_of_a_settings_file(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""PlacedStrategy: a placement for each variable, on the devices of one machine."""
+"""Strategies with a placement for each variable: on devices, or on parameter servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.watching import Watcher
 from tfdist_ext.errors import PlacementError, StrategyError
 from tfdist_ext.placement import (
     OnDevice,
@@ -18,11 +20,13 @@ from tfdist_ext.placement import (
     VariableSpec,
 )
 from tfdist_ext.placement.device_placer import DevicePlacer
-from tfdist_ext.placement.live.creating import is_partitioned
+from tfdist_ext.placement.live.creating import has_the_last_word, is_partitioned, placing
+from tfdist_ext.placement.placer import Placer
+from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["PlacedStrategy"]
+__all__ = ["PlacedParameterServers", "PlacedStrategy"]
 
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
@@ -133,3 +137,40 @@ class PlacedStrategy(StrategyTemplate):
 
     def _is_owned(self, variable: tf.Variable) -> bool:
         return hasattr(variable, _OWNER)
+
+
+class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
+    """ParameterServerStrategy with a Placer that decides where its variables are created.
+
+    A `tf.device("/job:ps/task:1")` scope in the user's code takes precedence over the placer.
+
+    Attributes:
+        placer: decides for each variable.
+        watcher: ends the job when a server is frozen.
+        tell_stalled: makes the servers show their stacks when the training has stalled.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        placer: Placer,
+        watcher: Watcher,
+    ):
+        super().__init__(cluster_resolver)
+        # The call above has connected to the cluster. This one replaces `extended`.
+        extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
+        tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
+        self.placer = placer
+        self.watcher = watcher
+        self.tell_stalled: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[tf.distribute.Strategy]:
+        """As TensorFlow's, with the placement of variables."""
+        with has_the_last_word(), super().scope() as strategy, placing(self.placer):
+            yield strategy
+
+    @property
+    def placement_plan(self) -> PlacementPlan | None:
+        """Where the variables of the last planned model are."""
+        return self.placer.plan

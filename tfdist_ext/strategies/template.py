@@ -1,8 +1,8 @@
 """StrategyTemplate: the base class for custom strategies.
 
-It is complete as it stands: one replica for each device, a copy of each variable on each of them,
+It works without a subclass: one replica for each device, a copy of each variable on each device,
 sums and means computed on one device. A subclass overrides the hooks whose decision it changes and
-calls `super()` for the rest; `docs/custom_strategy.md` builds one.
+calls `super()` for the rest. `docs/custom_strategy.md` builds one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
@@ -33,8 +32,8 @@ class StrategyTemplate(tf.distribute.Strategy):
             CPUs), or None for all of them.
 
     Raises:
-        StrategyError: a device that is not there, or is named twice; at the first trace: a hook
-            that returns what it must not, named in the message.
+        StrategyError: a device does not exist or is named twice. At the first trace: a hook, named
+            in the message, has returned a wrong value.
     """
 
     def __init__(self, devices: int | str | Sequence[str] | None = None):
@@ -47,15 +46,6 @@ class StrategyTemplate(tf.distribute.Strategy):
         """Names of the replicas' devices, in the order of replicas."""
         return self._names
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_extended":  # what all methods of a strategy begin with
-            raise StrategyError(
-                f"{type(self).__name__} must be initialized before it is used, got no call of"
-                " super().__init__(devices): call it in its __init__, before anything else of the"
-                " strategy."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def copies(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
         """The plain variables behind a variable of this strategy: one for each replica, or one.
 
@@ -67,27 +57,27 @@ class StrategyTemplate(tf.distribute.Strategy):
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
     def owner(self, variable: tf.Variable) -> int:
-        """The number of the copy that an update computed once is computed on; 0 by default.
+        """Hook: the number of the copy on whose device an update is computed once; 0 by default.
 
-        `tfd.distribute` asks where variables are shared or the subclass applies updates itself:
-        the gradient is reduced to that copy's device, the optimizer works there on the variable's
-        slots, and the other copies get the result. Slots with copies on all devices are used in
-        their own copy of number `owner(slot)`.
+        `tfd.distribute` calls this if replicas share variables or the subclass overrides
+        `update_variable`. The gradient is reduced to that copy's device, the optimizer works there
+        on the variable's slots, and the other copies get the result. If a slot has copies on all
+        devices, the optimizer uses the copy of number `owner(slot)`.
         """
         return 0
 
     @property
     def has_own_updates(self) -> bool:
-        """Whether the subclass says how updates are applied.
+        """Whether the subclass overrides `update_variable`.
 
-        `tfd.distribute` then computes an update once, on the owner's copies, and has its result
-        assigned to the others through the hook. Else each replica computes it for its copies.
+        `tfd.distribute` then computes an update once, on the owner's copies, and assigns the result
+        to the other copies through the hook. Otherwise each replica updates its own copies.
         """
         return type(self).update_variable is not StrategyTemplate.update_variable
 
     @property
     def has_own_reading(self) -> bool:
-        """Whether the subclass says how variables are read; else any copy will do."""
+        """Whether the subclass overrides `read_variable`; otherwise all copies are equal."""
         return type(self).read_variable is not StrategyTemplate.read_variable
 
     def create_variable(
