@@ -18,13 +18,12 @@ import tensorflow as tf
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
-    BatchChunk,
     Calls,
     ConcreteFunction,
     batch_chunks,
-    batch_of,
+    chunk_specs,
     on_worker,
-    specs_of,
+    unstacked,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import (
@@ -56,8 +55,7 @@ from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
 
-
-# By the number of batches in a chunk, and their form.
+# By the number of batches in a chunk, and the specs of its tensors.
 Functions: TypeAlias = dict[tuple[int, str], ConcreteFunction]
 
 
@@ -151,15 +149,14 @@ class ParameterServerProgram(StepProgram):
         with self._calls.joined() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
             for chunk in batch_chunks(iterator, n, BATCHES_IN_A_CALL if together else 1):
-                if not chunk.ends:
+                if not chunk.batches:
                     passed_over += 1
                     continue
                 function = _function(
-                    self._functions, iterator, chunk, self._steps, *self._number_and_rate
+                    self._functions, iterator, chunk.batches, self._steps, *self._number_and_rate
                 )
-                step = np.int64(first + done * self._counted)
-                call(function, chunk.tensors, chunk.ends, step, rate)
-                done += len(chunk.ends)
+                call(function, chunk.tensors, np.int64(first + done * self._counted), rate)
+                done += chunk.batches
         found = list(call.results())
         states = [unpacked(vector, self._start) for vector, _ in found]
         return done, passed_over, states, found[-1][1] if found else {}
@@ -248,25 +245,24 @@ class ParameterServerPredictor:
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
         """The outputs for each global batch, in order; None for one without a row that is whole."""
-        done = 0
-        turn = self._calls.workers  # a short one first: it shows early that all is well
+        done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
-            n = turn if data.steps is None else min(turn, data.steps - done)
+            n = at_once if data.steps is None else min(at_once, data.steps - done)
             most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
             read = 0
             with self._calls.joined() as call:
                 for chunk in batch_chunks(data.iterator, n, most):
-                    read += max(1, len(chunk.ends))
-                    if chunk.ends:
-                        function = _function(self._functions, data.iterator, chunk, self._batches)
-                        call(function, chunk.tensors, chunk.ends)
+                    read += max(1, chunk.batches)
+                    if chunk.batches:
+                        functions, iterator = self._functions, data.iterator
+                        function = _function(functions, iterator, chunk.batches, self._batches)
+                        call(function, chunk.tensors)
             outputs = [outputs for of_call in call.results() for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
             if read < n:
                 return
             done += read
-            turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
 
     def _batches(self, batches: Sequence[Structure]) -> list[Structure]:
         one = tf.function(self._one_batch, autograph=False)
@@ -284,20 +280,17 @@ class ParameterServerPredictor:
 def _function(
     functions: Functions,
     iterator: BatchIterator,
-    chunk: BatchChunk,
+    count: int,
     of_batches: Callable[..., Structure],
     *specs: tf.TensorSpec,
 ) -> ConcreteFunction:
-    """`of_batches(batches, *args)` for chunks like this one; `specs` are those of `args`."""
-    structure, of_tensors = specs_of(iterator)
-    count = len(chunk.ends)
+    """`of_batches(batches, *args)` for chunks of `count` batches; `specs` are those of `args`."""
+    structure, of_tensors = chunk_specs(iterator, count)
     key = (count, str(of_tensors))
     if key not in functions:
 
-        def of_chunk(tensors: list[tf.Tensor], ends: tf.Tensor, *args: tf.Tensor) -> Structure:
-            numbers = range(count)
-            batches = [batch_of(structure, tensors, ends, number, count) for number in numbers]
-            return of_batches(batches, *args)
+        def of_chunk(tensors: list[tf.Tensor], *args: tf.Tensor) -> Structure:
+            return of_batches(unstacked(structure, tensors, count), *args)
 
-        functions[key] = on_worker(of_chunk, of_tensors, tf.TensorSpec([count], tf.int64), *specs)
+        functions[key] = on_worker(of_chunk, of_tensors, *specs)
     return functions[key]
