@@ -67,12 +67,6 @@ def test_strategies_made_elsewhere(strategy: Any, words: list[str]) -> None:
         assert word in str(tfd.explain(made))
 
 
-def test_inside_a_scope_the_default_strategy_is_still_explained() -> None:
-    default = tfd.create_strategy("default")
-    with tfd.create_strategy("mirrored").scope():
-        assert "devices      wherever TensorFlow places an operation" in str(tfd.explain(default))
-
-
 @pytest.mark.parametrize("thing", [None, tf.distribute.MirroredStrategy])
 def test_what_is_no_strategy(thing: Any) -> None:
     with pytest.raises(tfd.StrategyError, match=r"must be a tf\.distribute"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist_ext import StrategyError
@@ -15,15 +15,16 @@ from tfdist_ext.strategies.settings import Settings, read_file
 layer = st.dictionaries(st.sampled_from("abcd"), st.none() | st.integers())
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(layer, max_size=4))
 def test_the_first_place_with_a_value_wins(layers: list[dict[str, Any]]) -> None:
-    settings = Settings()
+    found = Settings()
     for number, values in enumerate(layers):
-        settings.add(f"layer {number}", values)
+        found.add(f"layer {number}", values)
     for key in "abcd":
         setters = [n for n, values in enumerate(layers) if values.get(key) is not None]
-        assert settings.values.get(key) == (layers[setters[0]][key] if setters else None)
-        assert settings.place_of(key) == (f"layer {setters[0]}" if setters else None)
+        assert found.values.get(key) == (layers[setters[0]][key] if setters else None)
+        assert found.place_of(key) == (f"layer {setters[0]}" if setters else None)
 
 
 def test_a_line_says_what_won_over_what() -> None:

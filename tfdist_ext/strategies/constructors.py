@@ -126,6 +126,14 @@ def tpu(
             " Outside of Google Cloud pass zone= and project=, or the address of the TPU as"
             " 'grpc://host:port'; on a TPU machine pass 'local'."
         ) from error
+    return _connected(resolver, spec, name)
+
+
+def _connected(
+    resolver: tf.distribute.cluster_resolver.TPUClusterResolver,
+    spec: tf.train.ClusterSpec | None,
+    name: str,
+) -> tf.distribute.Strategy:
     jobs = spec.as_dict() if spec else {}
     for address in [address for tasks in jobs.values() for address in tasks]:
         if not _is_server(address):  # TensorFlow would try to connect forever

@@ -1,9 +1,8 @@
 """Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
 
-The global batches are read on the coordinator and travel with the remote calls. So a call that is
-retried because its worker died sees the same examples, and each example counts once: what the
-workers return, not what they write on the way, becomes the metrics and the number of steps.
-Predictions are in input order, whichever worker made them.
+The coordinator reads the global batches and sends them with the remote calls. A call that is
+retried because its worker died uses the same examples. Metrics and the number of steps come from
+what the calls return, so each example counts once. Predictions are in input order.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ParameterServerProgram(StepProgram):
         self._rate: keras.Variable | None = None
         if isinstance(model.optimizer, keras.optimizers.Optimizer):
             self._counter, self._rate = kp.step_variables(model.optimizer)
-        # Other optimizers count in the servers' variables: what a step adds is added there.
+        # Other optimizers count in variables on the servers, to which a step adds.
         self._watched += [
             kp.step_variables(other)[0]
             for other in optimizers_of(model).values()
@@ -99,14 +98,14 @@ class ParameterServerProgram(StepProgram):
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        # Float32 would lose counts above 16 million, and the ends of sums long before.
+        # Float32 loses counts above 16 million, and digits of sums long before.
         self._totals = [_wide(kp.raw_value(variable).numpy()) for variable in self._metrics]
 
     def _reset_values(self) -> list[np.ndarray]:
-        """The metrics' states after a reset: each remote call starts from them.
+        """The metrics' states after a reset, from which each remote call starts.
 
-        They become constants of the traced functions, so they must not depend on what the metrics
-        hold at the moment: the results of another data set, or those of an interrupted epoch.
+        They become constants of the traced functions, so they must not depend on the metrics'
+        current values: results of another data set, or of an interrupted epoch.
         """
         raw_values = [kp.raw_value(variable) for variable in self._metrics]
         before = [raw.numpy() for raw in raw_values]
@@ -117,10 +116,10 @@ class ParameterServerProgram(StepProgram):
         return start
 
     def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
-        """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
+        """Run `n` steps on the workers, or fewer if the data ends; returns when all are done.
 
         Raises:
-            TrainingError: a parameter server is gone.
+            PeerError: a parameter server is gone.
         """
         first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
@@ -197,14 +196,14 @@ class ParameterServerProgram(StepProgram):
         """The values of a step from which the logs are computed in the end."""
         numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
         final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
-        # Before its step a worker has counted its own call alone.
+        # Before its step a worker has counted only its own call.
         final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
         derived = self._derive_logs(logs, scope.versions, final, is_carried)
         self._logs_in_graph = tf.function(derived.compute, autograph=False)
         return {str(i): value for i, (value, _) in enumerate(derived.returned)}
 
     def _add(self, states: Sequence[np.ndarray]) -> None:
-        """Take the metrics' states of steps that began with `_start` into those of the epoch."""
+        """Add the metrics' states of steps that began with `_start` to those of the epoch."""
         for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
             if variable.aggregation == "sum":
                 self._totals[i] = self._totals[i] + (states[i] - start)
@@ -215,7 +214,7 @@ class ParameterServerProgram(StepProgram):
         of_metrics: set[str] = set()
         if self._derived is not None:
             carried = [
-                # Zeros where no worker had a batch left.
+                # Zeros if no worker had a batch left.
                 outputs.get(str(i), tf.zeros([n or 0 for n in value.shape], value.dtype))
                 for i, (value, _) in enumerate(self._derived.returned)
             ]
@@ -244,7 +243,7 @@ class ParameterServerPredictor:
         self._functions: Functions = {}
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None for one without a row that is whole."""
+        """The outputs for each global batch, in order; None if all of its records are damaged."""
         done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
             n = at_once if data.steps is None else min(at_once, data.steps - done)

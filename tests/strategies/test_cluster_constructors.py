@@ -1,4 +1,4 @@
-"""What needs a TensorFlow of another state than this process's: real programs, hard limits."""
+"""Strategies of clusters, in processes of their own with hard limits."""
 
 from __future__ import annotations
 
@@ -225,3 +225,13 @@ def test_workers_of_a_machine_share_its_cores() -> None:
     share = 0 if bound else max(1, cores // 2)  # 0: TensorFlow decides
     said = [f"threads      at most {share} in an operation on a CPU"] if share else []
     assert list(run_tasks(_threads, 2).values()) == [(share, said)] * 2
+
+
+def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) -> None:
+    """No server of this cluster exists."""
+    jobs = {job: (f"127.0.0.1:{n}",) for n, job in enumerate(("chief", "worker", "ps"), 1)}
+    cluster = tfd.ClusterConfig(jobs=jobs, task=tfd.Task("chief", 0))
+    path = tmp_path / "strategy.toml"
+    path.write_text('[strategy]\nname = "parameter_server"\n[strategy.placement]\n"a" = "task 9"\n')
+    with pytest.raises(tfd.PlacementError, match="'a' must be from 0 to 0, got 9: there are 1 ps"):
+        tfd.create_strategy(config=path, cluster=cluster)
