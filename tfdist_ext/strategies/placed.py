@@ -38,27 +38,28 @@ class PlacedStrategy(StrategyTemplate):
     - `Mirrored()`: a copy with slots on each device.
     - `OnDevice("CPU:0")`: one copy with its slots; `tfd.distribute` moves the rows that an
       Embedding looks up, and not the table.
-    - `Owned()`: a copy on each device, to compute with; the optimizer's slots are on one device
-      alone, the owner. The gradient is reduced to it, it computes the update, and sends the new
-      value to the others: optimizer state partitioned as in ZeRO, stage 1 (Rajbhandari et al.
-      2020, https://arxiv.org/abs/1910.02054), by whole variables.
-    - `Sharded(n)`: cut by rows into n even pieces, with the slots of each beside it, on n of the
-      devices; `Sharded()` on all of them. Each piece is updated where it is; `tfd.distribute`
-      moves the rows that an Embedding looks up.
+    - `Owned()`: a copy on each device, to compute with. Only one device, the owner, has the
+      optimizer's slots. The gradient is reduced to the owner, which computes the update and sends
+      the new value to the other devices. This partitions the optimizer state as in ZeRO, stage 1
+      (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), by whole variables.
+    - `Sharded(n)`: cut by rows into n even pieces on n of the devices, each with its slots;
+      `Sharded()` on all devices. Each piece is updated on its device. `tfd.distribute` moves the
+      rows that an Embedding looks up.
 
-    Trained variables without a rule are owned from a size on, and mirrored below. Owners hold
-    nearly equal bytes where variables are no larger than a fair share.
+    Trained variables without a rule are owned if they have at least `owned_from` bytes, and
+    mirrored otherwise. Owners hold nearly equal bytes unless a variable is larger than a fair
+    share.
 
     Args:
-        devices: as those of a StrategyTemplate.
+        devices: as for StrategyTemplate.
         rules: `Rule(pattern, placement)`, or a table of pattern -> placement or its text, as
             {"embedding/.*": "device CPU:0"}; patterns match Keras's paths of variables.
-        owned_from: the size from which trained variables are owned, without slots: bytes, or as
-            "64KiB".
+        owned_from: the size from which trained variables are owned, without slots: a number of
+            bytes, or a text like "64KiB".
 
     Raises:
-        StrategyError: a device that is not there, or is named twice; a rule that cannot be right
-            on these devices, named in the message.
+        StrategyError: a device does not exist or is named twice, or a rule, named in the message,
+            is not possible on these devices.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PlacedStrategy(StrategyTemplate):
 
     @property
     def placement_plan(self) -> PlacementPlan | None:
-        """Where the variables of the last model are that `tfd.distribute` has planned."""
+        """The placement of the last model that `tfd.distribute` has planned."""
         return self._placer.plan
 
     def plan_model(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
@@ -88,7 +89,7 @@ class PlacedStrategy(StrategyTemplate):
         return self._placer.learn(specs)
 
     def check_model(self, paths: Sequence[str]) -> None:
-        """Check the rules on a model that was built by its data and could not be planned before.
+        """Check the rules on a model that is built by its data, and so cannot be planned before.
 
         Raises:
             PlacementError: a rule that matches no variable, or two that match one.
@@ -96,7 +97,7 @@ class PlacedStrategy(StrategyTemplate):
         self._placer.check_paths(paths)
 
     def owner(self, variable: tf.Variable) -> int:
-        """The number of the device that owns a variable; 0 of one that is not owned."""
+        """The number of the device that owns a variable; 0 for a variable that is not owned."""
         return getattr(variable, _OWNER, 0)
 
     def create_variable(

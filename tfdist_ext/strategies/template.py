@@ -49,7 +49,7 @@ class StrategyTemplate(tf.distribute.Strategy):
     def copies(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
         """The plain variables behind a variable of this strategy: one for each replica, or one.
 
-        Of a variable in pieces these are its pieces, in the order of rows.
+        For a variable in pieces, the pieces in the order of their rows.
         """
         if is_partitioned(variable):
             return tuple(variable.get().variables)
@@ -88,22 +88,22 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> tf.Variable:
         """Hook: where a variable is created.
 
-        Asked for every variable but those of which each replica keeps a value of its own
-        (synchronization ON_READ, as in metrics).
+        Called for every variable except those with `synchronization=ON_READ`, as those of metrics,
+        of which each replica has its own value.
 
         Args:
-            spec: path (its name, if it is not a Keras variable), shape, dtype, bytes,
+            spec: the variable's path (its name, if it is not a Keras variable), shape, dtype, bytes
                 and whether it is trained.
-            create: `create(devices)` makes it: on the devices of all replicas, a copy on each; on
-                one device, one copy that all replicas use. `create(devices, in_pieces=True)` cuts
-                it along axis 0 into even pieces, one on each of these devices, no more than it has
-                rows; all replicas use them.
-            beside: the variable that it belongs to, as an optimizer's slot does, or None. With as
-                many rows as one that is in pieces it must be in such pieces, too.
+            create: `create(devices)` with the devices of all replicas makes a copy on each device;
+                with one device it makes one copy that all replicas use.
+                `create(devices, in_pieces=True)` cuts the variable along axis 0 into even pieces,
+                one on each of these devices, which all replicas use. There can be no more pieces
+                than rows.
+            beside: the variable that the new variable belongs to, as an optimizer's slot does; or
+                None. If `beside` is in pieces and has as many rows, create the same pieces.
 
         Returns:
-            What `create` returned. By default copies on all devices, and beside a variable where
-            that one is.
+            What `create` returned. By default copies on all devices, or where `beside` is.
         """
         if beside is None:
             return create(self.devices)
@@ -115,12 +115,12 @@ class StrategyTemplate(tf.distribute.Strategy):
         return create(devices[:1])
 
     def read_variable(self, variable: tf.Variable, copies: Sequence[tf.Variable]) -> tf.Tensor:
-        """Hook: how a variable is read outside of replicas; a checkpoint holds what is read.
+        """Hook: how a variable is read outside of replicas, and what a checkpoint saves.
 
-        Asked for variables with a copy on each device. In a replica its own copy is read.
+        Called for variables with a copy on each device. A replica reads its own copy.
 
         Returns:
-            A tensor of the variable's shape and dtype. By default the first copy's.
+            A tensor of the variable's shape and dtype. By default the value of the first copy.
         """
         return copies[0].read_value()
 
@@ -129,13 +129,13 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> Sequence[Any]:
         """Hook: how an update is applied.
 
-        Each assignment and each step of a Keras optimizer comes here, with values that are reduced
-        already.
+        Called for each assignment and each step of a Keras optimizer, with values that are already
+        reduced.
 
         Args:
-            copies: the plain variables, one for each replica, or one; of a variable in pieces the
-                one that consists of them, as it is updated as a whole.
-            update: `update(number)` applies it to the copy of that number, on its device.
+            copies: the plain variables, one for each replica, or one. A variable in pieces counts
+                as one, because it is updated as a whole.
+            update: `update(number)` applies the update to the copy of that number, on its device.
 
         Returns:
             A list of what `update` returned for each copy. By default every copy is updated.
@@ -151,19 +151,18 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> Sequence[tp.Value]:
         """Hook: how values are reduced.
 
-        `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments come here.
+        Called by `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments.
 
         Args:
             op: `tf.distribute.ReduceOp.SUM` or `.MEAN`.
-            values: a tensor, or tf.IndexedSlices, of each replica, on its device.
-            devices: full names of those on which the result is wanted.
-            what: a `Reduced`: a gradient, and of which variable, a metric, a statistic, or a value
-                of the user's own. A hook of a subclass gets it, as a keyword, if it has a
-                parameter of this name; one without is called with the three arguments above.
+            values: a tensor, or tf.IndexedSlices, of each replica, on the replica's device.
+            devices: the full names of the devices that need the result.
+            what: a `Reduced`: whether the values are gradients of a variable, a metric, a statistic
+                or the user's own values. A subclass may leave this parameter out.
 
         Returns:
-            A list with the result for each device, which is moved there if it is not there yet. By
-            default the values are reduced on the first device, which sends the result out.
+            A list with the result for each device. Results on other devices are moved. By default
+            the values are reduced on the first device.
         """
         total = tp.reduced_on(devices[0], op, values)
         return [total] * len(devices)
@@ -171,9 +170,9 @@ class StrategyTemplate(tf.distribute.Strategy):
     def distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
     ) -> tf.distribute.DistributedDataset:
-        """Hook: how `experimental_distribute_dataset` gives a dataset to the replicas.
+        """Hook: how `experimental_distribute_dataset` distributes a dataset.
 
         Returns:
-            A distributed dataset. By default each batch is cut into a part for each replica.
+            A distributed dataset. By default each batch is cut into one part for each replica.
         """
         return self.extended.split(dataset, options)

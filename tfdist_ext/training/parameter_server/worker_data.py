@@ -163,6 +163,7 @@ class WorkerRecords:
     def write(
         self,
         worker: tf.Tensor,
+        position: tf.Tensor,
         steps: tf.Tensor,
         states: Sequence[tf.Tensor],
         start: Sequence[np.ndarray],
@@ -170,7 +171,10 @@ class WorkerRecords:
     ) -> None:
         """In a graph: count the steps of a call.
 
+        They do not count if another call has used the same batches since this call began.
+
         Args:
+            position: the number of used batches when the call began.
             states: of the metrics after the call, which began with `start`.
             adds: for each state, whether to add the difference to `start`, or to replace it.
         """
@@ -180,6 +184,7 @@ class WorkerRecords:
         after = packed(states)
         after = tf.where(adding, before[1:] + (after - first), after)
         row = tf.concat([before[:1] + tf.cast([steps], tf.float64), after], axis=0)
+        row = tf.where(before[0] == tf.cast(position, tf.float64), row, before)
         self._rows.scatter_update(tf.IndexedSlices(row[tf.newaxis], worker[tf.newaxis]))
 
 
@@ -360,5 +365,5 @@ class WorkerLoop:
             (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), (start, empty)),
         )
         with tf.control_dependencies([done]):  # all that the steps have written is written
-            self._records.write(worker, done, states, self.start, self.adds)
+            self._records.write(worker, position, done, states, self.start, self.adds)
         return worker, done, tf.logical_not(more), tf.logical_not(expected), outputs
