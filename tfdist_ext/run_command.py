@@ -97,7 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " fit(checkpoint_dir=...) resumes from its newest checkpoint",
     )
     number("--min-workers", help="continue with at least N workers if one fails repeatedly")
-    )
 
 
 def run(options: argparse.Namespace, command: list[str]) -> int:

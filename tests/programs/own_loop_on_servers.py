@@ -41,29 +41,14 @@ def begin_alike():
         b.assign(a.numpy())
 
 
-def loss_of(model, rows=ids[0]):
-    return tf.reduce_mean((model(rows, training=True) - y[0]) ** 2)
+def loss_of(model):
+    return tf.reduce_mean((model(ids[0], training=True) - y[0]) ** 2)
 
 
-def taped(model, compute=loss_of, **options):
-    with tf.GradientTape(**options) as tape:
+def taped(model, compute=loss_of):
+    with tf.GradientTape() as tape:
         loss = compute(model)
     return tape.gradient(loss, model.trainable_variables)
-
-
-def cached(model):
-    compute = tf.function(loss_of)
-    compute(model)
-    taped(model, compute)
-    return taped(model, compute)
-
-
-def twice(model):
-    with tf.GradientTape(persistent=True) as tape:
-        loss = loss_of(model)
-    tape.gradient(loss, model.trainable_variables)
-    nested = tape.gradient(loss, {"all": [model.trainable_variables]})
-    return nested["all"][0]
 
 
 def second_order(model):
@@ -85,28 +70,15 @@ def in_loop(model):
     return tf.while_loop(lambda i, _: i < 2, body, (0, 0.0))[1]
 
 
-def in_cond(model):
-    return tf.cond(tf.constant(True), lambda: loss_of(model), lambda: 0.0)
-
-
-def frozen_part(model):
-    return taped(model, lambda model: tf.reduce_sum(model.weights[-1] * 2.0))
-
-
 GRADIENTS = {
     "eager": taped,
     "in a tf.function": tf.function(taped),
-    "through a tf.function": cached,
-    "persistent, nested": twice,
     "of a gradient": second_order,
     "embedding_lookup": lambda model: taped(model, by_lookup),
     "while_loop": tf.function(lambda model: taped(model, in_loop)),
-    "cond": tf.function(lambda model: taped(model, in_cond)),
-    "unconnected": frozen_part,
 }
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adamw, clipnorm": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.1),
     "adafactor": lambda: keras.optimizers.Adafactor(0.1),  # updates whole variables
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
 }

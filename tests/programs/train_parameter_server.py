@@ -271,14 +271,12 @@ def lookups():
     """Workers map their data with what was made in the strategy's scope."""
     words = np.array(["a", "b", "none", "c"] * 6)[:, None]
     with strategy.scope():
-        layer = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
         text = keras.layers.TextVectorization(output_sequence_length=1)
         text.adapt(words)
         initial = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
         table = tf.lookup.StaticHashTable(initial, 0)
         variable = tf.Variable([2], dtype=tf.int64)
     maps = {
-        "layer": layer,
         "adapted, variable": lambda x: tf.reshape(text(x), [-1, 1]) + variable,
         "table, Python": lambda x: tf.ensure_shape(
             tf.numpy_function(lambda ids: ids * 2, [table.lookup(x)], tf.int64), [None, 1]

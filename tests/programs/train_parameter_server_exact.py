@@ -49,9 +49,7 @@ OPTIMIZERS = {
     "adamw, clipnorm, ema": lambda: opt.AdamW(
         0.01, weight_decay=0.01, clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3
     ),
-    "global_clipnorm": lambda: opt.SGD(0.5, global_clipnorm=0.1),
     "accumulation": lambda: opt.RMSprop(0.01, gradient_accumulation_steps=2),
-    "loss scale": lambda: opt.LossScaleOptimizer(opt.Adam(0.01), dynamic_growth_steps=3),
 }
 random = np.random.default_rng(0)
 x = random.integers(0, 11, (61, 3))

@@ -1,8 +1,7 @@
-"""Keras metrics in a loop of one's own under central storage count as on one device."""
+"""Keras metrics in a custom training loop under central storage count as on one device."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -99,31 +98,6 @@ def test_a_reset_metric_counts_from_zero(strategy: tf.distribute.Strategy, count
     assert [float(variable.numpy()) for variable in mean.variables] == [7.0, 1.0]
 
 
-def test_a_checkpoint_of_metrics_fits_one_device_and_back(
-    counted: Any, on_one_device: Any, tmp_path: Path
-) -> None:
-    """Integers that the number of replicas does not divide are restored, too."""
-
-    def checkpoint(metrics: dict[str, keras.Metric]) -> tf.train.Checkpoint:
-        return tf.train.Checkpoint(metrics=[metric.variables for metric in metrics.values()])
-
-    plain = make_metrics()
-    update(plain, *predictions())
-    for metric in plain.values():
-        metric.reset_state()
-    checkpoint(plain).restore(checkpoint(counted).save(tmp_path / "central"))
-    restored = results(plain)
-    for name, wanted in on_one_device.items():
-        assert restored[name] == pytest.approx(wanted, abs=1e-6), name
-
-    saved = checkpoint(plain).save(tmp_path / "plain")
-    for metric in counted.values():
-        metric.reset_state()
-    assert float(counted["accuracy"].result()) == 0.0
-    checkpoint(counted).restore(saved)
-    assert results(counted) == restored
-
-
 def test_optimizers_count_their_steps(strategy: tf.distribute.Strategy) -> None:
     with strategy.scope():
         weight = keras.Variable(1.0)
@@ -138,24 +112,3 @@ def test_optimizers_count_their_steps(strategy: tf.distribute.Strategy) -> None:
     loop()
     assert int(optimizer.iterations.numpy()) == 4
     assert float(weight.numpy()) == 1.0 - 4 * 0.5 * 3  # gradients of three replicas are added
-
-
-def test_a_model_compiled_with_such_metrics_is_distributed(
-    strategy: tf.distribute.Strategy,
-) -> None:
-    x, y = predictions()[1], predictions()[0]
-
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3, "softmax")])
-        model.compile(
-            "sgd", "categorical_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")]
-        )
-        return model
-
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    wanted = build().fit(x, y, **fit).history
-    with strategy.scope():
-        model = build()
-    found = tfd.distribute(model, strategy).fit(x, y, **fit).history
-    assert all(found[name] == pytest.approx(wanted[name], abs=1e-6) for name in wanted)

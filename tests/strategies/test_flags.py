@@ -73,7 +73,6 @@ def test_flags_over_file_over_environment(
     assert "it was asked for by name in flags" in text
     assert f"name = 'mirrored' from flags, over the file {file} ('one_device')" in text
     assert f"devices = ['CPU:1', 'CPU:2', 'CPU:3'] from the file {file}" in text
-    assert "the cluster of TF_CONFIG (worker:1 of 2 tasks): mirrored does not use it" in text
 
 
 def test_a_file_of_the_call_goes_over_one_of_the_flags(

@@ -97,7 +97,5 @@ def test_by_name() -> None:
     assert type(strategy) is PlacedStrategy
     assert strategy.devices == ("CPU:0", "CPU:1")
     assert "strategy     placed (PlacedStrategy)" in str(tfd.explain(strategy))
-    same = tfd.create_strategy("placed", rules=[Rule("table", OnDevice("CPU:0"))], owned_from=1)
-    assert len(same.devices) == 4
-    with pytest.raises(tfd.StrategyError, match="placement or rules, which are the same, got both"):
-        tfd.create_strategy("placed", rules={}, placement={})
+    rules = [Rule("table", OnDevice("CPU:0"))]
+    assert len(tfd.create_strategy("placed", placement=rules, owned_from=1).devices) == 4

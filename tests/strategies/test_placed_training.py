@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from template_cases import DATA, LABELS, ROWS, TESTED, assert_equal, build, eager, train
+from template_cases import LABELS, ROWS, TESTED, assert_equal, build, eager, train
 
 import tfdist_ext as tfd
 from tfdist_ext.placement.live.creating import is_partitioned
-from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
+from tfdist_ext.strategies import PlacedStrategy
 
 RULES = {
     "sharded": {
@@ -70,24 +69,6 @@ def test_in_eager_steps() -> None:
     assert_equal(train(model), one_device("SGD"))
 
 
-def test_mixed_precision() -> None:
-    """As near to one device as half precision is, and every copy the same."""
-
-    def half() -> keras.Model:
-        before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy("mixed_float16")
-        try:
-            return build("SGD")
-        finally:
-            keras.config.set_dtype_policy(before)
-
-    expected = train(eager(half()), tested=False)
-    model = tfd.distribute(half, PlacedStrategy(3, RULES["mixed"]))
-    one_row = 1.01 / 41  # of the accuracy: its score may round to the other side
-    np.testing.assert_allclose(train(model, tested=False)[0], expected[0], rtol=1e-5, atol=one_row)
-    assert_copies_equal(model)
-
-
 def test_slots_are_with_the_owner_alone_and_balanced() -> None:
     def equal_layers() -> keras.Model:
         layers = [keras.layers.Dense(16, use_bias=False) for _ in range(8)]
@@ -128,33 +109,6 @@ def test_gradients_go_to_the_owner_alone() -> None:
     owner = strategy.devices[strategy.owner(model.keras_model.get_layer("hidden").kernel.value)]
     assert {tuple(devices) for shape, devices in asked if shape == [17, 8]} == {(owner,)}
     assert {tuple(devices) for shape, devices in asked if shape == [12, 4]} == {("CPU:2",)}
-
-
-def test_checkpoints_to_and_from_mirrored(tmp_path: Path) -> None:
-    """One epoch under one strategy, the next under another."""
-    plain = eager(build())
-    train(plain, epochs=1, tested=False)
-    expected = train(plain, epochs=1, tested=False)
-    mirrored = tfd.distribute(build, tfd.create_strategy("mirrored", devices=2))
-    start, middle = str(tmp_path / "start"), str(tmp_path / "middle")
-    mirrored.save_checkpoint(start)
-    placed = tfd.distribute(build, PlacedStrategy(3, RULES["mixed"]))
-    for one, other in ((placed, mirrored), (mirrored, placed)):
-        one.restore_checkpoint(start)
-        train(one, epochs=1, tested=False)
-        one.save_checkpoint(middle)
-        other.restore_checkpoint(middle)
-        assert_equal(train(other, epochs=1, tested=False), expected)
-
-
-def test_keras_s_own_fit_does_what_it_does_on_the_template() -> None:
-    def trained(strategy: Any) -> Any:
-        with strategy.scope():
-            model = build("SGD")
-        fitted = model.fit(DATA, LABELS, batch_size=12, epochs=1, shuffle=False, verbose=0)
-        return list(fitted.history["loss"]), [v.numpy() for v in model.weights]
-
-    assert_equal(trained(PlacedStrategy(2, {".*": "owned"})), trained(StrategyTemplate(2)), 2e-6)
 
 
 def test_an_existing_model_and_a_rule_that_matches_nothing() -> None:

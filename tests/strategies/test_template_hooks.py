@@ -247,13 +247,6 @@ def test_what_a_loop_of_ones_own_reduces() -> None:
         strategy.told[0].kind = "metric"
 
 
-def test_results_of_a_reduction_are_moved_to_where_they_are_wanted() -> None:
-    strategy = Pairwise(3)
-    step = lambda: tf.distribute.get_replica_context().all_reduce("SUM", replica_number())  # noqa: E731
-    parts = strategy.experimental_local_results(strategy.run(step))
-    assert [part.device.removeprefix(FULL) for part in parts] == ["0", "1", "2"]
-
-
 def test_how_a_dataset_is_given_out() -> None:
     class Backwards(StrategyTemplate):
         def distribute_dataset(self, dataset: Any, options: Any) -> Any:
@@ -286,10 +279,6 @@ def hook(name: str, answer: Any) -> Any:
             lambda self, spec, create, beside: create(["CPU:9"]),
             "devices of Wrong.create_variable, for 'v' must be .* got CPU:9",
         ),
-        (
-            lambda self, spec, create, beside: tf.Variable([1.0, 2.0]),
-            r"Wrong.create_variable must return what create\(devices\) makes, got 'v' created by",
-        ),
     ],
 )
 def test_a_wrong_variable(answer: Any, message: str) -> None:
@@ -307,7 +296,6 @@ def test_a_wrong_variable(answer: Any, message: str) -> None:
             " got None",
         ),
         (lambda self, v, copies: copies[0][:1], r"got <tf.Tensor: shape=\(1,\)"),
-        (lambda self, v, copies: tf.cast(copies[0], tf.int32), r"got <tf.Tensor: shape=\(2,\)"),
     ],
 )
 def test_a_wrong_reading(answer: Any, message: str) -> None:
@@ -318,25 +306,17 @@ def test_a_wrong_reading(answer: Any, message: str) -> None:
         variable.numpy()
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda *_: None, "got None"),
-        (lambda self, v, copies, update: [update(0)], r"for each copy of 'v:0', got \["),
-    ],
-)
-def test_a_wrong_update(answer: Any, message: str) -> None:
-    strategy = hook("update_variable", answer)
+def test_a_wrong_update() -> None:
+    strategy = hook("update_variable", lambda self, v, copies, update: [update(0)])
     with strategy.scope():
         variable = tf.Variable(1.0, name="v", aggregation=tf.VariableAggregation.SUM)
-    with pytest.raises(tfd.StrategyError, match=message):
+    with pytest.raises(tfd.StrategyError, match=r"for each copy of 'v:0', got \["):
         tf.function(lambda: strategy.run(lambda: variable.assign(replica_number())))()
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda *_: None, "got None"),
         (lambda self, op, values, devices: values[:1], r"a list of 2, a value for each .* got \("),
         (
             lambda self, op, values, devices: [tf.reduce_sum(values[0])] * 2,
@@ -365,22 +345,10 @@ def test_a_wrong_dataset() -> None:
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
 
 
-def test_a_constructor_that_forgets_its_base() -> None:
-    class Forgets(StrategyTemplate):
-        def __init__(self) -> None:
-            self.limit = 3
-
-    with pytest.raises(
-        tfd.StrategyError, match=r"Forgets must be initialized .* super\(\).__init__\(dev"
-    ):
-        Forgets().scope()
-
-
-@pytest.mark.parametrize("number", [2, None])
-def test_a_wrong_owner(number: Any) -> None:
+def test_a_wrong_owner() -> None:
     class Wrong(Owned):
         def owner(self, variable: Any) -> Any:
-            return number
+            return 2
 
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])

@@ -11,12 +11,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext as tfd
-from tfdist_ext.strategies import tpu
+from tfdist_ext.strategies import constructors
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(constructors, "REACH_SECONDS", 0.3)
     # A metadata server that refuses, whatever network this machine has.
     monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
 
@@ -40,8 +40,8 @@ def test_a_server_that_is_silent_is_no_tpu(silent: str) -> None:
         ({"tpu": "local"}, ["no TPU found at 'local'", "TPUs not found", "Devices seen are CPU:0"]),
         ({"tpu": "grpc://127.0.0.1:1"}, ["no TPU server answers at 127.0.0.1:1"]),
         ({"tpu": "grpc://nonsense"}, ["no TPU server answers at nonsense"]),
-        ({"tpu": "127.0.0.1:8470"}, ["under the name '127.0.0.1:8470'", "as 'grpc://host:port'"]),
-        ({"tpu": "my-tpu"}, ["no TPU found under the name 'my-tpu'", "refused", "zone="]),
+        ({"tpu": "127.0.0.1:8470"}, ["no TPU found at '127.0.0.1:8470'", "as 'grpc://host:port'"]),
+        ({"tpu": "my-tpu"}, ["no TPU found at 'my-tpu'", "refused", "zone="]),
         ({"tpu": "my-tpu", "zone": "z", "project": "p"}, ["no TPU found at 'my-tpu'", "client"]),
         ({"devices": 8}, ["must be cluster, tpu, zone, project", "got devices=8"]),
     ],
@@ -59,7 +59,7 @@ def test_a_metadata_server_that_is_silent_does_not_hang_us(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GCE_METADATA_IP", silent)
-    monkeypatch.setattr(tpu, "LOOKUP_SECONDS", 0.3)
+    monkeypatch.setattr(constructors, "LOOKUP_SECONDS", 0.3)
     with pytest.raises(tfd.StrategyError, match=r"no answer within 0\.3 s"):
         tfd.create_strategy("tpu", tpu="my-tpu")
 

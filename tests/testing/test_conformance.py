@@ -1,6 +1,6 @@
 """The kit passes for TensorFlow's strategies, for the template and for the page's strategy.
 
-The template with other hooks: `tests/strategies/test_template_contract.py`.
+Variables in pieces: `tests/strategies/test_placed_in_pieces.py`.
 `scripts/figures/conformance` runs all checks on all of them.
 """
 

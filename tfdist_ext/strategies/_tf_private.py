@@ -155,7 +155,7 @@ def _is_summed_on_read(kwargs: dict[str, Any]) -> bool:
 
 
 def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """The same CentralStorageStrategy, in which each replica counts in a metric's own copy.
+    """The same CentralStorageStrategy, in which each replica has its own copy of a metric.
 
     Private because CentralStorageStrategy ignores `synchronization=ON_READ`, and only
     `_create_variable` can be replaced. Keras adds to a metric by `assign(self + x)`: on one shared
@@ -173,38 +173,11 @@ def with_metrics_per_replica(strategy: tf.distribute.Strategy) -> tf.distribute.
                 with across(device), outside_of_tapes():
                     copies.append(next_creator(**kwargs))
                 kwargs["initial_value"] = lambda: tf.zeros(copies[0].shape, copies[0].dtype)
-            return _summed_variable_class()(strategy, copies, kwargs["aggregation"])
+            counted = NAMES("distribute.values.SyncOnReadVariable")
+            return counted(strategy, copies, kwargs["aggregation"])
 
     strategy.extended.__class__ = CentralStorageExtended
     return strategy
-
-
-@functools.cache
-def _summed_variable_class() -> Any:
-    """A SyncOnReadVariable whose first copy takes the whole sum that is assigned or restored.
-
-    Private because its base is, which divides the sum by the number of copies: integers change.
-    """
-    base: Any = NAMES("distribute.values.SyncOnReadVariable")
-
-    class SummedVariable(base):
-        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-            with _inside(self._distribute_strategy):
-                if _saves_one_copy() or tf.distribute.get_replica_context() is not None:
-                    return super().assign(value, *args, **kwargs)
-                for copy in self.values:
-                    with tf.device(copy.device):
-                        copy.assign(value)
-                    value = tf.zeros(copy.shape, copy.dtype)
-                return self
-
-        def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-            return {"VARIABLE_VALUE": self._distribute_strategy.extended.read_var(self)}
-
-        def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> Any:
-            return self.assign(restored["VARIABLE_VALUE"])
-
-    return SummedVariable
 
 
 def with_scalar_conversions(variable: Any) -> Any:

@@ -1,43 +1,44 @@
-"""Which strategy to make, from a name and what surrounds this process: pure functions."""
+"""Steps 1 and 2 of `create_strategy`: describe the environment, and choose a strategy for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
+import tensorflow as tf
+
+from tfdist_ext.cluster import describe_environments
+from tfdist_ext.cluster import tpu as tpu_environment
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.strategies.devices import make_logical_cpus, requested_count, seen_devices
+from tfdist_ext.strategies.resolvers import Cluster, Described, describe, describe_if_known
 
-if TYPE_CHECKING:
-    from tfdist_ext.strategies.resolvers import Described
+__all__ = ["CLUSTER_STRATEGIES", "Choice", "Environment", "choose", "describe_environment"]
 
-__all__ = ["OF_CLUSTERS", "Choice", "Environment", "choose"]
-
-# The strategies that cannot be made without a cluster of this package's kind.
-OF_CLUSTERS = ("multi_worker_mirrored", "parameter_server")
+# The strategies that need a cluster, and whose cluster may have an evaluator.
+CLUSTER_STRATEGIES = ("multi_worker_mirrored", "parameter_server")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What surrounds this process, as far as the choice depends on it.
+    """Everything around this process that the choice depends on.
 
     Attributes:
         devices: lists the devices of this machine, as "GPU:0". Called only if the choice depends
             on them, because listing devices starts TensorFlow.
         cluster: the cluster that was given or found. None: no cluster, or the strategy uses none.
-        is_given: whether a cluster was passed to the call.
-        is_alone: whether each task of a cluster is to train by itself.
-        unused: a cluster in the environment that the named strategy does not use, in words.
-        tpu: the signal of a TPU in words, "" without one.
-        asked_for: how many devices `devices=` asks for, None if it was not given.
-        others: a line for each place that could have described a cluster or a TPU.
+        is_given: whether a cluster was passed to `create_strategy`.
+        is_alone: whether each task of a cluster trains by itself.
+        tpu: where a TPU is named; "" without a TPU.
+        asked_for: the number of devices that `devices=` asks for; None if it was not given.
+        others: one line for each place that could have described a cluster.
     """
 
     devices: Callable[[], Sequence[str]]
     cluster: Described | None = None
     is_given: bool = False
     is_alone: bool = False
-    unused: str = ""
     tpu: str = ""
     asked_for: int | None = None
     others: tuple[str, ...] = ()
@@ -48,17 +49,62 @@ class Environment:
         return self.cluster is not None and self.cluster.is_evaluator
 
 
+def describe_environment(
+    name: str,
+    cluster: Cluster,
+    settings: Mapping[str, Any],
+    env: Mapping[str, str],
+    *,
+    is_given: bool = False,
+) -> Environment:
+    """Step 1: describe what surrounds this process.
+
+    Args:
+        name: of the strategy, or "auto".
+        cluster: the cluster that was given or found.
+        settings: option -> value.
+        env: the environment's variables.
+        is_given: whether `cluster` was passed to `create_strategy`.
+
+    Raises:
+        StrategyError: `cluster` is not a cluster.
+        ClusterConfigError: `cluster` cannot be right.
+    """
+    signal = tpu_environment.detect(env)
+    tpu = "" if signal is None else f"the environment names the TPU {signal.name!r}"
+    asked_for = requested_count(settings.get("devices"))
+    if isinstance(cluster, tf.distribute.cluster_resolver.TPUClusterResolver):
+        described, tpu, asked_for = None, "a TPUClusterResolver was given", None
+    elif name == "auto" and cluster is not None:
+        described = describe(cluster)
+    else:
+        described = describe_if_known(cluster)  # a registered strategy may have its own kind
+    source = "" if described is None else f"from {described.source}"
+    others = tuple(
+        f"{place}: {text}"
+        for place, text in describe_environments(env)
+        if place != tpu_environment.NAME and not (source and text.endswith(source))
+    )
+
+    def devices() -> list[str]:
+        make_logical_cpus(settings.get("logical_cpus"))
+        return seen_devices()
+
+    is_alone = bool(settings.get("alone"))
+    return Environment(devices, described, is_given, is_alone, tpu, asked_for, others)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """Which strategy was chosen, and what was known then.
+    """The strategy that was chosen, and why.
 
     Attributes:
         name: of the strategy, as `create_strategy` takes it.
         because: the signal that led to it.
-        passed_over: a line for each alternative that was not taken, with the reason.
-        settings: a line for each setting, with where it came from.
+        passed_over: one line for each alternative that was not taken, with the reason.
+        settings: one line for each setting, with where it came from.
         cluster: the cluster that the strategy, or the evaluator, belongs to.
-        apart: whether the call says what becomes of the environment's cluster.
+        ignores_cluster: whether the call allows each task of a cluster to train by itself.
     """
 
     name: str
@@ -66,11 +112,11 @@ class Choice:
     passed_over: list[str] = field(default_factory=list)
     settings: tuple[str, ...] = ()
     cluster: Described | None = None
-    apart: bool = False
+    ignores_cluster: bool = False
 
 
 def choose(name: str, asked_in: str, environment: Environment) -> Choice:
-    """Choose the named strategy, or the one that the most specific signal asks for.
+    """Step 2: choose the named strategy, or the one that the most specific signal asks for.
 
     The evaluator of a cluster gets a strategy for its own devices if a strategy of the cluster was
     asked for, because the training runs without it.
@@ -82,16 +128,15 @@ def choose(name: str, asked_in: str, environment: Environment) -> Choice:
     Raises:
         StrategyError: `alone` together with a cluster, or with a strategy that needs one.
     """
-    if environment.is_alone and (environment.is_given or name in OF_CLUSTERS):
+    if environment.is_alone and (environment.is_given or name in CLUSTER_STRATEGIES):
         other = "a cluster" if environment.is_given else f"the strategy {name!r}"
         raise StrategyError(
-            f"alone=True must come without a cluster and its strategies, got {other} as well: each"
-            " task trains by itself then. Leave one of them out."
+            f"alone=True makes each task train by itself, so it cannot be combined with {other}."
+            " Leave one of them out."
         )
-    if name == "auto" or (environment.is_evaluator and name in OF_CLUSTERS):
+    if name == "auto" or (environment.is_evaluator and name in CLUSTER_STRATEGIES):
         return _automatic(environment)
-    passed_over = [f"{environment.unused}: {name} does not use it"] if environment.unused else []
-    return Choice(name, f"it was asked for by name in {asked_in}", passed_over)
+    return Choice(name, f"it was asked for by name in {asked_in}")
 
 
 def _automatic(environment: Environment) -> Choice:
@@ -113,13 +158,13 @@ def _automatic(environment: Environment) -> Choice:
         else:
             why = f"{cluster.source} was given, but describes no cluster"
         passed_over.append(f"multi_worker_mirrored, parameter_server: {why}")
-        chosen, because = _of_one_machine(environment, passed_over)
+        chosen, because = _for_one_machine(environment, passed_over)
         because += "" if chosen == "tpu" else f", {why}"
     return Choice(chosen, because, [*passed_over, *environment.others])
 
 
-def _of_one_machine(environment: Environment, passed_over: list[str]) -> tuple[str, str]:
-    """The strategy of a process without a cluster, and why; notes what was passed over."""
+def _for_one_machine(environment: Environment, passed_over: list[str]) -> tuple[str, str]:
+    """The strategy of a process without a cluster, and why; adds to `passed_over`."""
     if (count := environment.asked_for) is not None:
         # devices= is about this machine, even if the environment names a TPU.
         if environment.tpu:

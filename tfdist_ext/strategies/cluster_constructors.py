@@ -1,4 +1,4 @@
-"""One function a strategy that spans several processes: its traps become sentences."""
+"""One function for each strategy that spans several processes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.placement.placer import ServerPlacer
 from tfdist_ext.strategies.cluster_start import (
     connecting,
     run_preflight,
     start_failures_in_words,
 )
-from tfdist_ext.strategies.placed_servers import PlacedParameterServers, placer_for
+from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
 from tfdist_ext.strategies.serving import (
     end_sessions_at_exit,
@@ -35,17 +36,13 @@ __all__ = ["multi_worker_mirrored", "parameter_server"]
 def multi_worker_mirrored(
     *, cluster: Cluster = None, communication: Any = "auto", wait: float | None = None
 ) -> tf.distribute.Strategy:
-    """A copy on each worker of the cluster; blocks until all are there, for `wait` seconds.
+    """A copy on each worker of the cluster.
 
-    Workers on one machine share its cores.
+    Blocks for at most `wait` seconds until all workers are there. Workers on one machine share its
+    cores.
     """
     implementation = _implementation(communication)
-    if cluster is None:
-        raise StrategyError(
-            "multi_worker_mirrored must have a cluster, got none from the call or the environment:"
-            " set TF_CONFIG, start the script with `tfdist run --workers N`, or pass cluster=."
-        )
-    described = _complete("multi_worker_mirrored", cluster)
+    described = _described("multi_worker_mirrored", cluster, "--workers N")
     for job, advice in (
         ("ps", "or use parameter_server"),
         ("evaluator", "and run the evaluator by itself, with a TF_CONFIG of its own or none"),
@@ -77,29 +74,14 @@ def multi_worker_mirrored(
 
 
 def parameter_server(
-    *,
-    cluster: Cluster = None,
-    placement: Any = None,
-    partitioner: Callable[..., Any] | None = None,
-    wait: float | None = None,
+    *, cluster: Cluster = None, placement: Any = None, wait: float | None = None
 ) -> tf.distribute.Strategy:
-    """Variables on the cluster's `ps` tasks; made on its chief, which coordinates.
+    """Variables on the cluster's `ps` tasks. The chief makes the strategy and coordinates.
 
-    In a `ps` or `worker` task it serves instead, and ends the process as the coordinator ended.
-    Blocks until the others are there, for `wait` seconds.
+    In a `ps` or `worker` task this serves instead, and ends the process when the coordinator has
+    ended. Blocks for at most `wait` seconds until the other tasks are there.
     """
-    if partitioner is not None and not callable(partitioner):
-        raise StrategyError(
-            "partitioner must be one of tf.distribute.experimental.partitioners, or a function"
-            f" (shape, dtype) -> shards of each axis, got {partitioner!r}."
-        )
-    if cluster is None:
-        raise StrategyError(
-            "parameter_server must have a cluster with chief, worker and ps tasks, got none from"
-            " the call or the environment: set TF_CONFIG, start the script with `tfdist run --chief"
-            " --workers N --ps M`, or pass cluster=."
-        )
-    described = _complete("parameter_server", cluster)
+    described = _described("parameter_server", cluster, "--chief --workers N --ps M")
     if "ps" not in described.jobs or "worker" not in described.jobs:
         raise StrategyError(
             f"the cluster of parameter_server must have ps and worker tasks, got {described} from"
@@ -107,7 +89,7 @@ def parameter_server(
         )
     if serves(described):
         serve(cluster, wait)
-    placer = placer_for(placement, partitioner, len(described.jobs["ps"]))
+    placer = ServerPlacer(placement, len(described.jobs["ps"]))
     with start_failures_in_words(described):
         endpoint = run_preflight(described, wait)
         if endpoint is not None:
@@ -117,15 +99,14 @@ def parameter_server(
         with connecting():
             strategy = PlacedParameterServers(resolver_of(cluster), placer, watcher)
     strategy.tell_stalled = end_sessions_at_exit(described, sessions)
-    _Coordinator(strategy)  # TensorFlow keeps it, and would make its own
+    _Coordinator(strategy)  # TensorFlow keeps the first coordinator of a strategy
     return strategy
 
 
 class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
-    """One that lets the process end while a worker is being replaced.
+    """A coordinator that lets the process end while a worker is being replaced.
 
-    TensorFlow's own asks then for a lock. The thread that holds it waits for that worker, and does
-    not run any more when Python ends.
+    TensorFlow's own waits then for a lock, whose thread does not run any more when Python ends.
     """
 
     def __del__(self) -> None:
@@ -134,11 +115,11 @@ class _Coordinator(tf.distribute.coordinator.ClusterCoordinator):
 
 
 def _share_cores(processes: int) -> None:
-    """Let an operation use this process's share of the cores, not all, unless the user has set it.
+    """Limit the threads of an operation to this process's share of the cores.
 
     TensorFlow splits each large operation over as many threads as there are cores. If several
     processes do so on the same cores, they wait for each other's threads in each operation. A
-    process that may not run on all cores has its share already.
+    limit that the user has set stays, and so does that of a process bound to some of the cores.
 
     Args:
         processes: of this job on this machine.
@@ -157,9 +138,9 @@ def _share_cores(processes: int) -> None:
 def _sigterm_kept() -> Iterator[None]:
     """Scope after which SIGTERM does what it did before.
 
-    TensorFlow's coordination service sets a handler that takes note of a preemption, and the
-    process continues. `signal.signal` works in the main thread alone, and a worker of Ray trains in
-    another. `faulthandler` keeps the handler that it replaces, and restores it in any thread.
+    TensorFlow's coordination service sets a handler that only notes a preemption. `signal.signal`
+    works in the main thread only, and a worker of Ray trains in another thread. `faulthandler`
+    restores the handler that it replaced in any thread.
     """
     with open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGTERM, file=nowhere, chain=True)
@@ -179,13 +160,18 @@ def _implementation(communication: Any) -> Any:
         ) from None
 
 
-def _complete(strategy: str, cluster: Cluster) -> Described:
-    """The cluster's description, with an address for every task."""
-    described = describe(cluster)
-    if not described.jobs:
+def _described(strategy: str, cluster: Cluster, options: str) -> Described:
+    """The cluster's description, with an address for every task.
+
+    Args:
+        options: of `tfdist run`, for the message.
+    """
+    described = None if cluster is None else describe(cluster)
+    if described is None or not described.jobs:
+        source = "the call or the environment" if described is None else described.source
         raise StrategyError(
-            f"{strategy} must have a cluster, got none from {described.source}: set TF_CONFIG, or"
-            " pass another cluster=."
+            f"{strategy} must have a cluster, got none from {source}: set TF_CONFIG, start the"
+            f" script with `tfdist run {options}`, or pass cluster=."
         )
     if holes := [task for task, address in described.addresses.items() if not address]:
         raise StrategyError(

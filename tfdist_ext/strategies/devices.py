@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.messages import check_int
 
-__all__ = ["how_many", "make_logical_cpus", "normal_name", "pick_devices", "seen_devices"]
+__all__ = ["make_logical_cpus", "normal_name", "pick_devices", "requested_count", "seen_devices"]
 
 _NAME = re.compile(
     r"^/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?"
@@ -43,7 +43,10 @@ def seen_devices() -> list[str]:
 
 
 def make_logical_cpus(count: int | None) -> None:
-    """Have `count` logical CPUs, which is possible until TensorFlow starts; None: as many as is.
+    """Make `count` logical CPUs, which is possible until TensorFlow starts.
+
+    Args:
+        count: None: change nothing.
 
     Raises:
         StrategyError: TensorFlow has started with another number.
@@ -65,8 +68,8 @@ def make_logical_cpus(count: int | None) -> None:
             ) from None
 
 
-def how_many(devices: object) -> int | None:
-    """How many devices `devices=` asks for; None where it is not given, 1 where it is wrong."""
+def requested_count(devices: object) -> int | None:
+    """The number of devices that `devices=` asks for; None if it is not given."""
     if devices is None:
         return None
     if isinstance(devices, Integral):
@@ -81,17 +84,17 @@ def pick_devices(
     option: str = "devices",
     default: str = "all",
 ) -> list[str]:
-    """Normal names of the devices that a strategy was asked to use.
+    """The normal names of the devices that a strategy was asked to use.
 
     Args:
         strategy: its name, for messages.
-        devices: names, a number of devices (GPUs where there are any, else logical CPUs), or
-            None for the default.
-        option: what `devices` is called where it was given, for messages.
-        default: "all" GPUs, or CPUs where there are none; or "first" of them.
+        devices: names, a number of devices (GPUs if there are any, else logical CPUs), or None
+            for the default.
+        option: the name of the option that `devices` was given as, for messages.
+        default: "all" GPUs, or CPUs if there are no GPUs; or the "first" of these.
 
     Raises:
-        StrategyError: a device that is not there, twice the same, or a senseless number.
+        StrategyError: a device does not exist or is named twice, or there are too few devices.
     """
     seen = seen_devices()
     gpus = [name for name in seen if name.startswith("GPU:")]

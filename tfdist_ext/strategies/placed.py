@@ -1,12 +1,14 @@
-"""PlacedStrategy: a placement for each variable, on the devices of one machine."""
+"""Strategies with a placement for each variable: on devices, or on parameter servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.cluster.liveness.watching import Watcher
 from tfdist_ext.errors import PlacementError, StrategyError
 from tfdist_ext.placement import (
     OnDevice,
@@ -17,11 +19,13 @@ from tfdist_ext.placement import (
     Sharded,
     VariableSpec,
 )
-from tfdist_ext.placement.placer import DevicePlacer
+from tfdist_ext.placement.live.creating import has_the_last_word, placing
+from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
+from tfdist_ext.strategies._tf_private import servers_extended
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["PlacedStrategy"]
+__all__ = ["PlacedParameterServers", "PlacedStrategy"]
 
 _OWNER = "number_of_owner"  # what an owned variable has its owner in
 
@@ -33,27 +37,28 @@ class PlacedStrategy(StrategyTemplate):
     - `Mirrored()`: a copy with slots on each device.
     - `OnDevice("CPU:0")`: one copy with its slots; `tfd.distribute` moves the rows that an
       Embedding looks up, and not the table.
-    - `Owned()`: a copy on each device, to compute with; the optimizer's slots are on one device
-      alone, the owner. The gradient is reduced to it, it computes the update, and sends the new
-      value to the others: optimizer state partitioned as in ZeRO, stage 1 (Rajbhandari et al.
-      2020, https://arxiv.org/abs/1910.02054), by whole variables.
-    - `Sharded(n)`: cut by rows into n even pieces, with the slots of each beside it, on n of the
-      devices; `Sharded()` on all of them. Each piece is updated where it is; `tfd.distribute`
-      moves the rows that an Embedding looks up.
+    - `Owned()`: a copy on each device, to compute with. Only one device, the owner, has the
+      optimizer's slots. The gradient is reduced to the owner, which computes the update and sends
+      the new value to the other devices. This partitions the optimizer state as in ZeRO, stage 1
+      (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), by whole variables.
+    - `Sharded(n)`: cut by rows into n even pieces on n of the devices, each with its slots;
+      `Sharded()` on all devices. Each piece is updated on its device. `tfd.distribute` moves the
+      rows that an Embedding looks up.
 
-    Trained variables without a rule are owned from a size on, and mirrored below. Owners hold
-    nearly equal bytes where variables are no larger than a fair share.
+    Trained variables without a rule are owned if they have at least `owned_from` bytes, and
+    mirrored otherwise. Owners hold nearly equal bytes unless a variable is larger than a fair
+    share.
 
     Args:
-        devices: as those of a StrategyTemplate.
+        devices: as for StrategyTemplate.
         rules: `Rule(pattern, placement)`, or a table of pattern -> placement or its text, as
             {"embedding/.*": "device CPU:0"}; patterns match Keras's paths of variables.
-        owned_from: the size from which trained variables are owned, without slots: bytes, or as
-            "64KiB".
+        owned_from: the size from which trained variables are owned, without slots: a number of
+            bytes, or a text like "64KiB".
 
     Raises:
-        StrategyError: a device that is not there, or is named twice; a rule that cannot be right
-            on these devices, named in the message.
+        StrategyError: a device does not exist or is named twice, or a rule, named in the message,
+            is not possible on these devices.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class PlacedStrategy(StrategyTemplate):
 
     @property
     def placement_plan(self) -> PlacementPlan | None:
-        """Where the variables of the last model are that `tfd.distribute` has planned."""
+        """The placement of the last model that `tfd.distribute` has planned."""
         return self._placer.plan
 
     def plan_model(self, specs: Sequence[VariableSpec]) -> PlacementPlan:
@@ -83,7 +88,7 @@ class PlacedStrategy(StrategyTemplate):
         return self._placer.learn(specs)
 
     def check_model(self, paths: Sequence[str]) -> None:
-        """Check the rules on a model that was built by its data and could not be planned before.
+        """Check the rules on a model that is built by its data, and so cannot be planned before.
 
         Raises:
             PlacementError: a rule that matches no variable, or two that match one.
@@ -91,7 +96,7 @@ class PlacedStrategy(StrategyTemplate):
         self._placer.check_paths(paths)
 
     def owner(self, variable: tf.Variable) -> int:
-        """The number of the device that owns a variable; 0 of one that is not owned."""
+        """The number of the device that owns a variable; 0 for a variable that is not owned."""
         return getattr(variable, _OWNER, 0)
 
     def create_variable(
@@ -129,3 +134,40 @@ class PlacedStrategy(StrategyTemplate):
 
     def _is_owned(self, variable: tf.Variable) -> bool:
         return hasattr(variable, _OWNER)
+
+
+class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
+    """ParameterServerStrategy with a ServerPlacer that decides where its variables are created.
+
+    A `tf.device("/job:ps/task:1")` scope in the user's code takes precedence over the placer.
+
+    Attributes:
+        placer: decides for each variable.
+        watcher: ends the job when a server is frozen.
+        tell_stalled: makes the servers show their stacks when the training has stalled.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        placer: ServerPlacer,
+        watcher: Watcher,
+    ):
+        super().__init__(cluster_resolver)
+        # The call above has connected to the cluster. This one replaces `extended`.
+        extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
+        tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
+        self.placer = placer
+        self.watcher = watcher
+        self.tell_stalled: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[tf.distribute.Strategy]:
+        """As TensorFlow's, with the placement of variables."""
+        with has_the_last_word(), super().scope() as strategy, placing(self.placer):
+            yield strategy
+
+    @property
+    def placement_plan(self) -> PlacementPlan | None:
+        """Where the variables of the last planned model are."""
+        return self.placer.plan

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,37 @@ from tfdist_ext.errors import StrategyError
 __all__ = ["Settings", "read_file"]
 
 
-@dataclass
 class Settings:
-    """The settings that won, of several places.
+    """Settings from several places; the first place that sets an option wins."""
 
-    Attributes:
-        values: option -> value.
-        where: option -> where it came from.
-        lines: option -> a line with its value, where it came from, and what it won over.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[Any, str]]] = {}
 
     def add(self, place: str, given: Mapping[str, Any]) -> None:
-        """Add settings below those that are there; a value of None sets nothing."""
-        for key, value in given.items():
-            if value is None:
-                continue
-            if key not in self.values:
-                self.values[key], self.where[key] = value, place
-                self.lines[key] = f"{key} = {_shown(value)} from {place}"
-            else:
-                joint = " and" if ", over " in self.lines[key] else ", over"
-                self.lines[key] += f"{joint} {place} ({_shown(value)})"
+        """Add the settings of a place with lower precedence. A value of None sets nothing."""
+        for option, value in given.items():
+            if value is not None:
+                self._found.setdefault(option, []).append((value, place))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Option -> the value that won."""
+        return {option: found[0][0] for option, found in self._found.items()}
+
+    def place_of(self, option: str) -> str | None:
+        """Where the value of an option came from; None if the option is not set."""
+        return self._found[option][0][1] if option in self._found else None
+
+    def lines(self, without: Collection[str] = ()) -> Iterator[str]:
+        """One line for each option, with its value and where the value came from.
+
+        Args:
+            without: leave out the options whose value came from one of these places.
+        """
+        for option, ((value, place), *others) in self._found.items():
+            if place not in without:
+                over = " and ".join(f"{other} ({_shown(lost)})" for lost, other in others)
+                yield f"{option} = {_shown(value)} from {place}" + (f", over {over}" * bool(over))
 
 
 def _shown(value: Any) -> str:
@@ -52,8 +56,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The [strategy] table of a TOML file.
 
     Raises:
-        StrategyError: the file cannot be read, is no TOML, has no [strategy] table, or its
-            strategy has a name that is no text or a key that is not for files.
+        StrategyError: the file cannot be read, is not TOML, has no [strategy] table, or the table
+            has a key `cluster`.
     """
     if not isinstance(path, str | os.PathLike):
         raise StrategyError(f"config must be the path of a TOML file, got {path!r}.")
@@ -65,16 +69,12 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     table = document.get("strategy")
     if not isinstance(table, dict):
-        near = difflib.get_close_matches("strategy", document.keys() - {"strategy"}, n=1)
-        hint = f" Did you mean [strategy] by [{near[0]}]?" if near else ""
         raise StrategyError(
-            f"{path} must have a [strategy] table, got {', '.join(document) or 'nothing'}.{hint}"
+            f"{path} must have a [strategy] table, got {', '.join(document) or 'nothing'}."
         )
-    if not isinstance(table.get("name", ""), str):
-        raise StrategyError(f"strategy.name of {path} must be a text, got {table['name']!r}.")
-    for key in {"cluster", "config"} & table.keys():
+    if "cluster" in table:
         raise StrategyError(
-            f"strategy.{key} must be left out of {path}, got {table[key]!r}: a cluster is"
-            " described by TF_CONFIG or another environment, or passed as cluster=."
+            f"strategy.cluster must be left out of {path}, got {table['cluster']!r}. Describe the"
+            " cluster in TF_CONFIG or another environment, or pass cluster= to create_strategy."
         )
     return table

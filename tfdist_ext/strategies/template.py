@@ -1,8 +1,8 @@
 """StrategyTemplate: the base class for custom strategies.
 
-It is complete as it stands: one replica for each device, a copy of each variable on each of them,
+It works without a subclass: one replica for each device, a copy of each variable on each device,
 sums and means computed on one device. A subclass overrides the hooks whose decision it changes and
-calls `super()` for the rest; `docs/custom_strategy.md` builds one.
+calls `super()` for the rest. `docs/custom_strategy.md` builds one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.errors import StrategyError
 from tfdist_ext.placement import VariableSpec
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
@@ -33,8 +32,8 @@ class StrategyTemplate(tf.distribute.Strategy):
             CPUs), or None for all of them.
 
     Raises:
-        StrategyError: a device that is not there, or is named twice; at the first trace: a hook
-            that returns what it must not, named in the message.
+        StrategyError: a device does not exist or is named twice. At the first trace: a hook, named
+            in the message, has returned a wrong value.
     """
 
     def __init__(self, devices: int | str | Sequence[str] | None = None):
@@ -47,19 +46,10 @@ class StrategyTemplate(tf.distribute.Strategy):
         """Names of the replicas' devices, in the order of replicas."""
         return self._names
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_extended":  # what all methods of a strategy begin with
-            raise StrategyError(
-                f"{type(self).__name__} must be initialized before it is used, got no call of"
-                " super().__init__(devices): call it in its __init__, before anything else of the"
-                " strategy."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def copies(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
         """The plain variables behind a variable of this strategy: one for each replica, or one.
 
-        Of a variable in pieces these are its pieces, in the order of rows.
+        For a variable in pieces, the pieces in the order of their rows.
         """
         if is_partitioned(variable):
             return tuple(variable.get().variables)
@@ -67,27 +57,27 @@ class StrategyTemplate(tf.distribute.Strategy):
         return tuple(copy.get() if hasattr(copy, "get") else copy for copy in copies)
 
     def owner(self, variable: tf.Variable) -> int:
-        """The number of the copy that an update computed once is computed on; 0 by default.
+        """Hook: the number of the copy on whose device an update is computed once; 0 by default.
 
-        `tfd.distribute` asks where variables are shared or the subclass applies updates itself:
-        the gradient is reduced to that copy's device, the optimizer works there on the variable's
-        slots, and the other copies get the result. Slots with copies on all devices are used in
-        their own copy of number `owner(slot)`.
+        `tfd.distribute` calls this if replicas share variables or the subclass overrides
+        `update_variable`. The gradient is reduced to that copy's device, the optimizer works there
+        on the variable's slots, and the other copies get the result. If a slot has copies on all
+        devices, the optimizer uses the copy of number `owner(slot)`.
         """
         return 0
 
     @property
     def has_own_updates(self) -> bool:
-        """Whether the subclass says how updates are applied.
+        """Whether the subclass overrides `update_variable`.
 
-        `tfd.distribute` then computes an update once, on the owner's copies, and has its result
-        assigned to the others through the hook. Else each replica computes it for its copies.
+        `tfd.distribute` then computes an update once, on the owner's copies, and assigns the result
+        to the other copies through the hook. Otherwise each replica updates its own copies.
         """
         return type(self).update_variable is not StrategyTemplate.update_variable
 
     @property
     def has_own_reading(self) -> bool:
-        """Whether the subclass says how variables are read; else any copy will do."""
+        """Whether the subclass overrides `read_variable`; otherwise all copies are equal."""
         return type(self).read_variable is not StrategyTemplate.read_variable
 
     def create_variable(
@@ -98,22 +88,22 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> tf.Variable:
         """Hook: where a variable is created.
 
-        Asked for every variable but those of which each replica keeps a value of its own
-        (synchronization ON_READ, as in metrics).
+        Called for every variable except those with `synchronization=ON_READ`, as those of metrics,
+        of which each replica has its own value.
 
         Args:
-            spec: path (its name, if it is not a Keras variable), shape, dtype, bytes,
+            spec: the variable's path (its name, if it is not a Keras variable), shape, dtype, bytes
                 and whether it is trained.
-            create: `create(devices)` makes it: on the devices of all replicas, a copy on each; on
-                one device, one copy that all replicas use. `create(devices, in_pieces=True)` cuts
-                it along axis 0 into even pieces, one on each of these devices, no more than it has
-                rows; all replicas use them.
-            beside: the variable that it belongs to, as an optimizer's slot does, or None. With as
-                many rows as one that is in pieces it must be in such pieces, too.
+            create: `create(devices)` with the devices of all replicas makes a copy on each device;
+                with one device it makes one copy that all replicas use.
+                `create(devices, in_pieces=True)` cuts the variable along axis 0 into even pieces,
+                one on each of these devices, which all replicas use. There can be no more pieces
+                than rows.
+            beside: the variable that the new variable belongs to, as an optimizer's slot does; or
+                None. If `beside` is in pieces and has as many rows, create the same pieces.
 
         Returns:
-            What `create` returned. By default copies on all devices, and beside a variable where
-            that one is.
+            What `create` returned. By default copies on all devices, or where `beside` is.
         """
         if beside is None:
             return create(self.devices)
@@ -125,12 +115,12 @@ class StrategyTemplate(tf.distribute.Strategy):
         return create(devices[:1])
 
     def read_variable(self, variable: tf.Variable, copies: Sequence[tf.Variable]) -> tf.Tensor:
-        """Hook: how a variable is read outside of replicas; a checkpoint holds what is read.
+        """Hook: how a variable is read outside of replicas, and what a checkpoint saves.
 
-        Asked for variables with a copy on each device. In a replica its own copy is read.
+        Called for variables with a copy on each device. A replica reads its own copy.
 
         Returns:
-            A tensor of the variable's shape and dtype. By default the first copy's.
+            A tensor of the variable's shape and dtype. By default the value of the first copy.
         """
         return copies[0].read_value()
 
@@ -139,13 +129,13 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> Sequence[Any]:
         """Hook: how an update is applied.
 
-        Each assignment and each step of a Keras optimizer comes here, with values that are reduced
-        already.
+        Called for each assignment and each step of a Keras optimizer, with values that are already
+        reduced.
 
         Args:
-            copies: the plain variables, one for each replica, or one; of a variable in pieces the
-                one that consists of them, as it is updated as a whole.
-            update: `update(number)` applies it to the copy of that number, on its device.
+            copies: the plain variables, one for each replica, or one. A variable in pieces counts
+                as one, because it is updated as a whole.
+            update: `update(number)` applies the update to the copy of that number, on its device.
 
         Returns:
             A list of what `update` returned for each copy. By default every copy is updated.
@@ -161,19 +151,18 @@ class StrategyTemplate(tf.distribute.Strategy):
     ) -> Sequence[tp.Value]:
         """Hook: how values are reduced.
 
-        `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments come here.
+        Called by `all_reduce`, `reduce`, `extended.reduce_to` and aggregated assignments.
 
         Args:
             op: `tf.distribute.ReduceOp.SUM` or `.MEAN`.
-            values: a tensor, or tf.IndexedSlices, of each replica, on its device.
-            devices: full names of those on which the result is wanted.
-            what: a `Reduced`: a gradient, and of which variable, a metric, a statistic, or a value
-                of the user's own. A hook of a subclass gets it, as a keyword, if it has a
-                parameter of this name; one without is called with the three arguments above.
+            values: a tensor, or tf.IndexedSlices, of each replica, on the replica's device.
+            devices: the full names of the devices that need the result.
+            what: a `Reduced`: whether the values are gradients of a variable, a metric, a statistic
+                or the user's own values. A subclass may leave this parameter out.
 
         Returns:
-            A list with the result for each device, which is moved there if it is not there yet. By
-            default the values are reduced on the first device, which sends the result out.
+            A list with the result for each device. Results on other devices are moved. By default
+            the values are reduced on the first device.
         """
         total = tp.reduced_on(devices[0], op, values)
         return [total] * len(devices)
@@ -181,9 +170,9 @@ class StrategyTemplate(tf.distribute.Strategy):
     def distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
     ) -> tf.distribute.DistributedDataset:
-        """Hook: how `experimental_distribute_dataset` gives a dataset to the replicas.
+        """Hook: how `experimental_distribute_dataset` distributes a dataset.
 
         Returns:
-            A distributed dataset. By default each batch is cut into a part for each replica.
+            A distributed dataset. By default each batch is cut into one part for each replica.
         """
         return self.extended.split(dataset, options)

@@ -1,7 +1,7 @@
 """The `extended` of a StrategyTemplate: TensorFlow calls it, and it calls the template's hooks.
 
-What no hook decides, MirroredStrategy's own methods do: threads of replicas, datasets, collections
-of values. The methods with an underscore are those that TensorFlow leaves to each strategy.
+MirroredStrategy's own methods do what no hook decides: threads of replicas, datasets, containers
+of values. TensorFlow leaves the methods with an underscore to each strategy.
 """
 
 from __future__ import annotations
@@ -14,25 +14,19 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.errors import StrategyError
+from tfdist_ext.messages import shown
 from tfdist_ext.placement.live.creating import is_partitioned
 from tfdist_ext.strategies import _tf_private as tp
 from tfdist_ext.strategies.reductions import OTHER, Reduced
-from tfdist_ext.strategies.template_checks import (
-    check_created,
-    check_dataset,
-    check_read,
-    check_reduced,
-    check_updated,
-)
 from tfdist_ext.strategies.template_variables import Creation
 
-__all__ = ["TemplateExtended"]
+__all__ = ["TemplateExtended", "check_owner"]
 
 
 class TemplateExtended(tf.distribute.StrategyExtended):
-    """One replica for each device of a StrategyTemplate; its hooks decide, and are checked here.
+    """One replica for each device of a StrategyTemplate. Calls the hooks and checks their results.
 
-    `mirrored_class` puts it over the methods of MirroredStrategy.
+    `mirrored_class` adds the methods of MirroredStrategy below it.
     """
 
     # Batches may be of unequal size, and the last one may leave replicas without rows.
@@ -48,9 +42,8 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         self._devices = tuple(devices)
         self._input_workers_devices = ((tp.full_name("/device:CPU:0"), self._devices),)
         self._communication_options = tf.distribute.experimental.CommunicationOptions()
-        self._reducing: Sequence[Reduced] = ()  # what is reduced now, if somebody has told
+        self._reducing: Sequence[Reduced] = ()  # what is reduced now, inside `reducing`
         self._hook_takes_what = "what" in inspect.signature(strategy.reduce_values).parameters
-        self._asking = ""  # path of the variable that the hook is asked for
 
     def _use_merge_call(self) -> bool:
         return True  # the hooks are asked outside of replicas
@@ -66,23 +59,15 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         strategy = self._container_strategy()
         beside = kwargs.pop("colocate_with", None)
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
-            # The replicas' own values, aggregated when they are read: metrics.
+            # A metric: each replica has its own value, and reading aggregates the values.
             return self.made_on_each(next_creator, **kwargs)
         creation = Creation(strategy, next_creator, kwargs)
         if creation.spec is None:
             return creation.create(self._devices)
-        if self._asking:
-            raise StrategyError(
-                f"{type(strategy).__name__}.create_variable must return what create(devices) makes,"
-                f" got {self._asking!r} created by itself, which would call the hook again without"
-                " end."
-            )
-        self._asking = creation.spec.path
-        try:
-            made = strategy.create_variable(creation.spec, creation.create, beside)
-        finally:
-            self._asking = ""
-        check_created(strategy, made, creation.spec, creation.made, beside)
+        made = strategy.create_variable(creation.spec, creation.create, beside)
+        if not any(made is each for each in creation.made):
+            wanted = f"the variable that create() makes of {creation.spec.path!r}"
+            raise _wrong(strategy, "create_variable", wanted, made)
         return made
 
     def made_on_each(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -103,7 +88,10 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             return tf.identity(v)
         strategy = self._container_strategy()
         value = strategy.read_variable(v, strategy.copies(v))
-        return tf.identity(check_read(strategy, value, v))
+        if not (tf.is_tensor(value) or isinstance(value, tf.Variable)) or not _alike(value, v):
+            wanted = f"a tensor of shape {v.shape} and {v.dtype.name} for {v.name!r}"
+            raise _wrong(strategy, "read_variable", wanted, value)
+        return tf.identity(value)
 
     def _update(
         self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
@@ -123,7 +111,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
             results = [update(number) for number in range(len(copies))]
         else:
             results = strategy.update_variable(var, copies, update)
-            check_updated(strategy, results, var, len(copies))
+            if not _is_list_of(len(copies), results):
+                of = f"a list of {len(copies)}, what update() returned for each copy of"
+                raise _wrong(strategy, "update_variable", f"{of} {var.name!r}", results)
         return tp.results_of_update(self, results, group)
 
     # Values
@@ -143,13 +133,7 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         inherited = super()._reduce_to
 
         def reduced(value: Any) -> Any:
-            mirrored = tp.is_mirrored(value)
-            if mirrored and reduce_op != tf.distribute.ReduceOp.MEAN:
-                raise StrategyError(
-                    f"a sum over replicas must be of values that differ, got {value!r}, which is"
-                    " the same on all of them. Read it, or use the MEAN."
-                )
-            if mirrored or not isinstance(value, tf.distribute.DistributedValues):
+            if tp.is_mirrored(value) or not isinstance(value, tf.distribute.DistributedValues):
                 return inherited(reduce_op, value, destinations, options)
             return self._reduced(reduce_op, value.values, destinations, what)
 
@@ -190,7 +174,14 @@ class TemplateExtended(tf.distribute.StrategyExtended):
         )
         told = {"what": what} if self._hook_takes_what else {}
         results = strategy.reduce_values(op, parts, devices, **told)
-        check_reduced(strategy, results, parts, devices)
+        if not _is_list_of(len(devices), results):
+            wanted = f"a list of {len(devices)}, a value for each of the devices it is wanted on"
+            raise _wrong(strategy, "reduce_values", wanted, results)
+        for result in results:
+            slices = isinstance(parts[0], tf.IndexedSlices) or isinstance(result, tf.IndexedSlices)
+            if not tf.is_tensor(result) or not (slices or _alike(result, parts[0])):
+                wanted = f"values like those that it gets, as {shown(parts[0])}"
+                raise _wrong(strategy, "reduce_values", wanted, result)
         there = [
             result if result.device == device else tp.copied_to(device, result)
             for device, result in zip(devices, results, strict=True)
@@ -204,7 +195,9 @@ class TemplateExtended(tf.distribute.StrategyExtended):
     ) -> Any:
         strategy = self._container_strategy()
         made = strategy.distribute_dataset(dataset, options)
-        check_dataset(strategy, made)
+        if not isinstance(made, tf.distribute.DistributedDataset):
+            wanted = "a tf.distribute.DistributedDataset, as super().distribute_dataset() does"
+            raise _wrong(strategy, "distribute_dataset", wanted, made)
         return made
 
     def split(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> Any:
@@ -220,3 +213,34 @@ def _what(value: Any, destinations: Any) -> Reduced:
         name = destinations.name.removesuffix(":0")
         return Reduced(kind="assignment", variable=destinations, path=name)
     return OTHER
+
+
+def check_owner(strategy: tf.distribute.Strategy, number: Any, variable: tf.Variable) -> int:
+    """The number that the hook `owner` returned.
+
+    Raises:
+        StrategyError: it is not the number of a device.
+    """
+    count = len(strategy.devices)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        wanted = f"the number of a device, from 0 to {count - 1}, for {variable.name!r}"
+        raise _wrong(strategy, "owner", wanted, number)
+    return number
+
+
+def _is_list_of(length: int, value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether shape and dtype fit. The mean of integers has another dtype."""
+    same_dtype = value.dtype == other.dtype or not other.dtype.is_floating
+    return same_dtype and other.shape.is_compatible_with(value.shape)
+
+
+def _wrong(
+    strategy: tf.distribute.Strategy, hook: str, wanted: str, returned: object
+) -> StrategyError:
+    return StrategyError(
+        f"{type(strategy).__name__}.{hook} must return {wanted}, got {shown(returned)}."
+    )

@@ -1,4 +1,4 @@
-"""Variables of a StrategyTemplate: a copy for each replica, or one for all, whole or in pieces."""
+"""How a StrategyTemplate creates variables: one copy per replica, one shared, or in pieces."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Creation:
     """A variable that is about to be created.
 
     Args:
-        next_creator: makes a plain variable from `kwargs`, where it is called.
+        next_creator: makes a plain variable from `kwargs` on the current device.
 
     Attributes:
-        spec: what is known of it: Keras's path, else its name; shape, dtype and bytes. None where
-            the shape is not known before it is created.
-        made: what `create` has returned.
+        spec: the path (Keras's, else the name), shape, dtype and bytes. None if the shape is not
+            known before the variable is created.
+        made: the variables that `create` has returned.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Creation:
         self.made: list[tf.Variable] = []
 
     def create(self, devices: Sequence[str], *, in_pieces: bool = False) -> tf.Variable:
-        """The variable on these devices: those of all replicas, or one for all replicas.
+        """Create the variable on the devices of all replicas, or on one device for all replicas.
 
         Args:
-            in_pieces: cut along axis 0 into even pieces, one on each of these devices, which all
+            in_pieces: cut it along axis 0 into even pieces, one on each of these devices, which all
                 replicas share.
         """
         self.made.append(self._created(devices, in_pieces))
@@ -74,8 +74,7 @@ class Creation:
     ) -> tf.Variable:
         """One plain variable on a device, for all replicas.
 
-        What replicas write to it without an aggregation is the first one's, as it is read where
-        each has a copy.
+        Without an aggregation it takes the value that the first replica writes.
         """
         with tp.across(device), tp.outside_of_tapes():
             plain = self._next_creator(**kwargs)
@@ -88,9 +87,9 @@ class Creation:
         if self.spec is None or self._kwargs["initial_value"] is None or rows < len(devices):
             shape = "unknown" if self.spec is None else list(self.spec.shape)
             raise StrategyError(
-                f"{of}: create() can cut a variable into no more pieces than it has rows, and none"
-                f" that is loaded from a SavedModel. Got {len(devices)} devices for a variable of"
-                f" shape {shape}. Give it fewer devices."
+                f"{of}: create() cannot cut a variable into more pieces than it has rows, and"
+                f" cannot cut one that is loaded from a SavedModel. Got {len(devices)} devices for"
+                f" a variable of shape {shape}. Give it fewer devices."
             )
         initial = InitialValue(self._kwargs, where=devices[0])
         where: Where = []
@@ -104,12 +103,12 @@ class Creation:
 
 
 def _spec(kwargs: dict[str, Any], device: str) -> VariableSpec | None:
-    """What `kwargs` say of a variable; its initial value is made here if nothing else tells."""
+    """The description of a variable; makes its initial value if `kwargs` have no shape."""
     value = kwargs["initial_value"]
-    if hasattr(value, "checkpoint_position"):  # read from a checkpoint that was restored before
+    if hasattr(value, "checkpoint_position"):  # from a checkpoint that was restored before
         value = value() if callable(value) else value
         kwargs["initial_value"] = value = value.wrapped_value
-    if value is None:  # its value comes from a SavedModel
+    if value is None:  # the value comes from a SavedModel
         shape = tf.TensorShape(kwargs["shape"])
         if not shape.is_fully_defined():
             return None

@@ -24,7 +24,7 @@ from tfdist_ext.launch.exit_codes import PREEMPTED
 from tfdist_ext.messages import counted, shown
 from tfdist_ext.private_names import untested_versions
 from tfdist_ext.strategies import create_strategy
-from tfdist_ext.strategies.explanation import evaluates, is_apart
+from tfdist_ext.strategies.explanation import evaluates
 from tfdist_ext.strategies.factory import check_spans_cluster
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.barriers import peers_of
@@ -725,8 +725,8 @@ def distribute(
         inside = tf.distribute.has_strategy()
         # None, and not False, which would go over flags and the file.
         strategy = tf.distribute.get_strategy() if inside else create_strategy(alone=alone or None)
-    if not (alone or is_apart(strategy) or evaluates(strategy)):
-        check_spans_cluster(strategy, type(strategy).__name__)
+    if not alone:
+        check_spans_cluster(strategy)
     _warn_of_untested_versions()
     builder = None if isinstance(model_or_builder, keras.Model) else model_or_builder
     peers = peers_of(strategy)

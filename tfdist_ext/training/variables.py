@@ -30,7 +30,7 @@ from tfdist_ext.placement.live.creating import beside_pieces, is_partitioned, pi
 from tfdist_ext.placement.live.updates import updates_by_row, with_each_piece
 from tfdist_ext.strategies import StrategyTemplate
 from tfdist_ext.strategies._tf_private import with_scalar_conversions
-from tfdist_ext.strategies.template_checks import check_owner
+from tfdist_ext.strategies.template_extended import check_owner
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import read_by_tapes
 

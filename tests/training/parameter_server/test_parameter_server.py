@@ -110,15 +110,12 @@ def test_a_callback_reads_and_sets_the_learning_rate(result: dict[str, Any]) -> 
 def test_ctrl_c_and_errors_leave_a_cluster_that_works(result: dict[str, Any]) -> None:
     assert 2 <= result["seconds until interrupted"] < 12
     assert result["labels after"] == pytest.approx(49.5, rel=1e-6)
-    bad_ids = result["bad ids"]
-    assert bad_ids.startswith("indices[")
-    assert "= 77 is not in [0, 5) [operation: " in bad_ids
-    assert len(bad_ids.splitlines()) == 1
+    assert "= 77 is not in [0, 5)" in result["bad ids"]
 
 
 def test_workers_use_tables_and_variables_of_the_scope(result: dict[str, Any]) -> None:
     """In fit and in its validation; what cannot be sent to them is read by the coordinator."""
-    expected = {"layer": 36, "adapted, variable": 84 + 48, "table, Python": 36}
+    expected = {"adapted, variable": 84 + 48, "table, Python": 36}
     for name, sum_of_ids in expected.items():
         found = result["lookups"][name]
         assert found["sums"] == [sum_of_ids] * 4, name

@@ -20,7 +20,7 @@ from tfdist_ext.errors import PlacementError, TrainingError
 from tfdist_ext.placement.live.learning import fresh_names, learn_specs
 from tfdist_ext.placement.specs import VariableSpec
 from tfdist_ext.strategies import PlacedStrategy, StrategyTemplate
-from tfdist_ext.strategies.placed_servers import PlacedParameterServers
+from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.build_from_step import build_from_step

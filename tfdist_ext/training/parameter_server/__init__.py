@@ -1,6 +1,4 @@
-"""Steps on the workers of a parameter-server cluster, sent there by this process.
+"""Steps on the workers of a parameter-server cluster: engine, remote calls, variables, data.
 
-Here belong its engine, the remote calls, a worker's view of variables, and data that workers
-read. Synchronous strategies are next door and not known here; what both do alike is in
-`programs.py`.
+Synchronous strategies have their own room. `programs.py` has what both engines share.
 """

@@ -1,14 +1,11 @@
 """Remote calls on whatever worker is free, through TensorFlow's ClusterCoordinator.
 
-Several global batches travel in one call (`BatchChunk`). An error of a call comes without what
-its way back to the coordinator has added to it.
+Several global batches travel in one call (`BatchChunk`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
 import sys
 import threading
 import time
@@ -29,23 +26,18 @@ __all__ = [
     "Calls",
     "ConcreteFunction",
     "batch_chunks",
-    "batch_of",
     "busy_workers",
+    "chunk_specs",
     "on_worker",
-    "remote_errors_in_short",
-    "root_message",
-    "specs_of",
+    "unstacked",
 ]
-
-
 ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
-
 
 BATCHES_IN_A_CALL = 8  # at most
 
 
 class Call:
-    """Makes the calls of one execution, and keeps what they return, in the order of the calls."""
+    """Schedules the calls of one execution, and keeps their results in the order of the calls."""
 
     def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator):
         self._coordinator = coordinator
@@ -55,7 +47,7 @@ class Call:
         self._results.append(self._coordinator.schedule(function, args=args))
 
     def results(self) -> Iterator[Any]:
-        """The results of the calls, as NumPy arrays. TensorFlow has copied them here already."""
+        """The results of the calls, as NumPy arrays. TensorFlow has already copied them here."""
         for result in self._results:
             yield keras.tree.map_structure(
                 lambda value: value.numpy() if isinstance(value, tf.Tensor) else value,
@@ -69,7 +61,7 @@ class Calls:
     A call whose worker dies is retried on another one.
 
     Args:
-        peers: notes the phases of this task.
+        peers: records the phases of this task.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, peers: TaskStatus):
@@ -83,17 +75,17 @@ class Calls:
 
         Raises:
             PeerError: a parameter server is gone.
-            tf.errors.OpError: an operation of a call failed; named in one line.
+            tf.errors.OpError: an operation of a call failed.
         """
         try:
-            with remote_errors_in_short():
+            with _original_errors():
                 try:
                     yield Call(self.coordinator)
                 finally:
                     try:
                         self._wait()
                     except KeyboardInterrupt:
-                        self._wait()  # what is under way would disturb what comes next
+                        self._wait()  # running steps would change what comes next
                         raise
         except tf.errors.UnavailableError as error:
             raise PeerError(
@@ -112,7 +104,7 @@ class Calls:
 def busy_workers() -> str:
     """The workers that have not answered their calls, as "worker:0, worker:1"; "" for none.
 
-    TensorFlow's coordinator has a thread for each, which waits in `_process_closure`.
+    TensorFlow's coordinator has a thread for each worker. It waits in `_process_closure`.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     busy = []
@@ -125,75 +117,45 @@ def busy_workers() -> str:
 
 
 def on_worker(function: Callable[..., Any], *specs: Specs) -> ConcreteFunction:
-    """The function traced as workers run it: no strategy in sight, each worker a device."""
+    """The function traced as workers run it: without a strategy, because a worker is one device."""
     with default_strategy_scope():
         return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def _worker_tasks() -> int:
-    """Workers that this process is connected to; the strategy does not tell."""
+    """The number of workers that this process is connected to. The strategy does not list them."""
     devices = (tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices())
     return len({device.task for device in devices if device.job == "worker"})
 
 
-# The message of an operation stands before its name. Operations that were given up do not count.
-_FAILED = re.compile(r"^(?!.*\bCANCELLED\b)(.*\S)\s*\n\s*\[\[.*?\{\{node ([^}]*)\}\}", re.MULTILINE)
-
-
-_BEFORE = re.compile(r"^\s*(\(\d+\)\s*)?([A-Z_]+:)?\s*(\{\{function_node [^}]*\}\})?\s*")
-
-
-# Of the traceback of the operation, where it was made.
-_OF_USER = re.compile(
-    r"^ *File \"((?!.*/site-packages/|.*/tfdist_ext/|<)[^\"]*\", line \d+)", re.MULTILINE
-)
-
-
-def root_message(text: str) -> str:
-    """The message of the operation that failed first, and the operation's name.
-
-    TensorFlow's own repeats it once for each task that passed it on.
-    """
-    found = _FAILED.search(text)
-    if found is None:
-        return text.split("\nAdditional GRPC error information", 1)[0].strip()
-    message = f"{_BEFORE.sub('', found[1])} [operation: {found[2]}]"
-    traceback = text.split("Detected at node", 2)[1:2]
-    lines = _OF_USER.findall(traceback[0]) if traceback else []
-    return f'{message}, made at "{lines[-1]}' if lines else message
-
-
 @contextlib.contextmanager
-def remote_errors_in_short() -> Iterator[None]:
-    """Scope in which an error of TensorFlow's says what failed, in one line."""
+def _original_errors() -> Iterator[None]:
+    """Scope that raises the error that TensorFlow met while a worker made its data set."""
     try:
         yield
     except Exception as error:
-        # TensorFlow wraps an error that was met while a worker made its data set.
-        original: Any = getattr(error, "original_exception", error)
-        if not isinstance(original, tf.errors.OpError):
+        original = getattr(error, "original_exception", None)
+        if original is None:
             raise
-        raise type(original)(
-            original.node_def, original.op, root_message(original.message)
-        ) from None
+        raise original from None
 
 
 class BatchChunk(NamedTuple):
-    """Global batches of one call; an empty chunk is a step without data.
+    """Global batches of one call.
 
     Attributes:
-        tensors: the batches, one after another in each tensor.
-        ends: the row at which each batch ends.
+        tensors: those of a batch; if there are several batches, each tensor is a stack of theirs.
+        batches: the number of batches; 0 for a step without data.
     """
 
     tensors: list[tf.Tensor]
-    ends: list[int]
+    batches: int
 
 
 def batch_chunks(iterator: BatchIterator, n: int, most: int) -> Iterator[BatchChunk]:
-    """`n` global batches, or fewer where the data ends, at most `most` in a chunk.
+    """Yields `n` global batches, or fewer if the data ends, in chunks of `most` batches or of one.
 
-    Batches go together where their rows are of the same shape, however many they are.
+    Two sizes of chunks need two functions. Only batches of the same shape are stacked.
     """
     waiting: list[list[tf.Tensor]] = []
     for _ in range(n):
@@ -202,52 +164,51 @@ def batch_chunks(iterator: BatchIterator, n: int, most: int) -> Iterator[BatchCh
         except (StopIteration, tf.errors.OutOfRangeError):
             break
         if not int(part[0]):  # all of its records are damaged
-            yield BatchChunk([], [])
+            yield BatchChunk([], 0)
             continue
         tensors = _tensors(part[-1])
-        if waiting and (len(waiting) == most or not _go_together(waiting[0], tensors)):
-            yield from _packed(waiting, most)
+        if waiting and not _have_equal_shapes(waiting[0], tensors):
+            yield from (BatchChunk(each, 1) for each in waiting)
             waiting = []
         waiting.append(tensors)
-    yield from _packed(waiting, most)
+        if most > 1 and len(waiting) == most:
+            yield BatchChunk([tf.stack(each) for each in zip(*waiting, strict=True)], most)
+            waiting = []
+        elif most == 1:
+            yield BatchChunk(waiting.pop(), 1)
+    yield from (BatchChunk(each, 1) for each in waiting)
 
 
-def specs_of(iterator: BatchIterator) -> tuple[Specs, list[tf.TypeSpec]]:
-    """(structure of a global batch, specs of its tensors) that `batch_of` and `BatchChunk` use."""
+def chunk_specs(iterator: BatchIterator, count: int) -> tuple[Specs, list[tf.TypeSpec]]:
+    """Returns (structure of a global batch, specs of the tensors of a chunk of `count` batches)."""
     (part,) = iterator.element_spec
-    return part[-1], _tensors(part[-1])
+    specs = _tensors(part[-1])
+    if count > 1:
+        leading = tf.TensorShape([count])
+        specs = [tf.TensorSpec(leading.concatenate(spec.shape), spec.dtype) for spec in specs]
+    return part[-1], specs
 
 
-def batch_of(
-    structure: Specs, tensors: Sequence[tf.Tensor], ends: tf.Tensor, number: int, batches: int
-) -> Structure:
-    """One global batch out of a chunk, in its own structure."""
-    if batches > 1:
-        start = ends[number - 1] if number else 0
-        tensors = [tensor[start : ends[number]] for tensor in tensors]
-    left = iter(tensors)
-    return keras.tree.map_structure(lambda spec: None if spec is None else next(left), structure)
+def unstacked(structure: Specs, tensors: Sequence[tf.Tensor], count: int) -> list[Structure]:
+    """In a graph: the global batches of a chunk, each in its own structure."""
+    batches = [[tensor[i] for tensor in tensors] for i in range(count)] if count > 1 else [tensors]
+
+    def structured(batch: Sequence[tf.Tensor]) -> Structure:
+        left = iter(batch)
+        return keras.tree.map_structure(
+            lambda spec: None if spec is None else next(left), structure
+        )
+
+    return [structured(batch) for batch in batches]
 
 
 def _tensors(batch: Structure | Specs) -> list[Any]:
     return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
-def _go_together(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
+def _have_equal_shapes(one: Sequence[tf.Tensor], other: Sequence[tf.Tensor]) -> bool:
+    """Whether two batches can be stacked: no ragged or sparse tensors, and equal shapes."""
     return all(
-        isinstance(a, tf.Tensor)
-        and isinstance(b, tf.Tensor)
-        and a.shape.rank > 0
-        and a.shape[1:] == b.shape[1:]
-        and (a.shape[0], b.shape[0]) == (one[0].shape[0], other[0].shape[0])
+        isinstance(a, tf.Tensor) and isinstance(b, tf.Tensor) and a.shape == b.shape
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _packed(batches: list[list[tf.Tensor]], most: int) -> Iterator[BatchChunk]:
-    """One chunk of `most` batches, or one for each: two sizes, so two functions to compile."""
-    if len(batches) < most or most == 1:
-        yield from (BatchChunk(tensors, [0]) for tensors in batches)
-    else:
-        ends = list(itertools.accumulate(int(tensors[0].shape[0]) for tensors in batches))
-        yield BatchChunk([tf.concat(each, axis=0) for each in zip(*batches, strict=True)], ends)

@@ -32,7 +32,7 @@ __all__ = ["CoordinatorReduction", "ParameterServerEngine"]
 
 
 class CoordinatorReduction:
-    """The one task that drives the training: it agrees with itself, and is the chief."""
+    """Reduction over a single task: the chief, which drives the training."""
 
     is_chief = True
     multi_worker = False
@@ -68,12 +68,12 @@ class CoordinatorReduction:
 class ParameterServerEngine(Engine[CoordinatorReduction]):
     """Steps on the workers of a parameter server cluster, asynchronously.
 
-    Each global batch is one step, on one worker. A step starts from whatever the weights are when
-    its worker reads them.
+    Each global batch is one step, on one worker. A step uses the weights as they are when its
+    worker reads them.
     """
 
-    state_is_here = False  # it may not fit
-    seconds_per_execution = 1.0  # at its end workers wait for the slowest one
+    state_is_here = False  # the state may not fit into this process
+    seconds_per_execution = 1.0  # at the end of an execution workers wait for the slowest worker
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         super().__init__(strategy, CoordinatorReduction(strategy))
@@ -85,14 +85,14 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
             watcher.checkpoints_in(folder)
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
-        """Data for this process to read, or for each worker."""
+        """The batches of the data, read by this process or by each worker."""
         if not isinstance(data[0], FunctionDataset):
             return read(*data, **options)
         if why := why_not_remote(data[0], self._calls.workers):
             if not data[0].takes_epoch:
                 warn(
                     f"the workers cannot read this data for themselves: {why}. This process reads"
-                    " all of it, and hands out the batches."
+                    " all of the data and sends the batches."
                 )
             return batches_of_function(data[0], self.reduction, *data[1:], **options)
         given = (options.get("batch_size"), options.get("class_weight"))
@@ -101,7 +101,7 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
 
     def keeps_position(self, data: Any) -> bool:
         if isinstance(data, FunctionDataset) and not why_not_remote(data, self._calls.workers):
-            return False  # the workers read it
+            return False  # the workers read the data
         return super().keeps_position(data)
 
     def feed(self, batches: Any) -> tf.data.Dataset | WorkerBatches:
@@ -114,16 +114,16 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
         for name in ("jit_compile", "run_eagerly"):
             if getattr(model, name):
                 warn(
-                    f"{name}=True is off: steps run in the workers' processes, in graphs that"
-                    " reach over to the parameter servers."
+                    f"{name}=True is ignored: steps run in graphs on the workers, which use"
+                    " variables of the parameter servers."
                 )
                 setattr(model, name, False)
 
     def step_timer(self) -> NoReturn:
         raise TrainingError(
-            "WorkerTensorBoard must be used where the steps of workers wait for each other, got"
-            f" {type(self._strategy).__name__}, where they do not and the coordinator alone runs"
-            " callbacks. keras.callbacks.TensorBoard writes there what the model has learned."
+            "WorkerTensorBoard compares workers whose steps wait for each other. Under"
+            f" {type(self._strategy).__name__} they do not, and only the coordinator runs"
+            " callbacks. Use keras.callbacks.TensorBoard."
         )
 
     def finalize(self, model: keras.Model) -> None:
@@ -133,7 +133,7 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
     def _make_program(
         self, model: keras.Model, kind: str, timer: NullStepTimer
     ) -> ParameterServerProgram:
-        del timer  # of steps that wait for each other
+        del timer  # it compares workers whose steps wait for each other
         return ParameterServerProgram(model, self._calls, kind, step_of(model, kind))
 
     def _make_predictor(self, model: keras.Model) -> ParameterServerPredictor:

@@ -1,9 +1,8 @@
 """Steps of a model on the workers of a parameter server cluster, sent there by the coordinator.
 
-The global batches are read on the coordinator and travel with the remote calls. So a call that is
-retried because its worker died sees the same examples, and each example counts once: what the
-workers return, not what they write on the way, becomes the metrics and the number of steps.
-Predictions are in input order, whichever worker made them.
+The coordinator reads the global batches and sends them with the remote calls. A call that is
+retried because its worker died uses the same examples. Metrics and the number of steps come from
+what the calls return, so each example counts once. Predictions are in input order.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import tensorflow as tf
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
-    BatchChunk,
     Calls,
     ConcreteFunction,
     batch_chunks,
-    batch_of,
+    chunk_specs,
     on_worker,
-    specs_of,
+    unstacked,
 )
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import (
@@ -56,8 +54,7 @@ from tfdist_ext.training.variables import optimizers_of
 
 __all__ = ["ParameterServerPredictor", "ParameterServerProgram"]
 
-
-# By the number of batches in a chunk, and their form.
+# By the number of batches in a chunk, and the specs of its tensors.
 Functions: TypeAlias = dict[tuple[int, str], ConcreteFunction]
 
 
@@ -75,7 +72,7 @@ class ParameterServerProgram(StepProgram):
         self._rate: keras.Variable | None = None
         if isinstance(model.optimizer, keras.optimizers.Optimizer):
             self._counter, self._rate = kp.step_variables(model.optimizer)
-        # Other optimizers count in the servers' variables: what a step adds is added there.
+        # Other optimizers count in variables on the servers, to which a step adds.
         self._watched += [
             kp.step_variables(other)[0]
             for other in optimizers_of(model).values()
@@ -101,14 +98,14 @@ class ParameterServerProgram(StepProgram):
         """Reset the metrics, as at the beginning of an epoch, or continue from their values."""
         if not resume:
             self._model.reset_metrics()
-        # Float32 would lose counts above 16 million, and the ends of sums long before.
+        # Float32 loses counts above 16 million, and digits of sums long before.
         self._totals = [_wide(kp.raw_value(variable).numpy()) for variable in self._metrics]
 
     def _reset_values(self) -> list[np.ndarray]:
-        """The metrics' states after a reset: each remote call starts from them.
+        """The metrics' states after a reset, from which each remote call starts.
 
-        They become constants of the traced functions, so they must not depend on what the metrics
-        hold at the moment: the results of another data set, or those of an interrupted epoch.
+        They become constants of the traced functions, so they must not depend on the metrics'
+        current values: results of another data set, or of an interrupted epoch.
         """
         raw_values = [kp.raw_value(variable) for variable in self._metrics]
         before = [raw.numpy() for raw in raw_values]
@@ -119,10 +116,10 @@ class ParameterServerProgram(StepProgram):
         return start
 
     def run(self, data: Epoch, n: int, seconds: float, *, told: bool = False) -> Execution:
-        """Run `n` steps on the workers, or fewer where the data ends; returns when all are done.
+        """Run `n` steps on the workers, or fewer if the data ends; returns when all are done.
 
         Raises:
-            TrainingError: a parameter server is gone.
+            PeerError: a parameter server is gone.
         """
         first = 0 if self._counter is None else int(kp.raw_value(self._counter).numpy())
         rate = np.float32(0) if self._rate is None else kp.raw_value(self._rate).numpy()
@@ -151,15 +148,14 @@ class ParameterServerProgram(StepProgram):
         with self._calls.joined() as call:
             together = n // (4 * self._calls.workers) >= BATCHES_IN_A_CALL
             for chunk in batch_chunks(iterator, n, BATCHES_IN_A_CALL if together else 1):
-                if not chunk.ends:
+                if not chunk.batches:
                     passed_over += 1
                     continue
                 function = _function(
-                    self._functions, iterator, chunk, self._steps, *self._number_and_rate
+                    self._functions, iterator, chunk.batches, self._steps, *self._number_and_rate
                 )
-                step = np.int64(first + done * self._counted)
-                call(function, chunk.tensors, chunk.ends, step, rate)
-                done += len(chunk.ends)
+                call(function, chunk.tensors, np.int64(first + done * self._counted), rate)
+                done += chunk.batches
         found = list(call.results())
         states = [unpacked(vector, self._start) for vector, _ in found]
         return done, passed_over, states, found[-1][1] if found else {}
@@ -200,14 +196,14 @@ class ParameterServerProgram(StepProgram):
         """The values of a step from which the logs are computed in the end."""
         numbers = {id(variable): number for number, variable in enumerate(self._metrics)}
         final = {scope.get_current_value(v).name: numbers[id(v)] for v in self._metrics}
-        # Before its step a worker has counted its own call alone.
+        # Before its step a worker has counted only its own call.
         final |= {name: numbers[id(v)] for name, v in scope.first_versions.items()}
         derived = self._derive_logs(logs, scope.versions, final, is_carried)
         self._logs_in_graph = tf.function(derived.compute, autograph=False)
         return {str(i): value for i, (value, _) in enumerate(derived.returned)}
 
     def _add(self, states: Sequence[np.ndarray]) -> None:
-        """Take the metrics' states of steps that began with `_start` into those of the epoch."""
+        """Add the metrics' states of steps that began with `_start` to those of the epoch."""
         for i, (variable, start) in enumerate(zip(self._metrics, self._start, strict=True)):
             if variable.aggregation == "sum":
                 self._totals[i] = self._totals[i] + (states[i] - start)
@@ -218,7 +214,7 @@ class ParameterServerProgram(StepProgram):
         of_metrics: set[str] = set()
         if self._derived is not None:
             carried = [
-                # Zeros where no worker had a batch left.
+                # Zeros if no worker had a batch left.
                 outputs.get(str(i), tf.zeros([n or 0 for n in value.shape], value.dtype))
                 for i, (value, _) in enumerate(self._derived.returned)
             ]
@@ -247,26 +243,25 @@ class ParameterServerPredictor:
         self._functions: Functions = {}
 
     def outputs(self, data: Epoch) -> Iterator[Structure]:
-        """The outputs for each global batch, in order; None for one without a row that is whole."""
-        done = 0
-        turn = self._calls.workers  # a short one first: it shows early that all is well
+        """The outputs for each global batch, in order; None if all of its records are damaged."""
+        done, at_once = 0, 4 * BATCHES_IN_A_CALL * self._calls.workers
         while data.steps is None or done < data.steps:
-            n = turn if data.steps is None else min(turn, data.steps - done)
+            n = at_once if data.steps is None else min(at_once, data.steps - done)
             most = BATCHES_IN_A_CALL if n >= BATCHES_IN_A_CALL * self._calls.workers else 1
             read = 0
             with self._calls.joined() as call:
                 for chunk in batch_chunks(data.iterator, n, most):
-                    read += max(1, len(chunk.ends))
-                    if chunk.ends:
-                        function = _function(self._functions, data.iterator, chunk, self._batches)
-                        call(function, chunk.tensors, chunk.ends)
+                    read += max(1, chunk.batches)
+                    if chunk.batches:
+                        functions, iterator = self._functions, data.iterator
+                        function = _function(functions, iterator, chunk.batches, self._batches)
+                        call(function, chunk.tensors)
             outputs = [outputs for of_call in call.results() for outputs in of_call]
             yield from outputs
             yield from [None] * (read - len(outputs))
             if read < n:
                 return
             done += read
-            turn = 4 * BATCHES_IN_A_CALL * self._calls.workers
 
     def _batches(self, batches: Sequence[Structure]) -> list[Structure]:
         one = tf.function(self._one_batch, autograph=False)
@@ -284,20 +279,17 @@ class ParameterServerPredictor:
 def _function(
     functions: Functions,
     iterator: BatchIterator,
-    chunk: BatchChunk,
+    count: int,
     of_batches: Callable[..., Structure],
     *specs: tf.TensorSpec,
 ) -> ConcreteFunction:
-    """`of_batches(batches, *args)` for chunks like this one; `specs` are those of `args`."""
-    structure, of_tensors = specs_of(iterator)
-    count = len(chunk.ends)
+    """`of_batches(batches, *args)` for chunks of `count` batches; `specs` are those of `args`."""
+    structure, of_tensors = chunk_specs(iterator, count)
     key = (count, str(of_tensors))
     if key not in functions:
 
-        def of_chunk(tensors: list[tf.Tensor], ends: tf.Tensor, *args: tf.Tensor) -> Structure:
-            numbers = range(count)
-            batches = [batch_of(structure, tensors, ends, number, count) for number in numbers]
-            return of_batches(batches, *args)
+        def of_chunk(tensors: list[tf.Tensor], *args: tf.Tensor) -> Structure:
+            return of_batches(unstacked(structure, tensors, count), *args)
 
-        functions[key] = on_worker(of_chunk, of_tensors, tf.TensorSpec([count], tf.int64), *specs)
+        functions[key] = on_worker(of_chunk, of_tensors, *specs)
     return functions[key]

@@ -1,8 +1,8 @@
 """Variables as a step on a worker of a parameter server cluster sees and writes them.
 
-The values are on parameter servers and other workers write them meanwhile. So what counts is
-added, never overwritten by a value computed from an old one, and updates run where the variable
-is.
+The values are on parameter servers, and other workers write them at the same time. So a counter is
+added to and never overwritten with a value computed from an old one. Updates run on the server of
+the variable.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class WorkerScope(keras.StatelessScope):
     """Scope of one step.
 
     Args:
-        values: (variable, value) of those that are values of the step: metrics, the step's
-            number, the learning rate. Writes to them change the value, and nothing else.
-        watched: variables that the step may write (moving statistics, seeds): what it adds to
-            them is added on the server when the step is done.
-        counter: the one of `values` that counts steps; how often it is written is counted.
-        metrics: those of `values` that are metrics' variables.
+        values: (variable, value) of variables that are local to the step: metrics, the step's
+            number, the learning rate. Writing to one of them changes only this value.
+        watched: variables that the step may write (moving statistics, seeds). What the step adds
+            to them is added on the server at the end of the step.
+        counter: the variable of `values` that counts steps. The scope counts its writes.
+        metrics: the variables of `values` that belong to metrics.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WorkerScope(keras.StatelessScope):
         if raw is None:
             return None
         if key in self._watched and self._in_step():
-            # A tensor: what is written is compared with what was read.
+            # A tensor, because `write_watched` subtracts what was read from what was written.
             self._before[key] = self.state_mapping[key] = tf.convert_to_tensor(raw)
             return self.state_mapping[key]
         if not is_partitioned(raw) or self._as_one:
@@ -105,7 +105,7 @@ class WorkerScope(keras.StatelessScope):
             if not self._in_step():  # in a cond of the optimizer: the step's number stays
                 return
         if self._in_step() and key in self._watched:
-            self.get_current_value(variable)  # what it was
+            self.get_current_value(variable)  # reads the value before the step
         if self._in_step() and (key in self._values or key in self._watched):
             self.updated |= {key} & self._values
             if key in self._metrics:
@@ -117,14 +117,14 @@ class WorkerScope(keras.StatelessScope):
             raise metric_in_inner_graph(variable)
 
     def write_watched(self) -> None:
-        """Add to the servers' variables what the step has added to those that it read."""
+        """Add what the step has added to watched variables to the servers' variables."""
         for key, before in self._before.items():
             after = self.state_mapping[key]
             if after is not before:
                 _add_difference(kp.raw_value(self._watched[key]), after, before)
 
     def rows(self, variable: keras.Variable, ids: Ids) -> tf.Tensor | None:
-        """The rows of a variable, moved without the rest of it; None where that cannot be."""
+        """The rows of a variable, moved without the other rows; None if that is not possible."""
         raw = kp.raw_value(variable)
         written = id(variable) in self.state_mapping and id(variable) not in self._before
         if raw is None or raw.shape.rank < 1 or written or self._piece is not None:
@@ -132,7 +132,7 @@ class WorkerScope(keras.StatelessScope):
         if isinstance(ids, tf.RaggedTensor):
             flat = self.rows(variable, ids.flat_values)
             return None if flat is None else ids.with_flat_values(flat)
-        if isinstance(ids, tf.SparseTensor):  # Keras takes row 0 for what is missing, too
+        if isinstance(ids, tf.SparseTensor):  # Keras also takes row 0 for missing entries
             ids = tf.sparse.to_dense(ids)
         ids = tf.convert_to_tensor(ids)
         ids = tf.where(ids < 0, ids + tf.cast(raw.shape[0], ids.dtype), ids)
@@ -144,7 +144,7 @@ class WorkerScope(keras.StatelessScope):
             taken = self._read_of(raw).rows(ids)
         else:
             return None
-        return tf.cast(taken, variable.dtype)  # the layer's compute type, where it casts
+        return tf.cast(taken, variable.dtype)  # the layer's compute type, if it casts
 
     @property
     def substitutes(self) -> dict[str, Callable[..., Any]]:
@@ -171,7 +171,11 @@ class WorkerScope(keras.StatelessScope):
 
     @contextlib.contextmanager
     def updating(self, raw: tf.Variable, piece: int | None) -> Iterator[None]:
-        """Scope in which partitioned variables are their pieces of a number, or as they are."""
+        """Scope in which partitioned variables stand for one piece.
+
+        Args:
+            piece: the number of the piece; None: the variables are used as a whole.
+        """
         if is_partitioned(raw):
             self._read_of(raw).written = True
             if piece is not None:
@@ -206,9 +210,10 @@ class WorkerScope(keras.StatelessScope):
 
 @contextlib.contextmanager
 def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[str]]:
-    """The scope of a step, in which the model's optimizers update variables where they are.
+    """The scope of a step, in which the model's optimizers update variables on their servers.
 
-    It gives the keys of the replaced functions that are called.
+    Yields:
+        The keys of the replaced functions that are called.
     """
     called: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -225,7 +230,7 @@ def updates_on_servers(scope: WorkerScope, model: keras.Model) -> Iterator[set[s
 
 
 class _UpdatesOnServers(kp.UpdatesVariables):
-    """Updates of a step run where the variable is."""
+    """Runs the updates of a step on the server of the variable."""
 
     def __init__(self, scope: WorkerScope, optimizer: keras.optimizers.Optimizer):
         self._scope = scope

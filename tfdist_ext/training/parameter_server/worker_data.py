@@ -1,14 +1,13 @@
-"""Data that each worker reads for itself, with records so that the loss of a worker costs nothing.
+"""Data that each worker reads for itself, with records that survive the loss of a worker.
 
-A worker that dies takes along its place in the data, and the coordinator cannot tell whether a
-call whose answer it never saw was done. So each call ends by writing one row, on a parameter
-server, in one operation: how many batches of the worker's data have been used, and the metrics of
-them. Either both count or none. Who goes on with that data, the worker started again or another
-one, begins after what the row counts.
+When a worker dies, its iterator is lost, and the coordinator does not know whether an unanswered
+call was done. So each call ends by writing one row on a parameter server, in one operation: how
+many batches of the worker's data have been used, and the metrics of these batches. Either both
+count or neither. The restarted worker continues after the batches that the row counts.
 
-A call uses the data of whichever worker takes it. The data of a worker that stays away is taken
-over: another one makes it again, from where the records say that it was left. Data that cannot be
-made in another process is read here.
+A call uses the data of the worker that takes the call. If a worker stays away, another worker makes
+its data again and continues after the row. Data that cannot be made in another process is read by
+the coordinator.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ __all__ = [
 
 
 class WorkerBatches(BatchSource):
-    """The data sets that a function makes, one for each worker; batches are those of a step."""
+    """The data sets that a function makes, one for each worker. A batch is the batch of a step."""
 
     def __init__(self, calls: Calls, data: FunctionDataset):
         self.workers = calls.workers
@@ -70,36 +69,21 @@ class WorkerBatches(BatchSource):
     def rest_of(self, worker: tf.Tensor, records: WorkerRecords) -> tf.data.Dataset:
         """In a graph: the batches of a worker's data that are not used yet, each with its number.
 
-        A branch for each worker, so that the user's function gets a number, not a tensor.
+        The user's function takes a number, not a tensor, so the data sets of all workers are made
+        and one of them is read. A `tf.switch_case` would not make them all, but cannot use lookup
+        tables ("You must feed a value for placeholder tensor").
         """
-        branches = [
-            lambda worker=worker: tf.data.experimental.to_variant(self._of_worker(worker))
-            for worker in range(self.workers)
-        ]
-        worker_index = tf.cast(worker, tf.int32)
-        if self.workers == 1:
-            variant = branches[0]()
-        elif self._captures_resources():
-            # Each worker has its own copy of a lookup table, chosen when the function is called. A
-            # branch of a switch_case does not pass that on ("You must feed a value for placeholder
-            # tensor"), so all data sets are made here, and one of them is read.
-            variant = tf.stack([branch() for branch in branches])[worker_index]
-        else:
-            variant = tf.switch_case(worker_index, branches)
-        dataset = tf.data.experimental.from_variant(variant, self.element_spec)
+        datasets = map(self._of_worker, range(self.workers))
+        variants = tf.stack([tf.data.experimental.to_variant(each) for each in datasets])
+        dataset = tf.data.experimental.from_variant(variants[worker], self.element_spec)
         position = records.position(worker)
         # Untuned: the coordinator's last word to a worker waits behind the end of its iterator.
         return without_autotune(
             dataset.skip(position).enumerate(position).prefetch(tf.data.AUTOTUNE)
         )
 
-    def _captures_resources(self) -> bool:
-        """Whether the data sets use lookup tables or variables made outside."""
-        with tf.init_scope():
-            return tf.resource in _captured_dtypes(_traced(lambda: self._of_worker(0)))
-
     def iterators(self, records: WorkerRecords) -> tf.distribute.coordinator.PerWorkerValue:
-        """An iterator on each worker; one for a worker that is started again is made by itself."""
+        """An iterator on each worker. TensorFlow makes a new one when a worker is restarted."""
         if self._datasets is None:
             index = tf.distribute.coordinator.experimental_get_current_worker_index
             self._datasets = self._calls.coordinator.create_per_worker_dataset(
@@ -112,7 +96,7 @@ class WorkerBatches(BatchSource):
 
 
 class WorkerIterators:
-    """One pass: an iterator on each worker, and which workers' data has not come to its end.
+    """One pass: an iterator on each worker, and the workers whose data has not ended.
 
     Elements are (number of the batch in the worker's data, batch).
     """
@@ -123,32 +107,25 @@ class WorkerIterators:
         self.of_workers: tf.distribute.coordinator.PerWorkerValue | None = None
 
     def __next__(self) -> NoReturn:
-        raise NotImplementedError  # the workers read, and not this process
+        raise NotImplementedError  # the workers read
 
 
 def why_not_remote(data: FunctionDataset, workers: int) -> str:
-    """Why only this process can read the data, in words; "" where any can.
+    """Why only this process can read the data, in words; "" if every process can.
 
-    Workers are sent graphs and tensors: no data set that is there already, and no Python function.
+    A worker receives graphs and tensors. It cannot receive a data set or a Python function.
     """
     if data.takes_epoch:
         return "its function has an argument epoch, so it is called for each epoch"
-    traced = _traced(lambda: data.made(Shard(0, workers), alone=True))
-    if tf.variant in _captured_dtypes(traced):
+    traced = tf.function(
+        lambda: tf.data.experimental.to_variant(data.made(Shard(0, workers), alone=True)),
+        autograph=False,
+    ).get_concrete_function()
+    if any(tensor.dtype == tf.variant for tensor in traced.captured_inputs):
         return "its data set is made outside of the function; make it inside"
     if operations_in(traced.graph.as_graph_def()) & PY_FUNCTIONS:
         return "it calls Python (from_generator, py_function, numpy_function)"
     return ""
-
-
-def _traced(make: Callable[[], tf.data.Dataset]) -> ConcreteFunction:
-    return tf.function(
-        lambda: tf.data.experimental.to_variant(make()), autograph=False
-    ).get_concrete_function()
-
-
-def _captured_dtypes(traced: ConcreteFunction) -> set[tf.DType]:
-    return {tensor.dtype for tensor in traced.captured_inputs}
 
 
 class WorkerRecords:
@@ -164,11 +141,11 @@ class WorkerRecords:
             self._rows = tf.Variable(tf.zeros([workers, 1 + numbers], tf.float64), trainable=False)
 
     def begin_pass(self) -> None:
-        """Each worker is at the beginning of its data."""
+        """Set the position of every worker to the beginning of its data."""
         self._rows.assign(tf.zeros_like(self._rows))
 
     def begin_execution(self, start: Sequence[np.ndarray]) -> np.ndarray:
-        """Set the metrics' states, for every worker; returns the positions, which stay."""
+        """Reset the metrics' states of every worker; returns the positions, which stay."""
         positions = self._rows.numpy()[:, 0]
         states = np.tile(packed([tf.constant(value) for value in start]), (self._workers, 1))
         self._rows.assign(np.column_stack([positions, states]))
@@ -180,12 +157,13 @@ class WorkerRecords:
         return rows[:, 0], [unpacked(row[1:], like) for row in rows]
 
     def position(self, worker: tf.Tensor) -> tf.Tensor:
-        """In a graph: batches of a worker's data that are used."""
+        """In a graph: the number of used batches of a worker's data."""
         return tf.cast(tf.gather(self._rows, worker)[0], tf.int64)
 
     def write(
         self,
         worker: tf.Tensor,
+        position: tf.Tensor,
         steps: tf.Tensor,
         states: Sequence[tf.Tensor],
         start: Sequence[np.ndarray],
@@ -193,9 +171,12 @@ class WorkerRecords:
     ) -> None:
         """In a graph: count the steps of a call.
 
+        They do not count if another call has used the same batches since this call began.
+
         Args:
+            position: the number of used batches when the call began.
             states: of the metrics after the call, which began with `start`.
-            adds: for each one, whether what was added to it is added; else it is replaced.
+            adds: for each state, whether to add the difference to `start`, or to replace it.
         """
         before = tf.gather(self._rows, worker)
         first = packed([tf.constant(value) for value in start])
@@ -203,13 +184,14 @@ class WorkerRecords:
         after = packed(states)
         after = tf.where(adding, before[1:] + (after - first), after)
         row = tf.concat([before[:1] + tf.cast([steps], tf.float64), after], axis=0)
+        row = tf.where(before[0] == tf.cast(position, tf.float64), row, before)
         self._rows.scatter_update(tf.IndexedSlices(row[tf.newaxis], worker[tf.newaxis]))
 
 
 def packed(states: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The metrics' states in one vector: each tensor that travels is a call of its own.
+    """The metrics' states in one float64 vector, because each sent tensor is a call of its own.
 
-    All are float64, which holds every count below 2**53.
+    float64 holds every count below 2**53.
     """
     flat = [tf.reshape(tf.cast(state, tf.float64), [-1]) for state in states]
     return tf.concat(flat, axis=0) if flat else tf.zeros([0], tf.float64)
@@ -223,13 +205,11 @@ def unpacked(vector: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 # Seconds without an answer from a worker, while all others are done with their data, after which
-# they take over the rest of its data. A process takes as long to start again.
+# another worker takes over. A process needs as long to restart.
 PATIENCE = 10.0
 
-
-# The metrics' states after a step, and what it returned.
+# The metrics' states after a step, and what the step returned.
 StepValues: TypeAlias = tuple[list[tf.Tensor], dict[str, tf.Tensor]]
-
 
 # A call's worker, steps done, whether the data has ended, whether the iterator is not where the
 # records say, and what the last step returned.
@@ -241,12 +221,12 @@ class WorkerLoop:
     """The remote calls of steps on the data of each worker.
 
     Attributes:
-        one: tf.function of (batch, number of the step, learning rate, metrics' states), which
-            gives `StepValues`.
-        start: the metrics' states at first.
-        adds: for each of them, whether steps add to it.
+        one: tf.function (batch, number of the step, learning rate, metrics' states) ->
+            `StepValues`.
+        start: the metrics' states before the first step.
+        adds: for each of these states, whether steps add to it.
         number_and_rate: specs of a step's number and of the learning rate.
-        counted: how often a step counts itself; known when `one` has been traced.
+        counted: returns how often a step counts itself, which is known when `one` is traced.
     """
 
     calls: Calls
@@ -256,7 +236,6 @@ class WorkerLoop:
     number_and_rate: Sequence[tf.TensorSpec]
     counted: Callable[[], int]
     _own: dict[str, ConcreteFunction] = field(default_factory=dict, init=False)
-    _rest: tuple[WorkerBatches, ConcreteFunction] | None = field(default=None, init=False)
 
     def run(
         self, data: WorkerIterators, n: int, first: int, rate: np.floating
@@ -292,11 +271,11 @@ class WorkerLoop:
             before, done = done, self._done(begun)
             if done == before and data.unfinished:  # only workers that are done have answered
                 limit = time.monotonic() - PATIENCE
-                late = [worker for worker in sorted(data.unfinished) if heard[worker] < limit]
-                for worker in late:
-                    span = np.int64(n - done), np.int64(first + done), rate
-                    outputs = self._take_over(data, worker, *span)
-                    done = self._done(begun)
+                for worker in sorted(data.unfinished):
+                    if heard[worker] < limit:
+                        span = np.int64(n - done), np.int64(first + done), rate
+                        outputs = self._take_over(data, worker, *span)
+                        done = self._done(begun)
                 time.sleep(0.1)
         _, states = self._records.read(self.start)
         return done, states, outputs
@@ -304,12 +283,19 @@ class WorkerLoop:
     def _take_over(
         self, data: WorkerIterators, worker: int, *span: np.number
     ) -> dict[str, np.ndarray]:
+        """Use the rest of a worker's data on whichever worker takes the call."""
         warn(
             f"worker {worker} has not answered for {PATIENCE:.0f} s, and the other workers"
             " are done with their data: one of them goes on with the rest of its data."
         )
+
+        def rest(worker: tf.Tensor, *span: tf.Tensor) -> Answer:
+            iterator = iter(data.batches.rest_of(worker, self._records))
+            return self._loop(data.batches, iterator, worker, *span)
+
+        index = tf.TensorSpec([], tf.int64)
         with self.calls.joined() as call:
-            call(self._calls_on_rest(data.batches), np.int64(worker), *span)
+            call(on_worker(rest, index, index, *self.number_and_rate), np.int64(worker), *span)
         ((_, _, ended, _, outputs),) = call.results()
         data.unfinished -= {worker} if ended else set()
         return dict(outputs)
@@ -335,22 +321,6 @@ class WorkerLoop:
 
             self._own[key] = on_worker(own, iterator_spec, index, *self.number_and_rate)
         return self._own[key]
-
-    def _calls_on_rest(self, batches: WorkerBatches) -> ConcreteFunction:
-        """Calls on the rest of another worker's data, on whichever worker they run.
-
-        Traced when they are needed, and for this data alone: its datasets are in the graph.
-        """
-        if self._rest is None or self._rest[0] is not batches:
-
-            def rest(worker: tf.Tensor, *span: tf.Tensor) -> Answer:
-                return self._loop(
-                    batches, iter(batches.rest_of(worker, self._records)), worker, *span
-                )
-
-            index = tf.TensorSpec([], tf.int64)
-            self._rest = batches, on_worker(rest, index, index, *self.number_and_rate)
-        return self._rest[1]
 
     def _loop(
         self, data: WorkerBatches, iterator: tf.data.Iterator, worker: tf.Tensor, *span: tf.Tensor
@@ -395,5 +365,5 @@ class WorkerLoop:
             (tf.constant(0, tf.int64), tf.constant(True), tf.constant(True), (start, empty)),
         )
         with tf.control_dependencies([done]):  # all that the steps have written is written
-            self._records.write(worker, done, states, self.start, self.adds)
+            self._records.write(worker, position, done, states, self.start, self.adds)
         return worker, done, tf.logical_not(more), tf.logical_not(expected), outputs

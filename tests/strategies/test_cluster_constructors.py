@@ -1,4 +1,4 @@
-"""What needs a TensorFlow of another state than this process's: real programs, hard limits."""
+"""Strategies of clusters, in processes of their own with hard limits."""
 
 from __future__ import annotations
 
@@ -119,8 +119,7 @@ def _one_process() -> dict[str, Any]:
             for job, index in (("worker", 0), ("ps", 0), ("ps", 1))
         )
         cluster = ClusterConfig(jobs=jobs, task=Task("chief", 0))
-        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
-        strategy = tfd.create_strategy(cluster=cluster, partitioner=partitioner)
+        strategy = tfd.create_strategy(cluster=cluster, placement={".*": "sharded(2)"})
         with strategy.scope():
             variable = tf.Variable(tf.reshape(tf.range(8.0), [4, 2]))
         result["shards"] = [[v.device, v.numpy().tolist()] for v in variable.variables]
@@ -151,7 +150,7 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     ]
     text = result["parameter_server"]
     assert "because      ClusterConfig has ps tasks (chief, worker, ps)" in text
-    assert "settings     partitioner = FixedShardsPartitioner from the call" in text
+    assert "settings     placement = {'.*': 'sharded(2)'} from the call" in text
     assert "task         chief:0, the chief, in a cluster of 1 chief, 1 worker, 2 ps" in text
     assert "devices      variables on 2 ps, computing on 1 worker" in text
     assert result["here"] == 3
@@ -226,3 +225,13 @@ def test_workers_of_a_machine_share_its_cores() -> None:
     share = 0 if bound else max(1, cores // 2)  # 0: TensorFlow decides
     said = [f"threads      at most {share} in an operation on a CPU"] if share else []
     assert list(run_tasks(_threads, 2).values()) == [(share, said)] * 2
+
+
+def test_rules_of_a_settings_file_are_checked_before_the_wait(tmp_path: Path) -> None:
+    """No server of this cluster exists."""
+    jobs = {job: (f"127.0.0.1:{n}",) for n, job in enumerate(("chief", "worker", "ps"), 1)}
+    cluster = tfd.ClusterConfig(jobs=jobs, task=tfd.Task("chief", 0))
+    path = tmp_path / "strategy.toml"
+    path.write_text('[strategy]\nname = "parameter_server"\n[strategy.placement]\n"a" = "task 9"\n')
+    with pytest.raises(tfd.PlacementError, match="'a' must be from 0 to 0, got 9: there are 1 ps"):
+        tfd.create_strategy(config=path, cluster=cluster)
