@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -146,6 +147,7 @@ def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
     )
 
 
+@functools.cache
 def imports_by_module() -> dict[str, set[str]]:
     """Module of the package -> the modules of the package that it imports."""
     trees = {module_name(path): ast.parse(text) for path, text in TEXTS.items()}
@@ -158,11 +160,8 @@ def imports_by_module() -> dict[str, set[str]]:
     return imports
 
 
-IMPORTS = imports_by_module()
-
-
 def test_no_module_imports_itself_through_others() -> None:
-    assert import_cycles(IMPORTS) == []
+    assert import_cycles(imports_by_module()) == []
 
 
 def test_the_cycle_check_sees_cycles() -> None:
@@ -177,12 +176,13 @@ def training_room(name: str) -> str:
 
 
 def test_every_room_of_training_has_a_floor() -> None:
-    rooms = {training_room(name) for name in IMPORTS if name.startswith("tfdist_ext.training")}
+    names = [name for name in imports_by_module() if name.startswith("tfdist_ext.training")]
+    rooms = {training_room(name) for name in names}
     assert rooms - {""} == set().union(*TRAINING_FLOORS)
 
 
 def test_imports_of_training_point_downwards() -> None:
-    for name, known in IMPORTS.items():
+    for name, known in imports_by_module().items():
         if name.startswith("tfdist_ext.training."):
             room = training_room(name)
             (floor,) = (n for n, rooms in enumerate(TRAINING_FLOORS) if room in rooms)
@@ -232,7 +232,7 @@ def test_public_names_are_what_all_says() -> None:
 
 
 def test_all_lists_what_is_there() -> None:
-    for name in IMPORTS:
+    for name in imports_by_module():
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []):
             assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
@@ -240,7 +240,7 @@ def test_all_lists_what_is_there() -> None:
 
 def test_no_default_is_a_live_object() -> None:
     """The reference shows defaults. A default of `os.environ` would publish secrets."""
-    for name in IMPORTS:
+    for name in imports_by_module():
         module = importlib.import_module(name)
         for owner in [module, *filter(inspect.isclass, vars(module).values())]:
             for function in vars(owner).values():
