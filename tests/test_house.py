@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -18,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tfdist_ext"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = {path: path.read_text(encoding="utf-8") for path in MODULES}
 
 # Imports point down this list only.
 FLOORS = [
@@ -84,7 +86,7 @@ def floor_of(name: str) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(TEXTS[path])):
         if isinstance(node, ast.Import):
             rooms |= {floor_of(a.name) for a in node.names if a.name.startswith("tfdist_ext")}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tfdist_ext"):
@@ -99,14 +101,14 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_downwards(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__":
-        return  # it names everything, and imports it when it is asked for
-    assert room in FLOORS, f"{room} has no place in the list of floors"
-    above = FLOORS[: FLOORS.index(room)]
-    assert not imported_rooms(path) & set(above)
+def test_imports_point_downwards() -> None:
+    for path in MODULES:
+        room = room_of(path)
+        if room == "__init__":
+            continue  # it names everything, and imports it when it is asked for
+        assert room in FLOORS, f"{room} has no place in the list of floors"
+        above = FLOORS[: FLOORS.index(room)]
+        assert not imported_rooms(path) & set(above), path
 
 
 def module_name(path: Path) -> str:
@@ -145,9 +147,10 @@ def import_cycles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
     )
 
 
+@functools.cache
 def imports_by_module() -> dict[str, set[str]]:
     """Module of the package -> the modules of the package that it imports."""
-    trees = {module_name(path): ast.parse(path.read_text()) for path in MODULES}
+    trees = {module_name(path): ast.parse(text) for path, text in TEXTS.items()}
     # `from package import name` runs the package's __init__ only as a step to `package.name`.
     imports = {}
     for name, tree in trees.items():
@@ -157,11 +160,8 @@ def imports_by_module() -> dict[str, set[str]]:
     return imports
 
 
-IMPORTS = imports_by_module()
-
-
 def test_no_module_imports_itself_through_others() -> None:
-    assert import_cycles(IMPORTS) == []
+    assert import_cycles(imports_by_module()) == []
 
 
 def test_the_cycle_check_sees_cycles() -> None:
@@ -176,28 +176,25 @@ def training_room(name: str) -> str:
 
 
 def test_every_room_of_training_has_a_floor() -> None:
-    rooms = {training_room(name) for name in IMPORTS if name.startswith("tfdist_ext.training")}
+    names = [name for name in imports_by_module() if name.startswith("tfdist_ext.training")]
+    rooms = {training_room(name) for name in names}
     assert rooms - {""} == set().union(*TRAINING_FLOORS)
 
 
-@pytest.mark.parametrize("floor", range(len(TRAINING_FLOORS)))
-def test_imports_of_training_point_downwards(floor: int) -> None:
-    forbidden = set().union(*TRAINING_FLOORS[:floor])
-    for name, known in IMPORTS.items():
-        room = training_room(name)
-        if name.startswith("tfdist_ext.training.") and room in TRAINING_FLOORS[floor]:
-            beside = TRAINING_FLOORS[floor] - {room}
+def test_imports_of_training_point_downwards() -> None:
+    for name, known in imports_by_module().items():
+        if name.startswith("tfdist_ext.training."):
+            room = training_room(name)
+            (floor,) = (n for n, rooms in enumerate(TRAINING_FLOORS) if room in rooms)
+            forbidden = set().union(*TRAINING_FLOORS[: floor + 1]) - {room}
             rooms = {training_room(n) for n in known if n.startswith("tfdist_ext.training.")}
-            assert not rooms & (forbidden | beside), name
+            assert not rooms & forbidden, name
 
 
-@pytest.mark.parametrize(
-    "room", sorted(path.parent for path in (PACKAGE / "training").rglob("__init__.py")), ids=str
-)
-def test_a_room_says_what_belongs_there_and_is_not_crowded(room: Path) -> None:
-    assert len(list(room.glob("*.py"))) - 1 <= LARGEST_ROOM
-    doc = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
-    assert doc
+def test_a_room_says_what_belongs_there_and_is_not_crowded() -> None:
+    for init in (PACKAGE / "training").rglob("__init__.py"):
+        assert len(list(init.parent.glob("*.py"))) - 1 <= LARGEST_ROOM, init.parent
+        assert ast.get_docstring(ast.parse(TEXTS[init])), init.parent
 
 
 def test_cluster_and_launcher_start_without_tensorflow() -> None:
@@ -207,20 +204,21 @@ def test_cluster_and_launcher_start_without_tensorflow() -> None:
     assert output.strip() == "set()"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "placement").glob("*.py")), ids=lambda p: p.name)
-def test_the_planner_is_pure(path: Path) -> None:
-    """Only placement/live knows TensorFlow."""
-    words = re.findall(r"^\s*(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
-    assert not {"tensorflow", "keras"} & {word.split(".")[0] for word in words}
-    assert not [word for word in words if word.startswith("tfdist_ext.placement.live")]
+def test_the_planner_is_pure() -> None:
+    """Only placement/live imports TensorFlow."""
+    for path in (PACKAGE / "placement").glob("*.py"):
+        names = imports_of(ast.parse(TEXTS[path]))
+        live = {name for name in names if name.startswith("tfdist_ext.placement.live")}
+        assert not live | ({"tensorflow", "keras"} & {name.split(".")[0] for name in names}), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_stay_in_quarantine(path: Path) -> None:
-    if path.name in QUARANTINED:
-        return
-    text = path.read_text()
-    assert not re.search(r"keras\.src|tensorflow\.python|tf\.python|__internal__", text)
+def modules_with(pattern: str) -> list[Path]:
+    return [path for path, text in TEXTS.items() if re.search(pattern, text)]
+
+
+def test_private_names_stay_in_quarantine() -> None:
+    private = r"keras\.src|tensorflow\.python|tf\.python|__internal__"
+    assert {path.name for path in modules_with(private)} <= QUARANTINED
 
 
 def test_public_names_are_what_all_says() -> None:
@@ -232,25 +230,23 @@ def test_public_names_are_what_all_says() -> None:
         _ = tfd.nonsense
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_all_lists_what_is_there(path: Path) -> None:
-    name = module_name(path)
-    module = importlib.import_module(name)
-    for public in getattr(module, "__all__", []):
-        assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
+def test_all_lists_what_is_there() -> None:
+    for name in imports_by_module():
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", []):
+            assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_default_is_a_live_object(path: Path) -> None:
-    """The reference shows defaults: of `os.environ` it would publish the builder's secrets."""
-    name = module_name(path)
-    module = importlib.import_module(name)
-    for owner in [module, *filter(inspect.isclass, vars(module).values())]:
-        for function in vars(owner).values():
-            function = getattr(function, "__func__", function)
-            if inspect.isfunction(function) and function.__module__ == name:
-                for each in inspect.signature(function).parameters.values():
-                    assert not is_live(each.default), f"{function.__qualname__}: {each.name}"
+def test_no_default_is_a_live_object() -> None:
+    """The reference shows defaults. A default of `os.environ` would publish secrets."""
+    for name in imports_by_module():
+        module = importlib.import_module(name)
+        for owner in [module, *filter(inspect.isclass, vars(module).values())]:
+            for function in vars(owner).values():
+                function = getattr(function, "__func__", function)
+                if inspect.isfunction(function) and function.__module__ == name:
+                    for each in inspect.signature(function).parameters.values():
+                        assert not is_live(each.default), f"{function.__qualname__}: {each.name}"
 
 
 def is_live(value: object) -> bool:
@@ -264,15 +260,12 @@ def is_live(value: object) -> bool:
 
 def test_no_message_says_to_install_this_package_by_name() -> None:
     """The package is on no index: whoever registers the name there would be installed."""
-    by_name = re.compile(r"tfdist[_-]ext\[|pip install \W?tfdist")
-    assert [path for path in MODULES if by_name.search(path.read_text(encoding="utf-8"))] == []
+    assert modules_with(r"tfdist[_-]ext\[|pip install \W?tfdist") == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_warnings_point_at_the_users_line(path: Path) -> None:
-    assert "warnings.warn(" not in path.read_text(), "call tfdist_ext.user_frames.warn"
+def test_warnings_point_at_the_users_line() -> None:
+    assert modules_with(r"warnings\.warn\(") == [], "call tfdist_ext.user_frames.warn"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_is_a_drawer(path: Path) -> None:
-    assert path.name != "utils.py"
+def test_no_module_is_a_drawer() -> None:
+    assert not list(PACKAGE.rglob("utils.py"))

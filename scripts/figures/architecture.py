@@ -23,10 +23,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 MOST_MODULES = 22
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
+    """Returns 1 if a fit passes too many modules, or if `--check` finds a stale page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if the page would change")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     from tfdist_ext.testing import run_tasks
 
     synchronous = run_tasks(path_of_fit, None, timeout=300)["process"]

@@ -79,16 +79,13 @@ class Trial:
 
 
 _OF_WORKERS, _OF_SERVERS = "workers, arrays", "servers"
-# A signal, a task and a moment of each kind: import, step, checkpoint, validation, end.
+# A signal, a task and a moment of each kind: import, step, validation.
 FIXED = (
     Trial(_OF_WORKERS, ("worker:0",), "KILL", 0.1),
     Trial(_OF_WORKERS, ("worker:1",), "KILL", "STEP 11", for_good=True),
     Trial(_OF_WORKERS, ("worker:0", "worker:2"), "KILL", "VALIDATION 14"),
-    Trial(_OF_WORKERS, ("worker:2",), "KILL", "DONE"),
     Trial(_OF_WORKERS, ("worker:2",), "TERM", "STEP 13"),
-    Trial(_OF_WORKERS, ("worker:1",), "TERM", "VALIDATION 3"),
     Trial(_OF_WORKERS, ("worker:1",), "STOP", "STEP 20"),
-    Trial(_OF_SERVERS, ("worker:0",), "KILL", "STEP 9"),
     Trial(_OF_SERVERS, ("ps:0",), "KILL", "STEP 12"),
     Trial(_OF_SERVERS, ("chief:0",), "KILL", "VALIDATION 5"),
 )

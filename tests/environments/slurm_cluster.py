@@ -1,17 +1,15 @@
 """A Slurm of two nodes on this machine: munge, slurmctld and two slurmd, ended with the tests.
 
 The controller and each node run in a network namespace, because TensorFlow's servers listen on
-every address of their host. The names of the nodes stand in /etc/hosts meanwhile.
+every address of their host. They have an /etc/hosts of their own, with the names of the nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,14 +63,16 @@ class Slurm:
     Attributes:
         env: with which its commands find it.
         hosts: its nodes, and the controller behind them.
+        names: the /etc/hosts of them all.
     """
 
     env: dict[str, str]
     hosts: Hosts
+    names: Path
 
     def command(self, *words: str) -> list[str]:
         """The command that runs these words beside the controller."""
-        return _on(self.hosts, len(NODES), *words)
+        return _on(self.hosts, len(NODES), self.names, *words)
 
     def __call__(self, *words: str, check: bool = True) -> str:
         """What one of its commands prints."""
@@ -105,18 +105,18 @@ class Slurm:
         return state
 
 
-def _on(hosts: Hosts, host: int, *words: str) -> list[str]:
+def _on(hosts: Hosts, host: int, names: Path, *words: str) -> list[str]:
     """The command that runs these words on a host; `ip netns exec` would hide /sys/fs/cgroup."""
-    return ["nsenter", f"--net=/run/netns/{hosts.names[host]}", *words]
+    mounted = 'mount --bind "$0" /etc/hosts && exec "$@"'
+    command = ["nsenter", f"--net=/run/netns/{hosts.names[host]}", "unshare", "--mount"]
+    return [*command, "sh", "-c", mounted, str(names), *words]
 
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """A Slurm whose files are in this folder; there is one at a time on a machine."""
-    with open(Path(tempfile.gettempdir(), "tfdist-slurm.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with namespaces.hosts(len(NODES) + 1) as hosts, _running(folder, hosts) as running:
-            yield running
+    """A Slurm whose files are in this folder."""
+    with namespaces.hosts(len(NODES) + 1) as hosts, _running(folder, hosts) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -132,19 +132,19 @@ def _running(folder: Path, hosts: Hosts) -> Iterator[Slurm]:
     config.write_text(_CONFIG.format(folder=folder, **addresses))
     env = {"SLURM_CONF": str(config), "PATH": _PATH}
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+    names = folder / "hosts"
+    of_machine = Path("/etc/hosts").read_text()
+    names.write_text(f"{of_machine}\n{node1} {NODES[0]}\n{node2} {NODES[1]}\n")
     commands = [
         ["munged", "--foreground", "--force", *munge, f"--socket={folder}/munge/socket"],
-        _on(hosts, len(NODES), "slurmctld", "-D", "-c", "-f", str(config)),
+        _on(hosts, len(NODES), names, "slurmctld", "-D", "-c", "-f", str(config)),
         *(
-            _on(hosts, host, "slurmd", "-D", "-c", "-f", str(config), "-N", node)
+            _on(hosts, host, names, "slurmd", "-D", "-c", "-f", str(config), "-N", node)
             for host, node in enumerate(NODES)
         ),
     ]
     processes = []
-    names_file = Path("/etc/hosts")
-    before = names_file.read_text()
     try:
-        names_file.write_text(f"{before}\n{node1} {NODES[0]}\n{node2} {NODES[1]}\n")
         for command in commands:
             name = next(word for word in command if word in _PROGRAMS)
             with open(folder / f"{name}.out", "ab") as output:
@@ -159,7 +159,7 @@ def _running(folder: Path, hosts: Hosts) -> Iterator[Slurm]:
                 )
             if name == "munged":
                 _wait_until((folder / "munge" / "socket").exists, "munged")
-        cluster = Slurm(env, hosts)
+        cluster = Slurm(env, hosts, names)
         _wait_until(
             lambda: cluster("sinfo", "-h", "-o", "%T %D", check=False) == "idle 2", "slurmd"
         )
@@ -167,7 +167,6 @@ def _running(folder: Path, hosts: Hosts) -> Iterator[Slurm]:
         cluster("scancel", "--user=root", check=False)
         _wait_until(lambda: not cluster("squeue", "-h", check=False), "the end of all jobs")
     finally:
-        names_file.write_text(before)
         for process in reversed(processes):
             process.terminate()
         for process in processes:

@@ -27,9 +27,7 @@ from task_programs import LEFT_OUT
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
-    pytest.mark.timeout(
-        300, func_only=True
-    ),  # other tests may use the Slurm of this machine before
+    pytest.mark.timeout(300),
 ]
 
 

@@ -21,9 +21,7 @@ pytest.importorskip("submitit", reason="pip install submitit")
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT or "-"),
-    pytest.mark.timeout(
-        250, func_only=True
-    ),  # other tests may use the Slurm of this machine before
+    pytest.mark.timeout(250),
 ]
 EXAMPLES = str(ROOT / "docs" / "examples")
 SLOWLY = """

@@ -66,22 +66,6 @@ COLUMNS = {
 QUICK = [("mirrored 3", "CNN with BN"), ("mirrored 3", "own train_step"), ("mirrored 3", "VAE")]
 
 
-def suite_sentence() -> str:
-    """What docs/exactness.md says about the part that the suite runs."""
-    ours = [column for column in COLUMNS.values() if not column.by_keras]
-    parts = [
-        f"`{title}` with `{optimizer}`"
-        for title, column in COLUMNS.items()
-        for optimizer in column.in_suite
-    ]
-    return (
-        f"`scripts/exactness` runs all cells. `scripts/test --long` runs {len(parts)} of"
-        f" {len(ours) * len(matrix.OPTIMIZERS)} combinations of a column and an optimizer, with all"
-        f" models and sizes: {'; '.join(parts)}. Without --long, it runs"
-        f" {', '.join(f'`{title}` with `{model}`' for title, model in QUICK)}."
-    )
-
-
 def train_column(
     column: Column, optimizers: Sequence[str] = tuple(matrix.OPTIMIZERS)
 ) -> dict[matrix.Cell, matrix.Trained | None]:

@@ -1,15 +1,15 @@
-"""Two real workers: losses of rows, state written in a loop, an optimizer with an `apply` of its
-own, a shuffled PyDataset, and tables: of rows, whose gradient has fewer slices in the last step of
-an execution than in those before, and of positions; and `tfd.all_rows` in a loop in the graph.
-"""
+"""Two real workers train as one device: the rules of a step, and gradients of varying shape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import collective_ops
 from training_cases import of_words
 
 import tfdist_ext as tfd
@@ -20,10 +20,12 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 5)).astype("float32")
 Y = RNG.normal(size=(ROWS, 1)).astype("float32")
 IDS = RNG.integers(0, 9, (40, 3))  # 4 rows in the last batch: fewer, and as many on each worker
+WORDS = {"two": RNG.integers(0, 9, (ROWS, 2)), "three": RNG.integers(0, 9, (ROWS, 3))}
+LENGTHS = [4, 9, 2, 9, 1, 7, 3, 3]
 
 
 class Average(keras.layers.Layer):
-    """Moving averages, written in a loop; one in a variable that Keras does not know."""
+    """Moving averages that a loop writes; one is a variable of TensorFlow's alone."""
 
     def build(self, shape: Any) -> None:
         self.mean = self.add_weight(shape=(5,), initializer="zeros", trainable=False)
@@ -92,38 +94,88 @@ def of_rows() -> keras.Model:
 
 def of_all_rows() -> keras.Model:
     model = Contrasts()
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9))
     return model
 
 
-def trained(strategy: tf.distribute.Strategy, seed: int) -> dict[str, list[Any]]:
-    """Losses and weights after training in each way."""
-    keras.utils.set_random_seed(seed)
-    rows = tfd.distribute(of_rows, strategy)
-    losses = rows.fit(Batches(), epochs=3, verbose=0).history["loss"]
-    keras.utils.set_random_seed(7)
-    table = tfd.distribute(of_words, strategy)
-    table.fit(IDS, Y[:40], batch_size=BATCH, epochs=2, verbose=0)
-    contrasts = tfd.distribute(of_all_rows, strategy)
-    contrasts.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    return {
-        "all rows": contrasts.keras_model.get_weights(),
-        "loss": losses,
-        "weights": rows.keras_model.get_weights(),
-        "table": table.keras_model.get_weights(),
-    }
+def tables() -> keras.Model:
+    """Two tables, with two and with three slices for each row."""
+    inputs = {name: keras.Input(x.shape[1:], dtype="int32", name=name) for name, x in WORDS.items()}
+    rows = [keras.layers.Embedding(9, 4)(inputs[name]) for name in WORDS]
+    found = [keras.ops.tanh(keras.ops.sum(each, axis=1)) for each in rows]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.ops.concatenate(found, axis=-1)))
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=8)
+    return model
 
 
-def as_worker() -> dict[str, list[Any]]:
+def of_lengths() -> tf.data.Dataset:
+    """Batches of sequences, each batch of another length."""
+
+    def batches() -> Iterator[Any]:
+        random = np.random.default_rng(1)
+        for length in LENGTHS:
+            yield random.integers(0, 9, (6, length)), random.normal(size=(6, 1))
+
+    spec = tf.TensorSpec((None, None), tf.int32), tf.TensorSpec((None, 1))
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+def own_batches(shard: tfd.data.Shard) -> tf.data.Dataset:
+    """Of each 8 rows the first 3, or the other 5; all of them for one worker."""
+    of = {(0, 1): slice(8), (0, 2): slice(3), (1, 2): slice(3, 8)}[shard.index, shard.count]
+    every = tf.data.Dataset.from_tensor_slices((WORDS, Y)).take(40).batch(8)
+    return every.map(lambda x, y: ({name: rows[of] for name, rows in x.items()}, y[of]))
+
+
+def trained(
+    strategy: tf.distribute.Strategy, seed: int, before_more: Callable[[], None] = lambda: None
+) -> dict[str, list[Any]]:
+    """Losses and weights after training in each way; `seed` is that of the first one."""
+    found: dict[str, list[Any]] = {}
+
+    def train(name: str, build: Callable[[], keras.Model], *data: Any, **fit: Any) -> Any:
+        keras.utils.set_random_seed(7 if found else seed)
+        model = tfd.distribute(build, strategy)
+        losses = model.fit(*data, verbose=0, **fit).history["loss"]
+        found[name] = [*model.get_weights(), *losses]
+        return model
+
+    train("losses of rows, an own apply", of_rows, Batches(), epochs=3)
+    # The gradient of the table has fewer slices in the last step of an execution.
+    train("fewer slices", of_words, IDS, Y[:40], batch_size=BATCH, epochs=2)
+    train("all rows", of_all_rows, X, Y, batch_size=BATCH, epochs=2, shuffle=False)
+    train("lengths", of_words, of_lengths(), epochs=2)
+    train("uneven shards", tables, tfd.data.from_dataset_fn(own_batches), epochs=2)
+    model = train("two tables", tables, WORDS, Y, batch_size=BATCH, epochs=2)
+    before_more()
+    model.fit(WORDS, Y, batch_size=BATCH, epochs=6, verbose=0)
+    found["two tables, further"] = model.get_weights()
+    return found
+
+
+def as_worker() -> tuple[int, dict[str, list[Any]]]:
+    """(collectives that gather, in a step with two tables; losses and weights)."""
     strategy = tfd.create_strategy()
-    # The first training shuffles by the chief's seed, whatever the others' is.
-    return trained(strategy, seed=7 + 100 * strategy.cluster_resolver.task_id)
+    gather = collective_ops.all_gather_v2
+    with mock.patch.object(collective_ops, "all_gather_v2", wraps=gather) as gathers:
+        tfd.distribute(tables, strategy).fit(WORDS, Y, batch_size=BATCH, verbose=0)
+
+    def after_hours() -> None:
+        """TensorFlow has given 65,536 keys, less some that the next fits get."""
+        (launcher,) = strategy.extended._cross_device_ops._launchers
+        keys, group = launcher._collective_keys, launcher._group_key
+        for _ in range(2**16 - 80):
+            keys.get_instance_key(group, launcher._device)
+
+    # The first training shuffles by the chief's seed, whatever the seed of the other worker is.
+    seed = 7 + 100 * strategy.cluster_resolver.task_id
+    return gathers.call_count, trained(strategy, seed, after_hours)
 
 
 def test_workers_train_as_one_device() -> None:
-    workers = list(run_tasks(as_worker, {"worker": 2}, 100).values())
+    gathers, workers = zip(*run_tasks(as_worker, {"worker": 2}, 160).values(), strict=True)
+    assert gathers == (1, 1)
     expected = trained(tfd.create_strategy("default"), seed=7)
-    assert len(workers) == 2
     for name, values in expected.items():
         for wanted, *found in zip(values, *(worker[name] for worker in workers), strict=True):
             for mine in found:

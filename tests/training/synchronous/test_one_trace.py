@@ -81,7 +81,7 @@ def test_one_handle_stands_for_the_copies_of_a_variable(monkeypatch: pytest.Monk
     pack = tp.packed
     monkeypatch.setattr(tp, "packed", lambda handles: packed.append(handles) or pack(handles))
     build = of_layers(statistics, lambda: InACond(3))
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
     assert packed
     assert all(len({handle.device for handle in handles}) == 3 for handles in packed)
@@ -180,7 +180,7 @@ class InALoop(layers.Layer):
 )
 def test_layers_of_all_kinds(between: Any) -> None:
     build = of_layers(*between)
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
 
@@ -203,7 +203,7 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
     assert tfd.explain(tfd.distribute(build, mirrored(3))).steps == ()
     CALLS.clear()
     with pytest.warns(UserWarning, match="jit_compile=True is off: it asks for the number") as told:
-        _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), eager=False, **FIT)
+        _, ours = assert_trains_as_keras(build, X, Y, strategy=mirrored(3), **FIT)
     assert len(told) == 1
     assert len(set(CALLS)) >= 3
     ours.evaluate(X, Y, verbose=0)
@@ -214,6 +214,10 @@ def test_a_step_that_asks_for_its_number_has_a_trace_for_each_replica() -> None:
         "test: one trace for the 3 replicas of this task, compiled by XLA",
     )
     assert f"steps        train: a trace for each of 3 replicas: {why}" in str(explained)
+
+
+# XLA compiles a step again for each number of rows: batches of 31 are parts of 10, 10 and 11 rows.
+NUMBERS = np.random.default_rng(0).integers(0, 20, (62, 5))
 
 
 def by_xla(*between: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
@@ -248,23 +252,21 @@ def lstm() -> layers.Layer:
     ids=["lstm", "lstm and statistics"],
 )
 def test_xla_compiles_what_replicas_do_between_sums(between: Any, but_for: str) -> None:
-    numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
-    build = by_xla(*between)
-    _, ours = assert_trains_as_keras(build, numbers, Y, strategy=mirrored(3), eager=False, **FIT)
+    _, ours = assert_trains_as_keras(
+        by_xla(*between), NUMBERS, Y[:62], strategy=mirrored(3), eager=False, batch_size=31
+    )
     assert ours.keras_model.jit_compile
     assert tfd.explain(ours).steps == (f"{ONE_TRACE}, compiled by XLA{but_for}",)
 
 
 def test_xla_is_off_where_a_variable_is_on_another_device() -> None:
-    numbers = np.random.default_rng(0).integers(0, 20, (len(Y), 5))
     with pytest.warns(UserWarning, match="jit_compile=True is off: replicas use a variable"):
-        _, ours = assert_trains_as_keras(
+        ours, _ = distributed_fit(
             by_xla(layers.Flatten),
-            numbers,
-            Y,
+            NUMBERS,
+            Y[:62],
             strategy=strategy_of("central_storage", 3),
-            eager=False,
-            **FIT,
+            batch_size=31,
         )
     assert tfd.explain(ours).steps == (ONE_TRACE,)
 
@@ -274,7 +276,7 @@ def test_an_operation_takes_variables_of_several_devices() -> None:
     devices = [f"CPU:{number}" for number in range(3)]
     strategy = tfd.create_strategy("placed", devices=devices, placement=rules)
     build = of_layers(lambda: layers.Reshape((4, 1)), lambda: layers.LSTM(3), optimizer="sgd")
-    _, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, eager=False, **FIT)
+    _, ours = assert_trains_as_keras(build, X, Y, strategy=strategy, **FIT)
     (explained,) = tfd.explain(ours).steps
     assert "an operation in it takes variables of several devices" in explained
 
