@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def _saved(folder: Path, *epochs: int, done: int | None = None) -> None:
     for epoch in epochs:
         _write(folder, Progress(epoch, 10 * epoch), epoch / 2)
     if done is not None:
-        owner = replace(Owner.this_job(), epochs_when_done=done)
+        owner = Owner(epochs_when_done=done)
         (folder / "owner.json").write_text(json.dumps(asdict(owner)))
 
 

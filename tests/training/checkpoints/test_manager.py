@@ -337,7 +337,7 @@ def test_a_job_says_from_where_it_resumes_and_how_it_can_be_resumed(
         broken.fit(X, Y, callbacks=[FailsIn(3, KeyboardInterrupt)], **arguments)
     assert capsys.readouterr().err == (
         "\ntraining stopped by KeyboardInterrupt. The last checkpoint is"
-        f" {tmp_path / 'epoch-00003.safetensors'}, after epoch 3 (step 12). To resume from it, run"
+        f" {tmp_path / 'epoch-00003.safetensors'}, after epoch 3 (step 12). To resume, run"
         " again: python train.py --name 'a b'\n"
     )
     monkeypatch.setenv("TFDIST_COMMAND", "tfdist run --workers 2 -- python train.py")

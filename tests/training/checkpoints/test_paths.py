@@ -41,7 +41,7 @@ def test_one_file(remote: str) -> None:
     model.save_checkpoint(f"{remote}/one")
     other.restore_checkpoint(f"{remote}/one")
     assert_same_weights(other, model)
-    with pytest.raises(tfd.TrainingError, match=r"there is no checkpoint .*run/two.* has: one"):
+    with pytest.raises(tfd.TrainingError, match=r"run/two cannot be read: "):
         other.restore_checkpoint(f"{remote}/two")
 
 

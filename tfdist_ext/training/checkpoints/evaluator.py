@@ -19,7 +19,7 @@ from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
-from tfdist_ext.training.checkpoints.paths import check_writable, checkpoint_folder
+from tfdist_ext.training.checkpoints.paths import checkpoint_folder, error_if_unwritable
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
@@ -85,10 +85,10 @@ def evaluate_checkpoints(
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
     log_dir, argument = _log_dir(callbacks, folder)
-    check_writable(log_dir, argument)
+    with error_if_unwritable(log_dir, argument):
+        writer = tf.summary.create_file_writer(log_dir)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
-    writer = tf.summary.create_file_writer(log_dir)
     for progress in _restored(model, folder, epochs, me, cluster):
         logs = evaluate()
         with writer.as_default():
