@@ -179,7 +179,7 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
         model = tfd.distribute(build, mirrored(2))
         used = ordinary([model])
         history = model.fit(
-            X[:75], Y[:75], batch_size=15, epochs=4, verbose=0, callbacks=[*used, *more],
+            X[:75], Y[:75], batch_size=15, epochs=3, verbose=0, callbacks=[*used, *more],
             checkpoint_dir=tmp_path / folder,
         )  # fmt: skip
         return model, history, used
@@ -190,11 +190,11 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
             train("hurt", SignalAfter(steps))
         assert ended.value.code == 143
     model, resumed, found = train("hurt")
-    assert int(model.optimizer.iterations.numpy()) == 20
+    assert int(model.optimizer.iterations.numpy()) == 15
     assert_same_weights(expected, model)
     for name, values in resumed.history.items():
         np.testing.assert_allclose(values, history.history[name][: len(values)], rtol=1e-5)
-    assert found[2].begun == used[2].begun == len(resumed.epoch) == 4
+    assert found[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
 def test_arrays_go_on_in_an_epoch_with_batches_of_the_same_size_alone(tmp_path: Path) -> None:
@@ -272,11 +272,11 @@ def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
 def test_of_keras_own_what_cannot_be_stored_is_left_out() -> None:
     history = keras.callbacks.History()
     history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
-    with pytest.warns(UserWarning, match="'when' of History is not in the checkpoint"):
+    with pytest.warns(UserWarning, match="does not hold a value of type object of History"):
         state = callback_state([history], stopped=False)
     found = keras.callbacks.History()
     restore_callbacks(state, [found])
-    assert (found.epoch, found.history) == ([0], {"loss": [1.0]})
+    assert (found.epoch, found.history) == ([0], {"loss": [1.0], "when": [None]})
 
 
 def test_what_a_state_may_be() -> None:
@@ -304,5 +304,5 @@ def test_a_callback_that_was_not_there_begins_anew() -> None:
 
 @pytest.mark.parametrize("state", [{"model": keras.layers.Dense(1)}, np.array(["a", None]), {1: 2}])
 def test_what_cannot_be_stored_is_refused(state: Any) -> None:
-    with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must be numbers, texts"):
+    with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must return numbers"):
         callback_state([Knows(state)], stopped=False)

@@ -125,19 +125,6 @@ def test_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     refused("newer", "has version 9 of the format.*Install a newer version", newer)
 
 
-def test_every_float_is_restored_to_the_bit(tmp_path: Path) -> None:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(4, dtype=d) for d in ("bfloat16", "float16", "float64")]
-        return keras.Sequential([keras.Input((5,)), *layers])
-
-    model, other = (tfd.distribute(build, strategy_of(n)) for n in ("mirrored", "central_storage"))
-    model.save_checkpoint(tmp_path / "one")
-    other.restore_checkpoint(tmp_path / "one")
-    for one, restored in zip(variables_of(model), variables_of(other), strict=True):
-        assert whole_value(restored).dtype == whole_value(one).dtype
-        np.testing.assert_array_equal(whole_value(restored), whole_value(one))
-
-
 def test_big_variables_are_read_and_written_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

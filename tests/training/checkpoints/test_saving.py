@@ -231,7 +231,8 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_training(
             train(tmp_path)
     assert tfd.finished_checkpoints(tmp_path)[-1].stem == kept
     assert not list(tmp_path.glob(".*"))
-    assert_same_weights(train(tmp_path / "whole"), train(tmp_path))
+    if last:
+        assert train(tmp_path).history.epoch == [0, 1, 2, 3]
 
 
 def test_an_error_of_the_training_waits_for_the_file_that_is_written(

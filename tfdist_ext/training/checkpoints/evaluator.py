@@ -1,7 +1,8 @@
-"""What fit does in an `evaluator` task: it evaluates each new checkpoint of the training."""
+"""`fit` in an `evaluator` task: evaluates each new checkpoint of the training."""
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import time
 from collections.abc import Iterator, Mapping
@@ -70,18 +71,15 @@ def evaluate_checkpoints(
     if folder is None or validation_data is None:
         lacks = "checkpoint_dir" if folder is None else "validation data"
         raise TrainingError(
-            f"the fit() of {me}, which evaluates the checkpoints of the training, must get"
-            f" checkpoint_dir and validation data, got no {lacks}: give fit(validation_data=...,"
-            " checkpoint_dir=...) on every task."
+            f"the fit() of {me}, which evaluates the checkpoints of the training, got no {lacks}:"
+            " give fit(validation_data=..., checkpoint_dir=...) on every task."
         )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-
-    def evaluate(steps: int | None = steps) -> dict[str, float]:
-        data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-        # Keras's own argument: an evaluate() of the model's does not prepare the data again.
-        data["_use_cached_eval_dataset"] = True
-        return dict(model.evaluate(**data, steps=steps, verbose=0, return_dict=True))
-
+    # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "_use_cached_eval_dataset": True}
+    evaluate = functools.partial(
+        model.evaluate, **data, batch_size=batch_size, verbose=0, return_dict=True
+    )
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
     log_dir, argument = _log_dir(callbacks, folder)
@@ -90,7 +88,7 @@ def evaluate_checkpoints(
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
     for progress in _restored(model, folder, epochs, me, cluster):
-        logs = evaluate()
+        logs = evaluate(steps=steps)
         with writer.as_default():
             _write_scalars(logs, progress)
         writer.flush()

@@ -51,8 +51,8 @@ from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["SavingMixin", "at_step", "content_of", "restore_checkpoint"]
 
-# Groups of arrays: the state of callbacks, and of the generator that draws without a seed.
-_CALLBACKS, _RANDOM = "callbacks", "random"
+# The state of callbacks, and of the generator that draws without a seed.
+_OTHERS, _SEEDS = "others", "seed_generator"
 
 _SHOWN = 6  # variables that a message names
 
@@ -180,9 +180,8 @@ class SavingMixin:
 def content_of(model: keras.Model, progress: Progress, callbacks: CallbackState) -> Content:
     """Returns the content of a checkpoint: all state of the model, and that of callbacks."""
     seeds = kp.seed_state()
-    random = {} if seeds is None else {"state": seeds}
-    groups = {**state_of(model), _CALLBACKS: callbacks, _RANDOM: random}
-    return Content(progress, kinds_of(model), groups)
+    others = callbacks if seeds is None else {**callbacks, _SEEDS: seeds}
+    return Content(progress, kinds_of(model), {**state_of(model), _OTHERS: others})
 
 
 def at_step(progress: Progress, model: keras.Model) -> Progress:
@@ -208,16 +207,16 @@ def restore_checkpoint(
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
             damaged, or is of another model or optimizer; the model is unchanged then.
     """
-    text, callbacks, random = "", CallbackState(), CallbackState()
+    text, arrays = "", CallbackState()
 
     def read() -> None:
-        nonlocal text, callbacks, random
+        nonlocal text
         with CheckpointFile(path) as file:
             pairs = _matching(file, model, path)
             if not verified:
                 file.verify()  # before anything is changed
             text = json.dumps(asdict(file.progress))
-            callbacks, random = file.read_group(_CALLBACKS), file.read_group(_RANDOM)
+            arrays.update(file.read_group(_OTHERS))
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.read_rows(saved, start, stop))
@@ -225,9 +224,11 @@ def restore_checkpoint(
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
     progress = Progress(**json.loads(broadcast_text(reduction, text)))
-    for state in broadcast_arrays(reduction, random).values():
-        kp.global_seed_generator().state.assign(state)
-    return progress, broadcast_arrays(reduction, callbacks)
+    callbacks = broadcast_arrays(reduction, arrays)
+    seeds = callbacks.pop(_SEEDS, None)
+    if seeds is not None:
+        kp.global_seed_generator().state.assign(seeds)
+    return progress, callbacks
 
 
 def _matching(
