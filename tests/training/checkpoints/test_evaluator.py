@@ -121,10 +121,10 @@ def test_scalars_that_cannot_be_written_are_refused_before_the_wait(
     tmp_path: Path, chief: socket.socket
 ) -> None:
     (tmp_path / "evaluator").write_text("in the way")
-    with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be a folder .*/evaluator'"):
+    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/evaluator'"):
         _follow(Model(tmp_path), chief)
     callbacks = [keras.callbacks.TensorBoard(tmp_path / "evaluator" / "below")]
-    with pytest.raises(tfd.TrainingError, match="log_dir of the TensorBoard callback must be"):
+    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/below/evaluator'"):
         _follow(Model(tmp_path), chief, callbacks=callbacks)
     with pytest.raises(tfd.TrainingError, match="checkpoint_dir must be the path of a folder"):
         _follow(Model(tmp_path), chief, checkpoint_dir="")

@@ -26,6 +26,7 @@ from tfdist_ext.training.protocols import Callbacks, TrainedModel
 __all__ = ["evaluate_checkpoints"]
 
 
+_BOARD = keras.callbacks.TensorBoard
 _LOOK_EVERY = 1.0  # seconds
 
 
@@ -82,8 +83,8 @@ def evaluate_checkpoints(
     )
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
-    log_dir, argument = _log_dir(callbacks, folder)
-    with error_if_unwritable(log_dir, argument):
+    log_dir = _log_dir(callbacks, folder)
+    with error_if_unwritable(log_dir, "the folder of the evaluator's scalars"):
         writer = tf.summary.create_file_writer(log_dir)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
@@ -139,13 +140,10 @@ def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress
     return None
 
 
-def _log_dir(callbacks: Callbacks, folder: str) -> tuple[str, str]:
-    """Returns (where the scalars go, the argument that says so)."""
-    for callback in keras.tree.flatten(callbacks or []):
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            log_dir = posixpath.join(str(callback.log_dir), "evaluator")
-            return log_dir, "log_dir of the TensorBoard callback"
-    return posixpath.join(folder, "evaluator"), "checkpoint_dir"
+def _log_dir(callbacks: Callbacks, folder: str) -> str:
+    """Returns the folder of the scalars: in that of the TensorBoard callback, if there is one."""
+    boards = [each for each in keras.tree.flatten(callbacks or []) if isinstance(each, _BOARD)]
+    return posixpath.join(str(boards[0].log_dir) if boards else folder, "evaluator")
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

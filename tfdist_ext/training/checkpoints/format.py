@@ -196,6 +196,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     Attributes:
         progress: of the training.
         kinds: group -> class, of the groups that only the same class can restore.
+        arrays: `group/name` -> array.
 
     Raises:
         TrainingError: no such file, or one that cannot be read; a file of a newer version of this
@@ -216,15 +217,6 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def group(self, group: str) -> dict[str, SavedArray]:
-        """Returns name -> array, of the arrays of a group."""
-        prefix = f"{group}/"
-        return {
-            name.removeprefix(prefix): array
-            for name, array in self._arrays.items()
-            if name.startswith(prefix)
-        }
-
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:
         """Returns rows of an array; of a scalar, an array of one value."""
         size = array.row_bytes
@@ -232,12 +224,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         dtype = tf.as_dtype(array.dtype).as_numpy_dtype
         return np.frombuffer(data, dtype).reshape(stop - start, *array.shape[1:])
 
-    def read_group(self, group: str) -> dict[str, np.ndarray]:
-        """Returns name -> value, of the arrays of a group."""
-        return {
-            name: np.array(self.read_rows(array, 0, array.rows)).reshape(array.shape)
-            for name, array in self.group(group).items()
-        }
+    def read(self, array: SavedArray) -> np.ndarray:
+        """Returns a whole array."""
+        return np.array(self.read_rows(array, 0, array.rows)).reshape(array.shape)
 
     def verify(self) -> None:
         """Reads every value once, a block at a time, and compares the checksums.
@@ -245,7 +234,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         Raises:
             DamagedCheckpointError: names the array whose checksum is wrong.
         """
-        for (name, array), expected in zip(self._arrays.items(), self._checksums, strict=True):
+        for (name, array), expected in zip(self.arrays.items(), self._checksums, strict=True):
             checksum = 0
             for start, stop in block_ranges((array.rows * array.row_bytes,), 1):
                 checksum = zlib.crc32(self._read(array.begin + start, stop - start), checksum)
@@ -262,8 +251,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             header = json.loads(encoded)
             metadata = json.loads(header.pop(_METADATA)[_OURS])
-            self._arrays = {name: _saved_array(entry, 8 + length) for name, entry in header.items()}
-            checksums = self._arrays.pop(_CHECKSUMS)
+            self.arrays = {name: _saved_array(entry, 8 + length) for name, entry in header.items()}
+            checksums = self.arrays.pop(_CHECKSUMS)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged("save_checkpoint() has not written it") from error
         if checksums.begin < 0 or size != checksums.begin + 4 * checksums.rows:
@@ -271,7 +260,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         own, *self._checksums = np.frombuffer(
             self._read(checksums.begin, 4 * checksums.rows), "<u4"
         ).tolist()
-        if own != zlib.crc32(encoded) or len(self._checksums) != len(self._arrays):
+        if own != zlib.crc32(encoded) or len(self._checksums) != len(self.arrays):
             raise self._damaged("the checksum of its header is wrong")
         if metadata["version"] > _VERSION:
             raise TrainingError(

@@ -180,7 +180,7 @@ class CheckpointManager:
         done = progress.epoch - progress.first_epoch
         if self._data is not None and progress.data is not None:
             self._data.restore(progress.data)
-        elif self._data is not None and not self._is_complete:  # it was other data
+        elif self._data is not None and not self._is_complete:  # the job before had other data
             for _ in range(done):
                 self._data.end_epoch()
         if self._is_complete:
@@ -210,29 +210,29 @@ class CheckpointManager:
         )
 
     def restore_callbacks(self) -> bool:
-        """After `on_train_begin`: gives callbacks their state; returns whether one said to stop."""
+        """After `on_train_begin`: restores callbacks; returns whether one stopped the training."""
         if not self._callback_state:
             return False
         _assign(self._rates_and_metrics)
         return restore_callbacks(self._callback_state, self._with_history)
 
     def epoch_has_begun(self) -> None:
-        """After `on_epoch_begin`, which callbacks have seen before in an epoch that goes on."""
+        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before."""
         if self._progress.batches or self._progress.trained is not None:
             self.restore_callbacks()
         self._callback_state = CallbackState()
 
     def announce(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Tells callbacks of the checkpoint of the last epoch, when it is on disk.
+        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk.
 
-        Also of the checkpoint that was restored: the job before may have ended too early.
+        A restored checkpoint is announced too: the job before may have ended too early.
         """
         if not self._announces:
             return
         assert self._files is not None
         self._run_on_chief(self._writer.wait)
         progress, self._unannounced = self._unannounced, None
-        if progress is None or progress.batches or progress.trained is not None:
+        if progress is None or progress.batches or progress.trained or not progress.epoch:
             return  # not of a whole epoch
         name = self._files.newest
         path = None if name is None else public_path(self._files.path, name)

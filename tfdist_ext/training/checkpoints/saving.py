@@ -207,7 +207,7 @@ def restore_checkpoint(
         TrainingError: on every task: the file is missing, is not a checkpoint, is incomplete or
             damaged, or is of another model or optimizer; the model is unchanged then.
     """
-    text, arrays = "", CallbackState()
+    text, others = "", CallbackState()
 
     def read() -> None:
         nonlocal text
@@ -216,7 +216,9 @@ def restore_checkpoint(
             if not verified:
                 file.verify()  # before anything is changed
             text = json.dumps(asdict(file.progress))
-            arrays.update(file.read_group(_OTHERS))
+            for name, array in file.arrays.items():
+                if _group_of(name) == _OTHERS:
+                    others[name.partition("/")[2]] = file.read(array)
             for saved, variable in pairs:
                 for start, stop in blocks(variable):
                     assign_rows(variable, start, file.read_rows(saved, start, stop))
@@ -224,7 +226,7 @@ def restore_checkpoint(
     run_on_chief(reduction, read, f"read the checkpoint {path}")
     broadcast_state(model, reduction)
     progress = Progress(**json.loads(broadcast_text(reduction, text)))
-    callbacks = broadcast_arrays(reduction, arrays)
+    callbacks = broadcast_arrays(reduction, others)
     seeds = callbacks.pop(_SEEDS, None)
     if seeds is not None:
         kp.global_seed_generator().state.assign(seeds)
@@ -241,26 +243,30 @@ def _matching(
     Raises:
         TrainingError: another model, or another optimizer.
     """
-    state, kinds = state_of(model), kinds_of(model)
-    groups = [MODEL, *(name for name in kinds if name in file.kinds)]
-    for name in groups[1:]:
+    kinds = kinds_of(model)
+    groups = {MODEL, *(name for name in kinds if name in file.kinds)}
+    for name in groups - {MODEL}:
         if file.kinds[name] != kinds[name]:
             raise TrainingError(
                 f"{path} has the state of {file.kinds[name]}, and the optimizer of the model is"
                 f" {kinds[name]}. Compile the model with {file.kinds[name]}, or restore the weights"
                 " alone, before compile()."
             )
+    here = {f"{group}/{n}": v for group, named in state_of(model).items() for n, v in named.items()}
     pairs = _pairs(
-        {f"{group}/{name}": a for group in groups for name, a in file.group(group).items()},
-        {f"{group}/{name}": v for group in groups for name, v in state[group].items()},
+        {name: array for name, array in file.arrays.items() if _group_of(name) in groups},
+        {name: variable for name, variable in here.items() if _group_of(name) in groups},
         path,
     )
-    metrics = file.group(METRICS)
-    for name, variable in state[METRICS].items():
-        saved = metrics.get(name)
+    for name, variable in here.items():
+        saved = file.arrays.get(name) if _group_of(name) == METRICS else None
         if saved is not None and saved.shape == tuple(variable.shape):
             pairs.append((saved, variable))
     return pairs
+
+
+def _group_of(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _pairs(
