@@ -125,7 +125,7 @@ def test_a_folder_that_was_emptied_is_filled_again(tmp_path: Path) -> None:
 
 def test_a_lost_or_damaged_owner_file_costs_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path).train(until=2)
-    for held in (None, b"", b'{"gener', b"[]"):
+    for held in (None, b"", b'{"id": "a"}', b"[]"):
         (tmp_path / "owner.json").unlink()
         if held is not None:
             (tmp_path / "owner.json").write_bytes(held)

@@ -159,7 +159,7 @@ def build(
     with creation_scope(strategy, created):
         own_loss = type(model).compute_loss is not keras.Model.compute_loss
         if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
-            # It may use layers that the call does not.
+            # compute_loss may use layers that the call does not use.
             with contextlib.suppress(TrainingError):
                 build_from_step(model, kind, batch)
         _build_from_call_or_step(model, kind, batch)

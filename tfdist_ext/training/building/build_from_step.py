@@ -43,7 +43,7 @@ def build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
         applied.setdefault(id(optimizer), (optimizer, variables))
 
     def tried(batch: Structure) -> Structure:
-        # What layers give to add_loss goes with the scope.
+        # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
         with default_strategy_scope(), recording_updates(note), losses:
             return step(batch)
@@ -67,7 +67,7 @@ def build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
             optimizer.build(variables)
     compiled = None if kind == "predict" else model.optimizer
     if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
-        # No step uses it; as Keras's fit builds it under a strategy.
+        # The step does not use it. Keras's fit builds it too under a strategy.
         compiled.build(model.trainable_variables)
     model.built = True
 

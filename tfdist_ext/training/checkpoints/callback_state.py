@@ -30,7 +30,7 @@ Callbacks = Iterable[keras.callbacks.Callback]
 _JSON = "state"
 _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 
-# Settings that tell two callbacks of one class apart, in this job and in the next.
+# Settings that distinguish two callbacks of one class, in this job and in the next.
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
 
 
@@ -81,7 +81,7 @@ def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
 
 
 def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Yields (class and settings, with #1 for the second one of the same name; callback)."""
+    """Yields (name, callback); a name has the class, its settings, and #1 for the second one."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
         settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]

@@ -19,7 +19,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,16 @@ class Owner:
             the last epoch was not saved, because its loss was not finite.
     """
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
-    since: float = field(default_factory=time.time)
+    id: str
+    host: str
+    pid: int
+    since: float
     epochs_when_done: int | None = None
     last: str | None = None
+
+    @classmethod
+    def this_job(cls) -> Owner:
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.since))
@@ -161,7 +165,7 @@ class CheckpointFolder:
         self.newest: str | None = None
         self.progress = Progress()
         self.complete_after: int | None = None
-        self._owner = Owner()  # this job
+        self._owner = Owner.this_job()
 
     def file(self, name: str) -> str:
         """Returns the path of a file in the folder."""

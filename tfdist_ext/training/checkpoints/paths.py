@@ -109,8 +109,8 @@ def atomic_write(
 ) -> Iterator[Callable[[memoryview], None]]:
     """Scope of a new file; yields `write(data)`.
 
-    At the end of the scope the data is on disk, and only then has the file its name. An error
-    removes it. A crash leaves `unfinished`, and the file that was there before.
+    The file gets its name at the end of the scope, when all data is on disk. An error removes the
+    unfinished file. A crash leaves `unfinished`, and the file that was there before.
     """
     is_remote = _is_remote(path)
 
