@@ -141,7 +141,8 @@ class Evaluates(keras.callbacks.Callback):
         self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
+        if batch == 1:
+            self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
 
 
 class SetsRate(keras.callbacks.Callback):

@@ -50,7 +50,6 @@ __all__ = [
     "finished_checkpoints",
     "name_of",
     "owner_of",
-    "public_path",
     "training_is_done",
 ]
 
@@ -90,12 +89,8 @@ def finished_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     store the paths are strings.
     """
     folder = os.fspath(directory)
-    return [public_path(folder, name) for name in checkpoints_in(folder)]
-
-
-def public_path(folder: str, name: str) -> Any:
-    """Returns the path of a file for users: a string in a remote store, else a Path."""
-    return posixpath.join(folder, name) if "://" in folder else Path(folder, name)
+    join: Callable[[str, str], Any] = posixpath.join if "://" in folder else Path
+    return [join(folder, name) for name in checkpoints_in(folder)]
 
 
 @filter_traceback

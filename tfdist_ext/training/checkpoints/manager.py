@@ -32,7 +32,7 @@ from tfdist_ext.training.checkpoints.callback_state import (
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
-    public_path,
+    finished_checkpoints,
 )
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
@@ -234,8 +234,7 @@ class CheckpointManager:
         progress, self._unannounced = self._unannounced, None
         if progress is None or progress.batches or progress.trained or not progress.epoch:
             return  # not of a whole epoch
-        name = self._files.newest
-        path = None if name is None else public_path(self._files.path, name)
+        path = finished_checkpoints(self._files.path)[-1] if self._reduction.is_chief else None
         for callback in _with_hook(callbacks):
             callback.on_checkpoint_end(progress.epoch - 1, path)
 
