@@ -46,7 +46,6 @@ def killed(seed: int, number: int) -> tuple[bool, int, str]:
                 found.open(epochs=1000)
             except tfd.TrainingError as error:
                 return writing, 0, str(error)
-        found.close()
         step = found.progress.step
         if step < seen:
             return writing, step, f"step {step}, where {seen} was saved"

@@ -211,7 +211,10 @@ def test_an_optimizer_of_other_variables_is_named() -> None:
 
 
 def test_a_model_that_cannot_be_copied_needs_a_builder() -> None:
-    for model, what in [(NotCopyable(0.1), "argument 'rate'"), (TellsLessThanAll(1), "of shape")]:
+    for model, what in [
+        (NotCopyable(0.1), "argument 'rate'"),
+        (TellsLessThanAll(1), "shapes"),
+    ]:
         compiled(model, run_eagerly=True).fit(X, Y, **FIT)
         with pytest.raises(tfd.TrainingError, match=f"{what}.*Pass a function that builds"):
             tfd.distribute(model, mirrored())

@@ -71,9 +71,9 @@ def test_all_take_over_what_the_chief_reads(workers: Workers) -> None:
 
 def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
     for name, words in {
-        "missing": "there is no checkpoint",
+        "missing": "cannot be read: No such file",
         "file for a folder": "one.safetensors is not a directory",
-        "other": "got one of another model: only the checkpoint has",
+        "other": "of another model or optimizer: only the checkpoint has",
     }.items():
         chief, other = (result[name] for result in workers.results)
         assert words in chief

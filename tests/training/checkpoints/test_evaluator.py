@@ -88,6 +88,7 @@ def test_each_checkpoint_once_until_the_training_is_done(
     tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _saved(tmp_path, 1, 2, done=2)  # of a shorter training before
+    _write(tmp_path, Progress(1, 14, batches=4), 0.75)
     model = Model(tmp_path)
     evaluate = model.evaluate
 
@@ -98,33 +99,25 @@ def test_each_checkpoint_once_until_the_training_is_done(
 
     model.evaluate = evaluate_while_training_goes_on  # type: ignore[method-assign]
     assert _follow(model, chief) == 0
-    assert [asked["of"] for asked in model.asked] == [0.5, 1.0, 1.5]
+    assert [asked["of"] for asked in model.asked] == [0.5, 0.75, 1.0, 1.5]
     assert model.asked[0]["batch_size"] == 2
     assert model.asked[0]["sample_weight"] is ROWS[2]
     said = capsys.readouterr().err
     assert "evaluator:0: epoch 3 (step 30): loss: 1.5000\n" in said
-
-
-def test_checkpoints_in_the_middle_of_an_epoch_are_evaluated_too(
-    tmp_path: Path, chief: socket.socket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _write(tmp_path, Progress(1, 14, batches=4), 0.25)
-    _saved(tmp_path, done=1)
-    assert _follow(Model(tmp_path), chief, epochs=1) == 0
-    assert "evaluator:0: batch 4 of epoch 2 (step 14): loss: 0.2500\n" in capsys.readouterr().err
+    assert "evaluator:0: batch 4 of epoch 2 (step 14): loss: 0.7500\n" in said
     (file,) = (tmp_path / "evaluator").iterdir()
-    assert b"evaluation_loss_vs_iterations" in file.read_bytes()
-    assert b"epoch_loss" not in file.read_bytes()
+    assert file.read_bytes().count(b"evaluation_loss_vs_iterations") == 4
+    assert file.read_bytes().count(b"epoch_loss") == 3  # not of the middle of an epoch
 
 
 def test_scalars_that_cannot_be_written_are_refused_before_the_wait(
     tmp_path: Path, chief: socket.socket
 ) -> None:
     (tmp_path / "evaluator").write_text("in the way")
-    with pytest.raises(tfd.TrainingError, match=r"checkpoint_dir must be a folder .*/evaluator'"):
+    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/evaluator'"):
         _follow(Model(tmp_path), chief)
     callbacks = [keras.callbacks.TensorBoard(tmp_path / "evaluator" / "below")]
-    with pytest.raises(tfd.TrainingError, match="log_dir of the TensorBoard callback must be"):
+    with pytest.raises(tfd.TrainingError, match=r"scalars must be a folder .*/below/evaluator'"):
         _follow(Model(tmp_path), chief, callbacks=callbacks)
     with pytest.raises(tfd.TrainingError, match="checkpoint_dir must be the path of a folder"):
         _follow(Model(tmp_path), chief, checkpoint_dir="")

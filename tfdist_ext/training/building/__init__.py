@@ -1,5 +1,5 @@
-"""A builder, or a model that exists, as a model whose variables are in the strategy.
+"""Makes a model whose variables are in the strategy, from a builder or from an existing model.
 
-Here belong cloning, compiling again, and making every variable before a step is traced.
-Nothing here runs a step for its result.
+Here are cloning, compiling again, and making every variable before a step is traced. Nothing here
+runs a step for its result.
 """

@@ -1,7 +1,7 @@
-"""A Keras model, with all that belongs to it, made inside a strategy's scope.
+"""Makes a Keras model, its optimizers and its metrics inside a strategy's scope.
 
-Every variable is made before a step is traced. Layers that keep a state for each row of a batch,
-which cannot follow its row to a replica, are refused.
+Every variable is made before a step is traced. Layers that keep a state for each row of a batch are
+refused, because the state cannot follow its row to a replica.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.errors import PlacementError, TrainingError
@@ -25,11 +24,11 @@ from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training._tf_private import creating_without_broadcast
 from tfdist_ext.training.building.build_from_step import build_from_step
 from tfdist_ext.training.building.cloning import (
+    cannot_be_copied,
     clone_from_config,
     clone_model,
     copy_flags_and_assets,
     custom_objects_of,
-    truncate_message,
 )
 from tfdist_ext.training.protocols import Specs, Structure
 from tfdist_ext.training.steps.replaced import uses_keras_step
@@ -57,13 +56,13 @@ __all__ = [
 def creation_scope(
     strategy: tf.distribute.Strategy, created: list[tf.Variable] | None = None
 ) -> contextlib.ExitStack:
-    """The scope in which everything of a distributed model is created.
+    """Returns the scope in which everything of a distributed model is created.
 
     Each of several workers creates its variables alone, and waits for no other.
 
     Args:
-        created: gets the variables that are to be given the chief's values when the workers have
-            compared their models.
+        created: gets the variables that need the chief's values when the workers have compared
+            their models.
     """
 
     def note(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -92,10 +91,10 @@ def adopt(
     strategy: tf.distribute.Strategy,
     created: list[tf.Variable],
 ) -> keras.Model:
-    """The model made by a builder, or a copy of an existing one, on the strategy.
+    """Returns the model that a builder makes, or a copy of an existing one, on the strategy.
 
     Args:
-        created: as `creation_scope` has it, here and below.
+        created: see `creation_scope`.
 
     Raises:
         TrainingError: neither a model nor a function that returns one, or a model that cannot
@@ -137,7 +136,7 @@ def build(
     *,
     kind: str = "train",
 ) -> None:
-    """Make every variable, before a step is traced, from the structure of one global batch.
+    """Makes every variable, before a step is traced, from the structure of one global batch.
 
     Args:
         spec: tf.TypeSpecs of a batch, batch dimension unknown.
@@ -146,7 +145,7 @@ def build(
 
     Raises:
         TrainingError: a layer keeps a state for each row of a batch, where rows go elsewhere; or
-            only a step of the model's own could make its variables, and that fails.
+            only a custom step could make the variables, and tracing that step fails.
     """
     reject_stateful_rnns(model, strategy)
 
@@ -160,10 +159,10 @@ def build(
     with creation_scope(strategy, created):
         own_loss = type(model).compute_loss is not keras.Model.compute_loss
         if kind == "train" and own_loss and not all(each.built for each in kp.flat_layers(model)):
-            # It may use layers that the call does not.
+            # compute_loss may use layers that the call does not use.
             with contextlib.suppress(TrainingError):
                 build_from_step(model, kind, batch)
-        _build_from(model, kind, batch)
+        _build_from_call_or_step(model, kind, batch)
         if kind != "predict" and not uses_keras_step(model, "train") and not all_built(model):
             build_from_step(model, "train", batch)
     if isinstance(strategy, PlacedStrategy):
@@ -171,39 +170,23 @@ def build(
     make_readable(model)
 
 
-def _build_from(model: keras.Model, kind: str, batch: Structure) -> None:
-    """Build from one symbolic batch, by the model's `call` or else by its own step.
-
-    Keras warns of a model whose `call` it cannot trace. Where the model's own step can be traced
-    instead, nothing depends on that `call`. What Keras says of layers inside counts if one of them
-    has no variables then.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def _build_from_call_or_step(model: keras.Model, kind: str, batch: Structure) -> None:
+    """Builds from one symbolic batch, by the model's `call` or else by its custom step."""
+    own_step = not uses_keras_step(model, kind)
+    with warnings.catch_warnings():
+        if own_step:  # which need not use the call that Keras cannot trace
+            warnings.filterwarnings("ignore", ".*unbuilt state", UserWarning)
         try:
             (kp.symbolic_call if kind == "predict" else kp.symbolic_build)(model, batch)
-            failure = None
-        except Exception as error:
-            failure = error
-    by_trial = failure is not None and not uses_keras_step(model, kind)
-    # Where the trial fails, its error says more than Keras's warnings of the call.
-    traced = by_trial and build_from_step(model, kind, batch)
-    complete = all(layer.built for layer in kp.flat_layers(model))
-    try:
-        for warning in caught:
-            text = str(warning.message)
-            of_attempt = "unbuilt state" in text and (complete or f"'{model.name}'" in text)
-            if not (traced and of_attempt):
-                warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
-                )
-    finally:  # also where a warning is an error: the failure says more
-        if failure is not None and not by_trial:
-            raise failure
+            return
+        except Exception:
+            if not own_step:
+                raise
+    build_from_step(model, kind, batch)
 
 
 def belongs_to(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    """Whether a Keras variable was created in the strategy's scope (or not at all yet)."""
+    """Returns whether a variable was created in the strategy's scope, or is not created yet."""
     value = kp.raw_value(variable)
     return value is None or strategy.extended.variable_created_in_scope(value)
 
@@ -214,11 +197,11 @@ def recompile(
     strategy: tf.distribute.Strategy,
     created: list[tf.Variable],
 ) -> None:
-    """Compile `target` as `source` is, its optimizers and metrics made in the scope.
+    """Compiles `target` as `source` is, with optimizers and metrics made in the scope.
 
-    Where they are there already (the usual case of a builder), nothing happens. A class with
-    `compile_from_config` is compiled by it, as Keras does when it loads a model; of another
-    `compile()` of the user's, the arguments are those that the model keeps under their names.
+    If they were made there already, as in most builders, nothing happens. A class with
+    `compile_from_config` is compiled by that method, as Keras does when it loads a model. Other
+    classes are compiled with the arguments that the model keeps as attributes of the same name.
 
     Raises:
         TrainingError: a compile() whose arguments are not known, an optimizer or a metric that
@@ -236,93 +219,68 @@ def recompile(
         with creation_scope(strategy, created), custom_objects_of([source]):
             target.compile_from_config(config)
     else:
-        own = type(source).compile is not keras.Model.compile
-        arguments = _compile_arguments(source) if own else kp.compile_arguments(source)
+        arguments = _compile_arguments(source)
+        expected = {name: _described(value) for name, value in arguments.items()}
         with creation_scope(strategy, created):
-            remade = keras.tree.map_structure(_stateless, arguments)
-            target.compile(**remade)
-        if own:
-            _check_compiled_alike(source, arguments, target)
+            target.compile(**keras.tree.map_structure(_stateless, arguments))
+        for name, value in _compile_arguments(target).items():
+            if _described(value) != expected[name]:
+                raise _unknown_argument(source, name)
     after = optimizers_of(target)
     for name, old in before.items():
-        if (new := after.get(name)) is None:
-            raise TrainingError(
-                f"{type(source).__name__}.{name} must be an optimizer after compile_from_config(),"
-                " got none of that name: let it make all that get_compile_config() describes."
-            )
         if old.built:
             weights = _copies_of_trained(old, source, target)
             with creation_scope(strategy, created):
-                new.build(weights)
-            _take_over_state(old, new, weights)
+                _take_over_state(old, after.get(name), weights, f"{type(source).__name__}.{name}")
 
 
 def _stateless(argument: Any) -> Any:
-    """An argument of compile, anew where it has variables of its own, so not two models' one."""
+    """Clones an argument of compile that has variables, which two models must not share."""
     stateful = isinstance(argument, keras.optimizers.Optimizer | keras.metrics.Metric)
     if stateful or (getattr(argument, "variables", None) and hasattr(argument, "get_config")):
         return clone_from_config(argument)
     return argument
 
 
-def _compile_arguments(source: keras.Model) -> dict[str, Any]:
-    """The arguments of a custom compile(), as far as the model stores them.
-
-    Keras keeps what it was given itself; other arguments are attributes of the same name.
-    """
-    parameters = inspect.signature(type(source).compile).parameters.values()
-    of_keras = kp.compile_arguments(source)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    arguments = dict(of_keras) if takes_all else {}
-    for parameter in list(parameters)[1:]:
-        name = parameter.name
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if name in of_keras:
-            arguments[name] = of_keras[name]
-        elif name in vars(source):
-            arguments[name] = vars(source)[name]
-        else:
-            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
-    return arguments
+def _compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns the arguments of compile(): those that Keras keeps, and attributes of their names."""
+    of_keras = kp.compile_arguments(model)
+    _, *parameters = inspect.signature(type(model).compile).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [each.name for each in parameters if each.kind not in variadic]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        names += [name for name in of_keras if name not in names]
+    known = {**vars(model), **of_keras}
+    for name in names:
+        if name not in known:
+            raise _unknown_argument(model, name)
+    return {name: known[name] for name in names}
 
 
-_OWN_COMPILE = (
-    "{0} has a compile() of its own, and what it was given as {1!r} is not known here. Pass a"
-    " function that builds and compiles the model: distribute(build, strategy). Or give the class"
-    " get_compile_config() and compile_from_config(), which Keras also needs to load it."
-)
+def _described(argument: Any) -> str:
+    """Returns a text that is equal for two equal arguments of compile()."""
+    parts = []
+    for part in keras.tree.flatten(argument):
+        if callable(getattr(part, "get_config", None)):
+            # Keras numbers the names that it makes.
+            part = type(part), {**part.get_config(), "name": None}
+        parts.append(part)
+    return repr(parts)
 
 
-def _check_compiled_alike(
-    source: keras.Model, arguments: dict[str, Any], target: keras.Model
-) -> None:
-    """Calling a compile() with what it made of its arguments must make the same of them again."""
-
-    def told(value: Any) -> Any:
-        if not callable(getattr(value, "get_config", None)):
-            return value
-        config = value.get_config()
-        config.pop("name", None)  # Keras numbers the ones that it makes
-        return type(value), config
-
-    mine, theirs = kp.compile_arguments(source), kp.compile_arguments(target)
-    pairs = {name: (mine[name], theirs[name]) for name in mine}
-    pairs |= {name: (arguments[name], vars(target).get(name)) for name in arguments.keys() - mine}
-    for name, pair in pairs.items():
-        try:
-            one, other = ([told(part) for part in keras.tree.flatten(value)] for value in pair)
-            same = bool(np.all([np.all(a == b) for a, b in zip(one, other, strict=True)]))
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            raise TrainingError(_OWN_COMPILE.format(type(source).__name__, name))
+def _unknown_argument(model: keras.Model, name: str) -> TrainingError:
+    return TrainingError(
+        f"{type(model).__name__} has its own compile(), and the value of its argument {name!r} is"
+        " not known here. Pass a function that builds and compiles the model: distribute(build,"
+        " strategy). Or give the class get_compile_config() and compile_from_config(), which Keras"
+        " also needs to load it."
+    )
 
 
 def _specs_if_known(
     model_or_builder: keras.Model | Callable[[], keras.Model],
 ) -> list[VariableSpec]:
-    """The variables of a model that is to be; none where they are made later only."""
+    """Returns the variables of the model; none if the model makes them later."""
     try:
         return learn_specs(model_or_builder)
     except PlacementError:
@@ -332,9 +290,9 @@ def _specs_if_known(
 def _copies_of_trained(
     optimizer: keras.optimizers.Optimizer, source: keras.Model, target: keras.Model
 ) -> list[keras.Variable]:
-    """The weights of `target` that stand for those of `source` that an optimizer was built for.
+    """Returns the weights of `target` for the weights of `source` that an optimizer was built for.
 
-    What it was built for, not what is trainable today: weights may have been frozen since.
+    Weights that were frozen since are among them.
     """
     copies = {id(weight): copy for weight, copy in zip(source.weights, target.weights, strict=True)}
     trained = kp.trained_by(optimizer)
@@ -348,13 +306,17 @@ def _copies_of_trained(
 
 def _take_over_state(
     old: keras.optimizers.Optimizer,
-    new: keras.optimizers.Optimizer,
+    new: keras.optimizers.Optimizer | None,
     weights: list[keras.Variable],
+    name: str,
 ) -> None:
-    if [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
+    if new is not None:
+        new.build(weights)
+    if new is None or [id(v) for v in kp.trained_by(new)] != [id(v) for v in weights]:
         raise TrainingError(
-            f"the optimizer {new.name!r} must have the same variables after the model is compiled"
-            " again, got others: do not build it in compile() or compile_from_config()."
+            f"{name} must be an optimizer of the same variables after the model is compiled again."
+            " Let compile_from_config() make all that get_compile_config() describes, and do not"
+            " build optimizers there."
         )
     for variable, value in zip(new.variables, old.variables, strict=True):
         variable.assign(value.numpy())
@@ -363,29 +325,11 @@ def _take_over_state(
 def _copy(
     model: keras.Model, strategy: tf.distribute.Strategy, created: list[tf.Variable]
 ) -> keras.Model:
-    try:
-        with creation_scope(strategy, created):
-            copy = clone_model(model)
-    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise TrainingError(
-            f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
-            f" {truncate_message(error)} Pass a function that builds the model instead:"
-            " distribute(build, strategy); or give the class a get_config()."
-        ) from error
-    if len(copy.weights) != len(model.weights):
-        raise TrainingError(
-            f"the copy of {model.name!r} must have {len(model.weights)} weights, as the model"
-            f" itself, got {len(copy.weights)}: its config is incomplete. Pass a function that"
-            " builds the model instead: distribute(build, strategy)."
-        )
+    with creation_scope(strategy, created):
+        copy = clone_model(model)
+    if [weight.shape for weight in copy.weights] != [weight.shape for weight in model.weights]:
+        raise cannot_be_copied(model, "the copy has weights of other shapes.")
     for new, old in zip(copy.weights, model.weights, strict=True):
-        if new.shape != old.shape:
-            raise TrainingError(
-                f"the copy of {model.name!r} must have the weight {old.path!r} of shape"
-                f" {old.shape}, as the model itself, got {new.path!r} of shape {new.shape}: its"
-                " config is incomplete. Pass a function that builds the model instead:"
-                " distribute(build, strategy)."
-            )
         new.assign(old.numpy())
     copy_flags_and_assets(model, copy)
     recompile(model, copy, strategy, created)
@@ -393,11 +337,11 @@ def _copy(
 
 
 def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Refuse stateful RNN layers, before anything of a model is traced or built.
+    """Refuses stateful RNN layers, before anything of a model is traced or built.
 
     Raises:
-        TrainingError: a recurrent layer is stateful, and batches are cut for several replicas or go
-            to workers in no order.
+        TrainingError: a recurrent layer is stateful, and batches are split over several replicas or
+            go to workers in no order.
     """
     layers = (layer for layer in kp.flat_layers(model) if isinstance(layer, keras.layers.RNN))
     stateful = [layer for layer in layers if layer.stateful]
@@ -415,6 +359,6 @@ def reject_stateful_rnns(model: keras.Model, strategy: tf.distribute.Strategy) -
 
 
 def batch_normalization_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """The BatchNormalization layers of a model, of its inner models and wrappers."""
+    """Returns the BatchNormalization layers of a model, of its inner models and wrappers."""
     layers = kp.flat_layers(model)
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]

@@ -1,8 +1,8 @@
-"""Models that only their own step knows how to call: a step is tried to make their variables.
+"""Makes the variables of models that only their custom step can call, by tracing the step once.
 
-A GAN or a VAE may have no `call` at all, and a model that is trained on pairs one that does not
-take what the data begins with. Plain Keras makes what is missing while it traces the first step.
-On a strategy all variables must be there before; so the step is traced once for nothing.
+A GAN or a VAE may have no `call`, or a `call` that does not take what the data begins with. Plain
+Keras makes missing variables while it traces the first step. On a strategy all variables must exist
+before that.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ from tfdist_ext.training.variables import default_strategy_scope
 __all__ = ["build_from_step", "recording_updates"]
 
 
-def build_from_step(model: keras.Model, kind: str, batch: Structure) -> bool:
-    """Make the variables of layers and optimizers that a step of the model's own uses.
+def build_from_step(model: keras.Model, kind: str, batch: Structure) -> None:
+    """Makes the variables of layers and optimizers that a custom step uses, in the open scope.
 
-    To be called in the scope in which variables are to be made. An optimizer is built for the
-    variables that the step applies it to first, as Keras does it.
+    An optimizer is built for the variables that the step applies it to first, as in Keras.
 
     Args:
         kind: "train", "test" or "predict".
         batch: a structure of `keras.KerasTensor`, one global batch.
 
-    Returns:
-        Whether the step could be traced to its end.
-
     Raises:
-        TrainingError: the step cannot be tried while layers have no variables yet.
+        TrainingError: the step cannot be traced while layers have no variables yet.
     """
     step = getattr(model, f"{kind}_step")
     step = getattr(step, "python_function", step)  # of a tf.function
@@ -47,7 +43,7 @@ def build_from_step(model: keras.Model, kind: str, batch: Structure) -> bool:
         applied.setdefault(id(optimizer), (optimizer, variables))
 
     def tried(batch: Structure) -> Structure:
-        # What layers give to add_loss goes with the scope.
+        # Losses that layers add are discarded with the scope.
         losses = keras.StatelessScope(collect_losses=True)
         with default_strategy_scope(), recording_updates(note), losses:
             return step(batch)
@@ -71,20 +67,18 @@ def build_from_step(model: keras.Model, kind: str, batch: Structure) -> bool:
             optimizer.build(variables)
     compiled = None if kind == "predict" else model.optimizer
     if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
-        # No step uses it; as Keras's fit builds it under a strategy.
+        # The step does not use it. Keras's fit builds it too under a strategy.
         compiled.build(model.trainable_variables)
     model.built = True
-    return failure is None
 
 
 @contextlib.contextmanager
 def recording_updates(
     note: Callable[[keras.optimizers.Optimizer, list[keras.Variable]], None],
 ) -> Iterator[None]:
-    """Scope in which gradients are zeros, and `apply` of an optimizer calls
-    `note(optimizer, variables)` and does no more.
+    """Scope in which gradients are zeros, and optimizers only call `note(optimizer, variables)`.
 
-    Variables that are not made yet, or are distributed, have no gradient outside of a replica's
+    Variables that are distributed, or not made yet, have no gradient outside of a replica's
     context.
     """
 

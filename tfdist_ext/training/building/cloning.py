@@ -1,7 +1,7 @@
-"""Keras objects made anew from their configs, with the live functions and classes they use.
+"""Clones Keras objects from their configs, with the live functions and classes they use.
 
-A config names what the user wrote only by its name, or holds a lambda as bytes. Both objects live
-in this process, so the new one simply takes the functions of the old one.
+A config has only the name of a user's function, or a lambda as bytes. Both objects live in this
+process, so the clone takes the functions of the original.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 
 __all__ = [
+    "cannot_be_copied",
     "clone_from_config",
     "clone_model",
     "copy_flags_and_assets",
@@ -32,7 +33,6 @@ __all__ = [
 
 _OF_KERAS = {"name", "trainable", "dtype"}
 
-
 _NAMED_BY_CLASS = (
     keras.losses.Loss,
     keras.metrics.Metric,
@@ -40,16 +40,15 @@ _NAMED_BY_CLASS = (
     keras.optimizers.schedules.LearningRateSchedule,
 )
 
-
-# What Keras makes anew from its config.
+# Objects that Keras makes from a config.
 Configured: TypeAlias = keras.optimizers.Optimizer | keras.metrics.Metric | keras.losses.Loss
 
 
 def clone_from_config(thing: Configured) -> Configured:
-    """The same optimizer or metric, made anew, without its state.
+    """Returns a clone of an optimizer or a metric, without its state.
 
     Raises:
-        TrainingError: it has no config, or one that does not tell all.
+        TrainingError: its config is missing or incomplete.
     """
     try:
         with custom_objects_of([thing]):
@@ -63,42 +62,50 @@ def clone_from_config(thing: Configured) -> Configured:
 
 
 def clone_model(model: keras.Model) -> keras.Model:
-    """The same model, not compiled, with weights of its own."""
-    with custom_objects_of(kp.flat_layers(model)), _uncompiled(model), _taking_no_seeds():
-        if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
-            copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
-        else:
-            copy = _layer_again(model)
-        _build_as(model, copy)
-        _enable_lora_as(model, copy)
+    """Returns the same model, not compiled, with its own weights.
+
+    Raises:
+        TrainingError: the model cannot be copied from its config.
+    """
+    try:
+        with custom_objects_of(kp.flat_layers(model)), _without_side_effects(model):
+            if kp.is_graph_of_layers(model) and not kp.has_own_config(model):
+                copy = keras.models.clone_model(model, clone_function=_layer_again, recursive=True)
+            else:
+                copy = _layer_again(model)
+            _build_as(model, copy)
+            _enable_lora_as(model, copy)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise cannot_be_copied(model, truncate_message(error)) from error
     return copy
 
 
-@contextlib.contextmanager
-def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Scope in which Keras does not copy the compile settings from a config.
+def cannot_be_copied(model: keras.Model, reason: str) -> TrainingError:
+    """Returns the error for a model whose config is missing or incomplete."""
+    return TrainingError(
+        f"the model {model.name!r} ({type(model).__name__}) cannot be copied from its config:"
+        f" {reason} Pass a function that builds the model instead: distribute(build, strategy); or"
+        " give the class a complete get_config()."
+    )
 
-    `recompile` takes them live.
+
+@contextlib.contextmanager
+def _without_side_effects(model: keras.Model) -> Iterator[None]:
+    """Scope of a copy, in which Keras neither compiles it nor draws from Python's generator.
+
+    `recompile` takes the live compile settings.
     """
-    compiled, model.compiled = model.compiled, False
+    state, compiled = random.getstate(), model.compiled
+    model.compiled = False
     try:
         yield
     finally:
         model.compiled = compiled
-
-
-@contextlib.contextmanager
-def _taking_no_seeds() -> Iterator[None]:
-    """Scope in which Keras takes seeds that are taken again afterwards, as without a copy."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
         random.setstate(state)
 
 
 def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
-    """State outside of weights: what is trainable, vocabularies, where random layers are."""
+    """Copies state outside of weights: trainable flags, vocabularies, seeds of random layers."""
     for old, new in _paired_layers(model, copy):
         new.trainable = old.trainable  # parents come first: they set their children's too
         for name, value in vars(old).items():
@@ -115,10 +122,10 @@ def copy_flags_and_assets(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[keras.Layer, keras.Layer]]:
-    """Each layer and its copy, parents first.
+    """Returns each layer and its copy, parents first.
 
-    Without those that the model has made in its first call, as a tokenizer's packer, and the copy
-    has not; such a layer has no weights, or the numbers of weights differ.
+    Layers without a copy are left out: the model has made them in its first call, as a tokenizer
+    makes its packer. They have no weights, or the numbers of weights would differ.
     """
     old, new = kp.flat_layers(model), kp.flat_layers(copy)
     matcher = difflib.SequenceMatcher(None, [*map(type, old)], [*map(type, new)], False)
@@ -127,13 +134,13 @@ def _paired_layers(model: keras.Model, copy: keras.Model) -> list[tuple[keras.La
 
 
 def truncate_message(error: Exception) -> str:
-    """The beginning of Keras's messages, which can be pages long."""
+    """Returns the beginning of a message of Keras, which can be pages long."""
     words = " ".join(str(error).split())
     return words if len(words) <= 200 else words[:200] + " ..."
 
 
 def _build_as(model: keras.Model, copy: keras.Model) -> None:
-    """Build each layer for the shapes that the original one was built for."""
+    """Builds each layer for the shapes that the original was built for."""
     for old, new in reversed(_paired_layers(model, copy)):  # inner layers first
         if old.built and not new.built and not isinstance(new, keras.Model):
             new.build_from_config(old.get_build_config() or {})
@@ -145,7 +152,7 @@ def _build_as(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _enable_lora_as(model: keras.Model, copy: keras.Model) -> None:
-    """LoRA is part of a layer's config, and not of the config of a model that makes the layer."""
+    """Enables LoRA, which is not in the config of a model that makes the layers itself."""
     for old, new in _paired_layers(model, copy):
         if getattr(old, "lora_enabled", False) and not getattr(new, "lora_enabled", True):
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
@@ -157,7 +164,7 @@ def _layer_again(layer: keras.Layer | keras.Operation) -> keras.Layer | keras.Op
     config = layer.get_config()
     parameters = inspect.signature(type(layer).__init__).parameters
     if isinstance(layer, keras.Model) and type(layer).get_config is keras.Model.get_config:
-        # Of layers Keras keeps the arguments; of models it tells the defaults instead.
+        # Keras keeps the arguments of layers. The config of such a model has the defaults instead.
         unknown = [
             name
             for name, p in parameters.items()
@@ -203,7 +210,7 @@ def custom_objects_of(things: Iterable[object]) -> Iterator[None]:
 
 
 def _own_functions(thing: object) -> dict[str, types.FunctionType]:
-    """Attribute -> function of the user's; without the methods, which Keras wraps."""
+    """Returns attribute -> function of the user; without the methods, which Keras wraps."""
     return {
         name: value
         for name, value in vars(thing).items()

@@ -17,9 +17,9 @@ from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.building.build import build
 from tfdist_ext.training.building.cloning import (
+    cannot_be_copied,
     clone_model,
     copy_flags_and_assets,
-    truncate_message,
 )
 from tfdist_ext.training.protocols import Specs
 from tfdist_ext.training.state.naming import MODEL, check_has_variables, state_of
@@ -27,10 +27,8 @@ from tfdist_ext.training.state.values import assign_whole, whole_value
 
 __all__ = ["Builder", "export"]
 
-# Makes a model again; None if there is only the model itself.
+# Builds another model; None if there is only the model itself.
 Builder: TypeAlias = Callable[[], keras.Model] | None
-
-_NO_COPY = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 def export(
@@ -39,7 +37,7 @@ def export(
     """Exports a model as `keras.Model.export` does, on this task alone.
 
     Args:
-        builder: makes the model again, if it cannot be copied from its config.
+        builder: builds another model, if the model cannot be copied from its config.
         spec: tf.TypeSpecs of the batch that the model was built for; None: unknown.
         arguments: those of `keras.Model.export`.
 
@@ -66,12 +64,9 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     check_has_variables(model, "export")
     try:
         copy = clone_model(model)
-    except _NO_COPY as error:
+    except TrainingError:
         if builder is None:
-            raise TrainingError(
-                f"the model {model.name!r} ({type(model).__name__}) cannot be copied for export:"
-                f" {truncate_message(error)} Give its class a get_config()."
-            ) from error
+            raise
         copy = builder()
     if len(copy.variables) != len(model.variables) and spec is not None:
         build(copy, spec, tf.distribute.get_strategy(), kind="predict")
@@ -79,10 +74,7 @@ def _plain_copy(model: keras.Model, builder: Builder, spec: Specs) -> keras.Mode
     values, targets = state_of(model)[MODEL], state_of(copy)[MODEL]
     if list(values) != list(targets):
         differs = sorted({*values} ^ {*targets})
-        raise TrainingError(
-            f"the copy of {model.name!r} to export must have the model's own variables, got other"
-            f" ones: {', '.join(differs[:6])}. Give its class a complete get_config()."
-        )
+        raise cannot_be_copied(model, f"the copy has other variables: {', '.join(differs[:6])}.")
     for name, target in targets.items():
         assign_whole(target, whole_value(values[name]))
     return copy

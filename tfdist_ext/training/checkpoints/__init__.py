@@ -1,5 +1,5 @@
-"""What a training writes and reads back: checkpoints, models, exports.
+"""Files that a training writes and reads: checkpoints, models, exports.
 
-Here belong the folder of checkpoints and its files, resuming, and what the chief does for all.
-The only room that knows file formats.
+Here are the folder of checkpoints, the file format, saving and resuming, and the evaluator. No
+other room knows file formats.
 """

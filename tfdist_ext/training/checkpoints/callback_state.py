@@ -1,16 +1,16 @@
-"""What callbacks know: saved in each checkpoint, and given back to a job that resumes.
+"""The state of callbacks: saved in each checkpoint, and restored in a job that resumes.
 
-Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has waited, the best
-loss so far, the history. A callback of the user gives its state with `get_state()`, and takes it
-back with `set_state(state)` after its `on_train_begin`. A state holds numbers, texts, NumPy arrays,
-and lists and dicts of them.
+Keras's callbacks start from nothing in each `fit`: how long EarlyStopping has waited, the best loss
+so far, the history. A user's callback gives its state with `get_state()`, and takes it back with
+`set_state(state)` after its `on_train_begin`. A state holds numbers, texts, NumPy arrays, and lists
+and dicts of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ Callbacks = Iterable[keras.callbacks.Callback]
 _JSON = "state"
 _ARRAY = "array of the state"  # the key of {_ARRAY: "3"} in the JSON
 
-# Settings that tell two callbacks of one class apart, in this job and in the next.
+# Settings that distinguish two callbacks of one class, in this job and in the next.
 _SETTINGS = ("monitor", "filepath", "filename", "log_dir")
 
 
@@ -81,7 +81,7 @@ def continue_log_files(state: CallbackState, callbacks: Callbacks) -> None:
 
 
 def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Yields (class and settings, with #1 for the second one of the same name; callback)."""
+    """Yields (name, callback); a name has the class, its settings, and #1 for the second one."""
     seen: Counter[str] = Counter()
     for callback in callbacks:
         settings = [Path(str(getattr(callback, each, ""))).name for each in _SETTINGS]
@@ -93,10 +93,22 @@ def _named(callbacks: Callbacks) -> Iterator[tuple[str, keras.callbacks.Callback
 def _state_of(
     callback: keras.callbacks.Callback, name: str, arrays: CallbackState
 ) -> dict[str, Any]:
+    def leave_out(what: str) -> None:
+        # The history of a training may hold anything that a user's metric returns.
+        warn(
+            f"The checkpoint does not hold {what} of {name}: a job that resumes begins without it."
+        )
+
+    def refuse(what: str) -> None:
+        raise TrainingError(
+            f"get_state() of {name} must return numbers, texts, arrays of numbers, and lists and"
+            f" dicts of them by texts, got {what}."
+        )
+
     known = {each: getattr(callback, each, None) for each in kp.remembered_by(callback)}
-    state: dict[str, Any] = {"known": _storable_part(known, arrays, name)}
+    state: dict[str, Any] = {"known": _stored(known, arrays, leave_out)}
     if hasattr(callback, "get_state"):
-        state["own"] = _stored(callback.get_state(), arrays, f"get_state() of {name}")
+        state["own"] = _stored(callback.get_state(), arrays, refuse)
     if isinstance(callback, keras.callbacks.CSVLogger):
         if callback.csv_file is not None and not callback.csv_file.closed:
             callback.csv_file.flush()
@@ -105,52 +117,29 @@ def _state_of(
     return state
 
 
-def _storable_part(known: Mapping[str, Any], arrays: CallbackState, name: str) -> dict[str, Any]:
-    """Returns what can be stored of a callback of Keras; warns of the rest.
+def _stored(value: Any, arrays: CallbackState, reject: Callable[[str], None]) -> Any:
+    """Returns the value as JSON can hold it; its arrays go to `arrays`.
 
-    The history of a training may hold anything that a user's metric returns.
+    Args:
+        reject: called with a description of each value that cannot be stored.
     """
-    stored: dict[str, Any] = {}
-    for key, value in known.items():
-        if isinstance(value, dict):
-            stored[key] = _storable_part(value, arrays, name)
-            continue
-        try:
-            stored[key] = _stored(value, arrays, name)
-        except TrainingError:
-            warn(
-                f"{key!r} of {name} is not in the checkpoint, because a checkpoint cannot hold a"
-                f" {type(value).__name__} of this content. A job that resumes begins without it."
-            )
-    return stored
-
-
-def _stored(value: Any, arrays: CallbackState, where: str) -> Any:
-    """Returns the value as JSON can hold it; its arrays go to `arrays`."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise _cannot_be_stored(where, f"the key {key!r}")
-        return {key: _stored(each, arrays, where) for key, each in value.items()}
+                reject(f"the key {key!r}")
+        return {str(key): _stored(each, arrays, reject) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_stored(each, arrays, where) for each in value]
+        return [_stored(each, arrays, reject) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.asarray(value)
     if array.dtype == object or array.dtype.kind in "USMm":
-        raise _cannot_be_stored(where, f"a {type(value).__name__}")
+        return reject(f"a value of type {type(value).__name__}")
     if not array.shape and array.dtype.kind in "biuf":
         return array.item()
     key = str(len(arrays))
     arrays[key] = array
     return {_ARRAY: key}
-
-
-def _cannot_be_stored(where: str, what: str) -> TrainingError:
-    return TrainingError(
-        f"{where} must be numbers, texts, arrays of numbers, and lists and dicts of them by texts,"
-        f" got {what}. Leave it out, or return what it can be made of again."
-    )
 
 
 def _read(state: CallbackState) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What fit does in an `evaluator` task: it evaluates each new checkpoint of the training."""
+"""`fit` in an `evaluator` task: evaluates each new checkpoint of the training."""
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import time
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,13 @@ from tfdist_ext.strategies.resolvers import Described
 from tfdist_ext.strategies.serving import COORDINATOR_SILENT, RoleEnded, driver_of
 from tfdist_ext.training.checkpoints.folder import checkpoints_in, owner_of
 from tfdist_ext.training.checkpoints.format import DamagedCheckpointError, Progress
-from tfdist_ext.training.checkpoints.paths import check_writable, checkpoint_folder
+from tfdist_ext.training.checkpoints.paths import checkpoint_folder, error_if_unwritable
 from tfdist_ext.training.protocols import Callbacks, TrainedModel
 
 __all__ = ["evaluate_checkpoints"]
 
 
+_BOARD = keras.callbacks.TensorBoard
 _LOOK_EVERY = 1.0  # seconds
 
 
@@ -70,27 +72,24 @@ def evaluate_checkpoints(
     if folder is None or validation_data is None:
         lacks = "checkpoint_dir" if folder is None else "validation data"
         raise TrainingError(
-            f"the fit() of {me}, which evaluates the checkpoints of the training, must get"
-            f" checkpoint_dir and validation data, got no {lacks}: give fit(validation_data=...,"
-            " checkpoint_dir=...) on every task."
+            f"the fit() of {me}, which evaluates the checkpoints of the training, got no {lacks}:"
+            " give fit(validation_data=..., checkpoint_dir=...) on every task."
         )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-
-    def evaluate(steps: int | None = steps) -> dict[str, float]:
-        data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-        # Keras's own argument: an evaluate() of the model's does not prepare the data again.
-        data["_use_cached_eval_dataset"] = True
-        return dict(model.evaluate(**data, steps=steps, verbose=0, return_dict=True))
-
+    # Keras's own argument: a custom evaluate() of the model does not prepare the data again.
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "_use_cached_eval_dataset": True}
+    evaluate = functools.partial(
+        model.evaluate, **data, batch_size=batch_size, verbose=0, return_dict=True
+    )
     if not model.keras_model.built:
         evaluate(steps=1)  # the model gets its shapes from data
-    log_dir, argument = _log_dir(callbacks, folder)
-    check_writable(log_dir, argument)
+    log_dir = _log_dir(callbacks, folder)
+    with error_if_unwritable(log_dir, "the folder of the evaluator's scalars"):
+        writer = tf.summary.create_file_writer(log_dir)
     if verbose:
         say(f"{me}: evaluating the checkpoints in {folder}; scalars go to {log_dir}")
-    writer = tf.summary.create_file_writer(log_dir)
     for progress in _restored(model, folder, epochs, me, cluster):
-        logs = evaluate()
+        logs = evaluate(steps=steps)
         with writer.as_default():
             _write_scalars(logs, progress)
         writer.flush()
@@ -141,13 +140,10 @@ def _restore(model: EvaluatedModel, folder: str, name: str, me: str) -> Progress
     return None
 
 
-def _log_dir(callbacks: Callbacks, folder: str) -> tuple[str, str]:
-    """Returns (where the scalars go, the argument that says so)."""
-    for callback in keras.tree.flatten(callbacks or []):
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            log_dir = posixpath.join(str(callback.log_dir), "evaluator")
-            return log_dir, "log_dir of the TensorBoard callback"
-    return posixpath.join(folder, "evaluator"), "checkpoint_dir"
+def _log_dir(callbacks: Callbacks, folder: str) -> str:
+    """Returns the folder of the scalars: in that of the TensorBoard callback, if there is one."""
+    boards = [each for each in keras.tree.flatten(callbacks or []) if isinstance(each, _BOARD)]
+    return posixpath.join(str(boards[0].log_dir) if boards else folder, "evaluator")
 
 
 def _write_scalars(logs: Mapping[str, float], progress: Progress) -> None:

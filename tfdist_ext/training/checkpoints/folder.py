@@ -3,8 +3,9 @@
 The list of checkpoints is the list of file names: `epoch-00003.safetensors`, and in the middle of
 an epoch `epoch-00003-batch-00000120.safetensors`. A file appears when it is complete.
 
-`owner.json` names the job that opened the folder last. A job reads it before each change. If it
-names another job, this one stops with an error. The file also says whether the training is done.
+`owner.json` names the job that opened the folder last. A job reads `owner.json` before each change,
+and stops with an error if the file names another job. The file also says whether the training is
+done.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist_ext.errors import TrainingError
-from tfdist_ext.training.checkpoints.format import CheckpointFile, DamagedCheckpointError, Progress
+from tfdist_ext.training.checkpoints.format import (
+    CheckpointFile,
+    Content,
+    DamagedCheckpointError,
+    Progress,
+    encode_checkpoint,
+)
 from tfdist_ext.training.checkpoints.paths import (
     atomic_write,
     error_if_unwritable,
@@ -32,7 +39,6 @@ from tfdist_ext.training.checkpoints.paths import (
     os_errors,
     remove,
     rename,
-    write_text,
 )
 from tfdist_ext.user_frames import filter_traceback, warn
 
@@ -44,7 +50,6 @@ __all__ = [
     "finished_checkpoints",
     "name_of",
     "owner_of",
-    "public_path",
     "training_is_done",
 ]
 
@@ -84,12 +89,8 @@ def finished_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     store the paths are strings.
     """
     folder = os.fspath(directory)
-    return [public_path(folder, name) for name in checkpoints_in(folder)]
-
-
-def public_path(folder: str, name: str) -> Any:
-    """Returns the path of a file for users: a string in a remote store, else a Path."""
-    return posixpath.join(folder, name) if "://" in folder else Path(folder, name)
+    join: Callable[[str, str], Any] = posixpath.join if "://" in folder else Path
+    return [join(folder, name) for name in checkpoints_in(folder)]
 
 
 @filter_traceback
@@ -107,9 +108,7 @@ class Owner:
         id: of this `fit` alone.
         host: name of its machine.
         pid: its process.
-        started: when the process started, in clock ticks since the boot; pids are reused.
         since: when it opened the folder, in seconds since 1970.
-        ended: it does not write any more.
         epochs_when_done: the `epochs` of the `fit`, once that has completed.
         last: the checkpoint from which a job that is started again gets the final state; None if
             the last epoch was not saved, because its loss was not finite.
@@ -118,16 +117,13 @@ class Owner:
     id: str
     host: str
     pid: int
-    started: str
     since: float
-    ended: bool = False
     epochs_when_done: int | None = None
     last: str | None = None
 
     @classmethod
     def this_job(cls) -> Owner:
-        pid = os.getpid()
-        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _started(pid), time.time())
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.since))
@@ -137,20 +133,12 @@ class Owner:
         """Returns whether a training of this many epochs has completed."""
         return self.epochs_when_done is not None and self.epochs_when_done >= epochs
 
-    def may_be_running(self) -> bool:
-        """Returns False for a job that ended, was killed, or is an earlier fit of this process."""
-        if self.ended:
-            return False
-        if self.host != socket.gethostname():
-            return True  # nothing is known of processes on other machines
-        return self.pid != os.getpid() and _started(self.pid) == self.started
-
 
 def owner_of(folder: str) -> Owner | None:
     """Returns the job that opened a folder last; None if no job has, or if its file is damaged."""
     path = posixpath.join(folder, OWNER)
     try:
-        with os_errors(path), open_file(path, "rb") as file:
+        with os_errors(path), open_file(path) as file:
             return Owner(**json.loads(file.read()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
@@ -163,7 +151,7 @@ class CheckpointFolder:
         path: of the folder.
         newest: the checkpoint from which this job resumes, and later the one written last; None
             if there is none.
-        progress: of the checkpoint from which this job resumes.
+        progress: of that checkpoint.
         complete_after: epochs of the training, if that is done; this job changes nothing then.
     """
 
@@ -172,7 +160,7 @@ class CheckpointFolder:
         self.newest: str | None = None
         self.progress = Progress()
         self.complete_after: int | None = None
-        self._owner: Owner | None = None  # this job, once it has opened the folder
+        self._owner = Owner.this_job()
 
     def file(self, name: str) -> str:
         """Returns the path of a file in the folder."""
@@ -192,33 +180,32 @@ class CheckpointFolder:
         """
         with error_if_unwritable(self.path, "checkpoint_dir"):
             before = owner_of(self.path)
-            if before is not None and self._is_complete(before, epochs):
-                self.complete_after = before.epochs_when_done
-                return
-            self._owner = Owner.this_job()
+            if before is not None and before.is_done_after(epochs) and before.last is not None:
+                # The file may be damaged, or removed.
+                with contextlib.suppress(TrainingError):
+                    self._take(before.last)
+                    self.complete_after = before.epochs_when_done
+                    return
             self._write_owner()
-            if before is not None and before.may_be_running():
-                warn(
-                    f"Another job may still write to {self.path}: {before}. This job takes the"
-                    " folder over, and the other one stops before it writes there again. Give each"
-                    " training its own checkpoint_dir."
-                )
             for name in filter(_UNFINISHED.fullmatch, names_in(self.path)):
                 remove(self.file(name))
             self._find_newest()
 
-    @contextlib.contextmanager
-    def new_file(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-        """Scope of a new checkpoint; yields `write(data)`. Older ones are removed after it.
+    def write(self, content: Content, wrote: Callable[[], object] = lambda: None) -> None:
+        """Writes a checkpoint, and removes old ones.
+
+        Args:
+            wrote: called after each block of the file.
 
         Raises:
             FolderTakenError: another job has opened the folder.
             TrainingError: the file cannot be written, for example because the disk is full.
         """
+        name = name_of(content.progress)
         with self._writing(name):
             with atomic_write(self.file(name), self._unfinished(name), self._check_owner) as write:
-                yield write
-            self.newest = name
+                encode_checkpoint(write, content, wrote)
+            self.newest, self.progress = name, content.progress
             for old in checkpoints_in(self.path)[:-KEPT]:
                 self._check_owner()
                 remove(self.file(old))
@@ -230,28 +217,10 @@ class CheckpointFolder:
             epochs: of the whole training.
             saved: the last epoch was saved.
         """
-        assert self._owner is not None
         last = self.newest if saved else None
         self._owner = replace(self._owner, epochs_when_done=epochs, last=last)
         with self._writing(OWNER):
             self._write_owner()
-
-    def close(self) -> None:
-        """Notes that this job does not write any more; the next job does not warn about it."""
-        if self._owner is not None:
-            with contextlib.suppress(OSError, TrainingError):
-                self._check_owner()
-                self._owner = replace(self._owner, ended=True)
-                self._write_owner()
-
-    def _is_complete(self, before: Owner, epochs: int) -> bool:
-        if before.last is None or not before.is_done_after(epochs):
-            return False
-        try:
-            self._take(before.last)
-        except TrainingError:  # it was removed, or is damaged
-            return False
-        return True
 
     def _find_newest(self) -> None:
         """Finds the newest complete checkpoint; renames the damaged ones that are newer."""
@@ -277,7 +246,7 @@ class CheckpointFolder:
     def _take(self, name: str) -> None:
         with CheckpointFile(self.file(name)) as file:
             file.verify()
-            self.newest, self.progress = name, Progress(**file.metadata["progress"])
+            self.newest, self.progress = name, file.progress
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -301,7 +270,6 @@ class CheckpointFolder:
         Raises:
             FolderTakenError: another job has opened the folder.
         """
-        assert self._owner is not None
         newest = owner_of(self.path)
         if newest is None:  # the folder was emptied
             with error_if_unwritable(self.path, "checkpoint_dir"):
@@ -313,20 +281,9 @@ class CheckpointFolder:
             )
 
     def _write_owner(self) -> None:
-        assert self._owner is not None
         text = json.dumps(asdict(self._owner), indent=1)
-        write_text(self.file(OWNER), text, self._unfinished(OWNER))
+        with atomic_write(self.file(OWNER), self._unfinished(OWNER)) as write:
+            write(memoryview(text.encode()))
 
     def _unfinished(self, name: str) -> str:
-        assert self._owner is not None
         return self.file(f".{name}.{self._owner.id}.unfinished")
-
-
-def _started(pid: int) -> str:
-    """Returns when a process started, in clock ticks since the boot; "" if it does not run."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may contain anything
-    return "" if state in "ZX" else fields[18]

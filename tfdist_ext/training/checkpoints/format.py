@@ -19,8 +19,8 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -28,12 +28,14 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.checkpoints.paths import names_in, open_file, os_errors
+from tfdist_ext.training.checkpoints.paths import open_file, os_errors
 from tfdist_ext.training.state.values import block_ranges, blocks, read_rows
 
 __all__ = [
     "CheckpointFile",
+    "Content",
     "DamagedCheckpointError",
+    "Groups",
     "Progress",
     "SavedArray",
     "encode_checkpoint",
@@ -42,6 +44,9 @@ __all__ = [
 _METADATA, _CHECKSUMS, _OURS = "__metadata__", "crc32", "tfdist_ext"
 
 _VERSION = 1
+
+# Group -> name -> variable or array.
+Groups: TypeAlias = Mapping[str, Mapping[str, keras.Variable | np.ndarray]]
 
 _CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
@@ -67,9 +72,9 @@ class Progress:
         seed: where the order of examples starts; 0 if they are not shuffled.
         batches: completed global batches of the next epoch.
         batch_size: examples in each of them, if the data is arrays; else 0.
-        data: the state of a ShardedDataset, as JSON; empty with other data.
-        trained: the logs of the last epoch's training, as JSON, if its validation is still to be
-            done; else empty.
+        data: the state of a ShardedDataset; None with other data.
+        trained: the logs of the last epoch's training if its validation is still to be done, else
+            None.
     """
 
     epoch: int = 0
@@ -78,14 +83,29 @@ class Progress:
     seed: int = 0
     batches: int = 0
     batch_size: int = 0
-    data: str = ""
-    trained: str = ""
+    data: dict[str, Any] | None = None
+    trained: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         if self.batches:
             return f"batch {self.batches} of epoch {self.epoch + 1} (step {self.step})"
-        before = ", before its validation" if self.trained else ""
+        before = ", before its validation" if self.trained is not None else ""
         return f"epoch {self.epoch}{before} (step {self.step})"
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint.
+
+    Attributes:
+        progress: of the training.
+        kinds: group -> class, of the groups that only the same class can restore.
+        groups: group -> name -> variable or array.
+    """
+
+    progress: Progress
+    kinds: Mapping[str, str]
+    groups: Groups
 
 
 @dataclass(frozen=True)
@@ -114,20 +134,17 @@ class SavedArray:
 
 def encode_checkpoint(
     write: Callable[[memoryview], None],
-    groups: Mapping[str, Mapping[str, keras.Variable | np.ndarray]],
-    metadata: Mapping[str, Any],
+    content: Content,
     wrote: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes a checkpoint, a block of rows at a time.
 
     Args:
         write: takes the next bytes of the file.
-        groups: group -> name -> variable or array.
-        metadata: other content, as JSON can hold it.
         wrote: called after each block.
     """
-    arrays = {f"{g}/{name}": array for g, named in groups.items() for name, array in named.items()}
-    header = _header(arrays, metadata)
+    arrays = {f"{g}/{name}": a for g, named in content.groups.items() for name, a in named.items()}
+    header = _header(arrays, content)
     write(memoryview(len(header).to_bytes(8, "little")))
     write(memoryview(header))
     checksums = [zlib.crc32(header)]
@@ -142,10 +159,9 @@ def encode_checkpoint(
     write(memoryview(np.array(checksums, "<u4").tobytes()))
 
 
-def _header(
-    arrays: Mapping[str, keras.Variable | np.ndarray], metadata: Mapping[str, Any]
-) -> bytes:
-    text = json.dumps({"version": _VERSION, **metadata})
+def _header(arrays: Mapping[str, keras.Variable | np.ndarray], content: Content) -> bytes:
+    progress = asdict(content.progress)
+    text = json.dumps({"version": _VERSION, "progress": progress, "kinds": content.kinds})
     header: dict[str, Any] = {_METADATA: {_OURS: text}}
     begin = 0
     for name, array in arrays.items():
@@ -178,7 +194,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint to read from.
 
     Attributes:
-        metadata: what was given to `encode_checkpoint`.
+        progress: of the training.
+        kinds: group -> class, of the groups that only the same class can restore.
+        arrays: `group/name` -> array.
 
     Raises:
         TrainingError: no such file, or one that cannot be read; a file of a newer version of this
@@ -189,14 +207,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def __init__(self, path: str):
         self._path = path
         with self._system_errors():
-            if tf.io.gfile.isdir(path):
-                raise TrainingError(
-                    f"a checkpoint must be a file, got the folder {path}.{_content_of(path)}"
-                )
-            if not tf.io.gfile.exists(path):
-                folder = path.rpartition("/")[0] or "."
-                raise TrainingError(f"there is no checkpoint {path}.{_content_of(folder)}")
-            self._file = open_file(path, "rb")
+            self._file = open_file(path)
         try:
             self._read_header()
         except BaseException:
@@ -206,15 +217,6 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def group(self, group: str) -> dict[str, SavedArray]:
-        """Returns name -> array, of the arrays of a group."""
-        prefix = f"{group}/"
-        return {
-            name.removeprefix(prefix): array
-            for name, array in self._arrays.items()
-            if name.startswith(prefix)
-        }
-
     def read_rows(self, array: SavedArray, start: int, stop: int) -> np.ndarray:
         """Returns rows of an array; of a scalar, an array of one value."""
         size = array.row_bytes
@@ -222,12 +224,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         dtype = tf.as_dtype(array.dtype).as_numpy_dtype
         return np.frombuffer(data, dtype).reshape(stop - start, *array.shape[1:])
 
-    def read_group(self, group: str) -> dict[str, np.ndarray]:
-        """Returns name -> value, of the arrays of a group."""
-        return {
-            name: np.array(self.read_rows(array, 0, array.rows)).reshape(array.shape)
-            for name, array in self.group(group).items()
-        }
+    def read(self, array: SavedArray) -> np.ndarray:
+        """Returns a whole array."""
+        return np.array(self.read_rows(array, 0, array.rows)).reshape(array.shape)
 
     def verify(self) -> None:
         """Reads every value once, a block at a time, and compares the checksums.
@@ -235,7 +234,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         Raises:
             DamagedCheckpointError: names the array whose checksum is wrong.
         """
-        for (name, array), expected in zip(self._arrays.items(), self._checksums, strict=True):
+        for (name, array), expected in zip(self.arrays.items(), self._checksums, strict=True):
             checksum = 0
             for start, stop in block_ranges((array.rows * array.row_bytes,), 1):
                 checksum = zlib.crc32(self._read(array.begin + start, stop - start), checksum)
@@ -251,9 +250,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         encoded = self._read(8, length)
         try:
             header = json.loads(encoded)
-            self.metadata = json.loads(header.pop(_METADATA)[_OURS])
-            arrays = {name: _saved_array(entry, 8 + length) for name, entry in header.items()}
-            checksums = arrays.pop(_CHECKSUMS)
+            metadata = json.loads(header.pop(_METADATA)[_OURS])
+            self.arrays = {name: _saved_array(entry, 8 + length) for name, entry in header.items()}
+            checksums = self.arrays.pop(_CHECKSUMS)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged("save_checkpoint() has not written it") from error
         if checksums.begin < 0 or size != checksums.begin + 4 * checksums.rows:
@@ -261,14 +260,15 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         own, *self._checksums = np.frombuffer(
             self._read(checksums.begin, 4 * checksums.rows), "<u4"
         ).tolist()
-        if own != zlib.crc32(encoded) or len(self._checksums) != len(arrays):
+        if own != zlib.crc32(encoded) or len(self._checksums) != len(self.arrays):
             raise self._damaged("the checksum of its header is wrong")
-        if self.metadata["version"] > _VERSION:
+        if metadata["version"] > _VERSION:
             raise TrainingError(
-                f"{self._path} has version {self.metadata['version']} of the format, and this"
+                f"{self._path} has version {metadata['version']} of the format, and this"
                 f" package reads version {_VERSION}. Install a newer version of the package."
             )
-        self._arrays = arrays
+        self.progress = Progress(**metadata["progress"])
+        self.kinds: dict[str, str] = metadata["kinds"]
 
     def _read(self, begin: int, count: int) -> bytes:
         with self._system_errors():
@@ -296,8 +296,3 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
 def _saved_array(entry: Mapping[str, Any], data_begin: int) -> SavedArray:
     begin, _ = entry["data_offsets"]
     return SavedArray(tuple(map(int, entry["shape"])), _DTYPES[entry["dtype"]], data_begin + begin)
-
-
-def _content_of(folder: str) -> str:
-    names = names_in(folder)
-    return f" The folder has: {', '.join(names[:8])}." if names else " The folder has no files."

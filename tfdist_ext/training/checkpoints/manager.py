@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -33,16 +32,12 @@ from tfdist_ext.training.checkpoints.callback_state import (
 from tfdist_ext.training.checkpoints.folder import (
     CheckpointFolder,
     FolderTakenError,
-    name_of,
-    public_path,
+    finished_checkpoints,
 )
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.paths import checkpoint_folder
-from tfdist_ext.training.checkpoints.saving import (
-    Writer,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from tfdist_ext.training.checkpoints.saving import at_step, content_of, restore_checkpoint
+from tfdist_ext.training.checkpoints.writer import Writer
 from tfdist_ext.training.epochs import Epochs
 from tfdist_ext.training.protocols import Callbacks, Logs, Reduction, StepListener
 from tfdist_ext.training.state.chief import run_on_chief
@@ -89,29 +84,25 @@ class CheckpointManager:
         self._data = data
         self._every = every
         self._epochs = epochs
-        self._writer: Writer | None = None
         self._progress = Progress()
-        self._on_disk: Progress | None = None  # on the chief: of the last complete file
-        self._saved: Progress | None = None  # of the last file, which may not be complete yet
-        self._announced: Progress | None = None
+        self._unannounced: Progress | None = None  # callbacks have not seen this checkpoint
         self._is_complete = False  # the training was done before
         self._resumes_inside = False  # the training may begin in the middle of an epoch
-        self._batch_size = 0  # of arrays
-        self._in_epoch = 0  # completed global batches of the current epoch
         self._since = 0  # global batches since the last checkpoint
-        self._stopped = False  # a callback has told the training to stop
         # From the checkpoint that was restored, until its epoch has begun:
         self._callback_state = CallbackState()
-        self._rates: _Values = []
-        self._metrics: _Values = []
+        self._rates_and_metrics: _Values = []
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
         self._callbacks = keras.tree.flatten(callbacks or [])
         self._announces = False
         if self._files is None:
             return
-        waits = functools.partial(reduction.peers.enters, "checkpoint")
-        self._writer = Writer(waits, in_background=in_background)
+        self._writer = Writer(
+            self._files.write,
+            functools.partial(reduction.peers.enters, "checkpoint"),
+            in_background=in_background,
+        )
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._callbacks):
             raise TrainingError(
                 "Both checkpoint_dir and the callback BackupAndRestore would restore the model:"
@@ -136,10 +127,9 @@ class CheckpointManager:
         """
         drawn = random.randint(1, 2**31 - 1)  # also if it is not used: the next fit draws, too
         found = 0 if self._files is None else self._files.progress.seed
-        self._progress = replace(
-            self._progress, seed=int(self._reduction.from_chief(found or drawn))
-        )
-        return self._progress.seed
+        seed = int(self._reduction.from_chief(found or drawn))
+        self._progress = replace(self._progress, seed=seed)
+        return seed
 
     def check_position(self, data: Epochs) -> None:
         """Checks, before the model is built, whether `checkpoint_every` is possible.
@@ -149,7 +139,7 @@ class CheckpointManager:
         """
         if self._data is None:
             self._resumes_inside = data.can_begin_anywhere
-            self._batch_size = data.batch_size or 0
+            self._progress = replace(self._progress, batch_size=data.batch_size or 0)
         else:
             self._resumes_inside = self._data.resumes_inside_epochs
         every = self._every
@@ -174,100 +164,86 @@ class CheckpointManager:
             The epoch to begin with.
         """
         self._progress = replace(self._progress, epoch=initial_epoch, first_epoch=initial_epoch)
-        self._progress = replace(self._progress, batch_size=self._batch_size)
-        files = self._files
+        files, model = self._files, self._model
         if files is None or not self._reduction.any_worker(files.newest is not None):
             return initial_epoch
         path = files.file(files.newest or "")
-        self._progress, self._callback_state = restore_checkpoint(
-            self._model, self._reduction, path, verified=True
+        progress, self._callback_state = restore_checkpoint(
+            model, self._reduction, path, verified=True
         )
-        self._rates = _values(_rates_of(self._model))
-        self._metrics = _values(self._model.metrics_variables)
-        self._saved = self._on_disk = self._progress
+        self._check_same_data(progress)
+        self._progress = self._unannounced = replace(progress, batch_size=self._progress.batch_size)
+        self._rates_and_metrics = _values([*_rates_of(model), *model.metrics_variables])
         self._is_complete = self._reduction.any_worker(files.complete_after is not None)
-        self._check_same_data()
         if self._reduction.is_chief:
             say(self._resume_message(path))
-        done = self._progress.epoch - self._progress.first_epoch
-        if self._data is not None and self._progress.data:
-            self._data.restore(json.loads(self._progress.data))
-        elif self._data is not None and not self._is_complete:  # it was other data
+        done = progress.epoch - progress.first_epoch
+        if self._data is not None and progress.data is not None:
+            self._data.restore(progress.data)
+        elif self._data is not None and not self._is_complete:  # the job before had other data
             for _ in range(done):
                 self._data.end_epoch()
         if self._is_complete:
-            return max(self._epochs, self._progress.epoch)
+            return max(self._epochs, progress.epoch)
         if self._reduction.is_chief:
             continue_log_files(self._callback_state, self._callbacks)
         if self._data is not None:
-            self._in_epoch = self._progress.batches if self._progress.data else 0
-            data.begin_at_position(completed=self._in_epoch)
-        elif data.begin_after(done, completed=self._progress.batches):
-            self._in_epoch = self._progress.batches
-        else:
+            data.begin_at_position(completed=progress.batches)
+        elif not data.begin_after(done, completed=progress.batches):
             _read_past(data, done)
-        return self._progress.epoch - bool(self._progress.trained)
+        return progress.epoch - (progress.trained is not None)
 
-    def _check_same_data(self) -> None:
-        """Raises TrainingError if this data cannot begin in the middle of the epoch."""
-        progress = self._progress
-        self._progress = replace(progress, batch_size=self._batch_size)
-        if not progress.batches:
+    def _check_same_data(self, saved: Progress) -> None:
+        """Raises TrainingError if this data cannot begin in the middle of the saved epoch."""
+        size = self._progress.batch_size
+        if not saved.batches or (self._resumes_inside and saved.batch_size == size):
             return
-        same_kind = bool(progress.data) == (self._data is not None)
-        if not (self._resumes_inside and same_kind):
-            raise TrainingError(
-                "the data must be of the kind that the training began with, arrays or a"
-                " ShardedDataset, got other data: the checkpoint is of the middle of an epoch,"
-                f" after {progress.batches} global batches."
-            )
-        if progress.batch_size and progress.batch_size != self._batch_size:
-            raise TrainingError(
-                f"the batch size must be {progress.batch_size} in the middle of an epoch, got"
-                f" {self._batch_size}: the checkpoint is of {progress}. Use that size to the end of"
-                " the epoch, or use another checkpoint_dir."
-            )
+
+        def described(size: int) -> str:
+            return f"arrays with a batch size of {size}" if size else "a ShardedDataset"
+
+        got = described(size) if self._resumes_inside else "data that has no position"
+        raise TrainingError(
+            f"The checkpoint is in the middle of an epoch, at {saved}. It continues with"
+            f" {described(saved.batch_size)}, got {got}. Use the same data to the end of the epoch,"
+            " or another checkpoint_dir."
+        )
 
     def restore_callbacks(self) -> bool:
-        """After `on_train_begin`: gives callbacks their state; returns whether one said to stop."""
+        """After `on_train_begin`: restores callbacks; returns whether one stopped the training."""
         if not self._callback_state:
             return False
-        _assign(self._rates)
+        _assign(self._rates_and_metrics)
         return restore_callbacks(self._callback_state, self._with_history)
 
     def epoch_has_begun(self) -> None:
-        """After `on_epoch_begin`, which callbacks have seen before in an epoch that goes on."""
-        if self._callback_state and (self._progress.batches or self._progress.trained):
-            _assign([*self._rates, *self._metrics])
-            restore_callbacks(self._callback_state, self._with_history)
+        """After `on_epoch_begin`: undoes it in an epoch that callbacks have begun before."""
+        if self._progress.batches or self._progress.trained is not None:
+            self.restore_callbacks()
         self._callback_state = CallbackState()
 
     def announce(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Tells callbacks of the checkpoint of the last epoch, when it is on disk.
+        """Calls `on_checkpoint_end` for the checkpoint of the last epoch, when it is on disk.
 
-        Also of the checkpoint that was restored: the job before may have ended too early.
+        A restored checkpoint is announced too: the job before may have ended too early.
         """
         if not self._announces:
             return
         assert self._files is not None
-        self._run_on_chief(self._wait_for_file)
-        progress = self._saved
-        if progress is None or progress == self._announced:
-            return
-        self._announced = progress
-        if progress.epoch and not progress.batches and not progress.trained:
-            name = self._files.newest
-            path = None if name is None else public_path(self._files.path, name)
-            for callback in _with_hook(callbacks):
-                callback.on_checkpoint_end(progress.epoch - 1, path)
+        self._run_on_chief(self._writer.wait)
+        progress, self._unannounced = self._unannounced, None
+        if progress is None or progress.batches or progress.trained or not progress.epoch:
+            return  # not of a whole epoch
+        path = finished_checkpoints(self._files.path)[-1] if self._reduction.is_chief else None
+        for callback in _with_hook(callbacks):
+            callback.on_checkpoint_end(progress.epoch - 1, path)
 
     def trained(self) -> Logs | None:
         """Returns the logs of the epoch's training, if the job before ended in its validation."""
-        text, self._progress = self._progress.trained, replace(self._progress, trained="")
-        if not text:
+        logs, self._progress = self._progress.trained, replace(self._progress, trained=None)
+        if logs is None:
             return None
-        logs = json.loads(text).items()
-        return {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs}
+        return {k: v if isinstance(v, float) else np.asarray(v) for k, v in logs.items()}
 
     def validation(self, epoch: int, logs: Logs, *, complete: bool) -> StepListener | None:
         """Returns a listener that lets a signal end a validation; None if it must not end.
@@ -283,8 +259,8 @@ class CheckpointManager:
         return _ValidationListener(self._model, end)
 
     def _end_before_validation(self, epoch: int, logs: Logs) -> NoReturn:
-        text = json.dumps({name: np.asarray(value).tolist() for name, value in logs.items()})
-        self._progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=text)
+        trained = {name: np.asarray(value).tolist() for name, value in logs.items()}
+        self._progress = replace(self._progress, epoch=epoch + 1, batches=0, trained=trained)
         self._save()
         raise SystemExit(PREEMPTED)
 
@@ -300,9 +276,9 @@ class CheckpointManager:
         Raises:
             SystemExit: `told`, a task has got a signal to end, and the epoch is not done.
         """
-        self._stopped = stopped
         self._since += steps
-        self._in_epoch += steps
+        if self._resumes_inside:
+            self._progress = replace(self._progress, batches=self._progress.batches + steps)
         due = self._every is not None and self._since >= self._every
         if due:
             self._since = 0
@@ -311,8 +287,7 @@ class CheckpointManager:
         if epoch_ends or at_end:
             return
         if (due or told) and self._resumes_inside and _is_finite(logs):
-            self._progress = replace(self._progress, batches=self._in_epoch)
-            self._save()
+            self._save(stopped=stopped)
         if told:
             raise SystemExit(PREEMPTED)
 
@@ -323,17 +298,14 @@ class CheckpointManager:
             complete: all global batches of the epoch are done.
             stopped: a callback has told the training to stop.
         """
-        self._stopped = stopped
         if complete or self._data is None:
             self._progress = replace(self._progress, epoch=epoch + 1, batches=0)
-            self._in_epoch = 0
         else:  # stopped in the middle
-            done = self._in_epoch if self._resumes_inside else 0
-            self._progress = replace(self._progress, epoch=epoch, batches=done)
+            self._progress = replace(self._progress, epoch=epoch)
         if self._files is None:
             return self._progress
         if _is_finite(logs):
-            self._save()
+            self._save(stopped=stopped)
         elif self._reduction.is_chief:
             warn(
                 f"the loss of epoch {epoch + 1} is {logs['loss']}: no checkpoint is written,"
@@ -345,7 +317,7 @@ class CheckpointManager:
         """Notes in the folder that the training has completed."""
         if self._files is None or self._is_complete:
             return
-        self._run_on_chief(self._wait_for_file)
+        self._run_on_chief(self._writer.wait)
         saved = _is_finite(logs)
         self._run_on_chief(functools.partial(self._files.finish, self._epochs, saved=saved))
 
@@ -360,75 +332,66 @@ class CheckpointManager:
         try:
             with ends():
                 yield
-            self._wait_for_file()
+            if saves:
+                self._writer.wait()
         except FolderTakenError:  # its message says what to do
             raise
         except BaseException as error:
-            self._finish_writing()
-            if isinstance(error, PeerError) and (hint := self.resume_hint()) not in str(error):
-                error.args = (f"{error} {hint}",)
-            if self._files is not None and self._reduction.is_chief:
-                told = isinstance(error, SystemExit) and error.code == PREEMPTED
-                why = "a signal" if told else type(error).__name__
-                # A progress bar may have left its line open.
-                say(f"\ntraining stopped by {why}. {self.resume_hint()}")
+            self._report(error)
             raise
         finally:
-            if self._writer is not None and self._files is not None:
+            if saves:
                 self._writer.close()
-                self._files.close()
+
+    def _report(self, error: BaseException) -> None:
+        """Waits for the last file after an error, and says how to resume the training."""
+        if self._files is not None:
+            try:
+                self._writer.wait()
+            except Exception as failure:
+                name = type(failure).__name__
+                say(f"the last checkpoint could not be written: {name}: {failure}")
+        hint = self.resume_hint()
+        if isinstance(error, PeerError) and hint not in str(error):
+            error.args = (f"{error} {hint}",)
+        if self._files is not None and self._reduction.is_chief:
+            is_signal = isinstance(error, SystemExit) and error.code == PREEMPTED
+            reason = "a signal" if is_signal else type(error).__name__
+            # A progress bar may have left its line open.
+            say(f"\ntraining stopped by {reason}. {hint}")
 
     def resume_hint(self) -> str:
         """Returns the last checkpoint, and the command that resumes from it, if one is needed."""
         files = self._files
         if files is None:
             return "There is no checkpoint: fit() was called without checkpoint_dir."
-        if self._saved is None:
-            return f"There is no checkpoint in {files.path} yet."
         if not self._reduction.is_chief:
-            sentence = f"The last checkpoint is in {files.path} on the chief."
-        elif self._on_disk is None:
+            sentence = f"Checkpoints are in {files.path} on the chief."
+        elif files.newest is None:
             return f"There is no checkpoint in {files.path} yet."
         else:
-            path = files.file(name_of(self._on_disk))
-            sentence = f"The last checkpoint is {path}, after {self._on_disk}."
+            sentence = f"The last checkpoint is {files.file(files.newest)}, after {files.progress}."
         if is_started_again():
             return sentence
         line = command_line()
         run = "call fit() again with the same arguments" if line is None else f"run again: {line}"
-        return f"{sentence} To resume from it, {run}"
+        return f"{sentence} To resume, {run}"
 
-    def _wait_for_file(self) -> None:
-        """Waits for the file that is being written."""
-        if self._writer is not None:
-            self._writer.wait()
+    def _save(self, *, stopped: bool = False) -> None:
+        """Begins to write a checkpoint; every task must call.
 
-    def _finish_writing(self) -> None:
-        """The same after another error, which is the one to raise."""
-        try:
-            self._wait_for_file()
-        except Exception as error:
-            say(f"the last checkpoint could not be written: {type(error).__name__}: {error}")
+        Args:
+            stopped: a callback has told the training to stop.
+        """
+        data = None if self._data is None else self._data.state()
+        progress = at_step(replace(self._progress, data=data), self._model)
+        self._progress = self._unannounced = progress
 
-    def _save(self) -> None:
-        files = self._files
-        assert files is not None
-        data = "" if self._data is None else json.dumps(self._data.state())
-        self._progress = replace(self._progress, data=data)
-        name = name_of(self._progress)
-        self._progress = self._saved = save_checkpoint(
-            self._model,
-            self._reduction,
-            files.file(name),
-            self._progress,
-            lambda: files.new_file(name),
-            callbacks=lambda: callback_state(self._with_history, stopped=self._stopped),
-            writer=self._writer,
-            written=self._is_on_disk,
-        )
+        def begin() -> None:
+            state = callback_state(self._with_history, stopped=stopped)
+            self._writer.begin(content_of(self._model, progress, state))
 
-    def _is_on_disk(self, progress: Progress) -> None:
-        self._on_disk = progress
+        self._run_on_chief(begin)
 
     def _resume_message(self, path: str) -> str:
         progress, files = self._progress, self._files
@@ -436,7 +399,7 @@ class CheckpointManager:
         if self._is_complete:
             done = files.complete_after
             return f"training in {files.path} is complete after {done} epochs; nothing to do"
-        if progress.trained:
+        if progress.trained is not None:
             return f"resuming with the validation of epoch {progress.epoch}, of {path}"
         batch = f", batch {progress.batches + 1}" if progress.batches else ""
         return f"resuming from epoch {progress.epoch + 1}{batch}, step {progress.step}, of {path}"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posixpath
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import tensorflow as tf
 
@@ -18,7 +17,6 @@ from tfdist_ext.errors import TrainingError
 
 __all__ = [
     "atomic_write",
-    "check_writable",
     "checkpoint_folder",
     "error_if_unwritable",
     "names_in",
@@ -26,25 +24,24 @@ __all__ = [
     "os_errors",
     "remove",
     "rename",
-    "write_text",
 ]
+
+SYNC_BYTES = 16 * 2**20
 
 
 def checkpoint_folder(checkpoint_dir: str | os.PathLike[str]) -> str:
     """Returns the folder that `fit(checkpoint_dir=...)` names.
 
     Raises:
-        TrainingError: not a path, or an empty one.
+        TrainingError: not a path, an empty one, or one with a null character.
     """
-    got = f"got {checkpoint_dir!r}"
-    if not isinstance(checkpoint_dir, str | os.PathLike) or not str(checkpoint_dir).strip():
+    is_path = isinstance(checkpoint_dir, str | os.PathLike)
+    path = os.fspath(checkpoint_dir) if is_path else ""
+    if not path.strip() or "\0" in path:
         raise TrainingError(
-            f"checkpoint_dir must be the path of a folder, {got}. Pass None for no checkpoints, or"
-            ' "." for the working folder.'
+            f"checkpoint_dir must be the path of a folder, got {checkpoint_dir!r}. Pass None for no"
+            ' checkpoints, or "." for the working folder.'
         )
-    if "\0" in str(checkpoint_dir):
-        raise TrainingError(f"checkpoint_dir must be a path without null characters, {got}.")
-    path = os.fspath(checkpoint_dir)
     return path.rstrip("/") or "/"
 
 
@@ -65,24 +62,12 @@ def error_if_unwritable(folder: str, argument: str) -> Iterator[None]:
     try:
         with os_errors(folder):
             tf.io.gfile.makedirs(folder)
-        yield
+            yield
     except OSError as error:
         raise TrainingError(
             f"{argument} must be a folder that this process can write to, got {folder!r}:"
             f" {error.strerror}. Correct its permissions, free disk space, or use another folder."
         ) from error
-
-
-def check_writable(folder: str, argument: str) -> None:
-    """Creates a folder if it is missing, and a file in it that is removed again.
-
-    Raises:
-        TrainingError: this process cannot write there.
-    """
-    with error_if_unwritable(folder, argument):
-        probe = posixpath.join(folder, f".probe-{os.getpid()}")
-        write_text(probe, " ", unfinished=f"{probe}.unfinished")
-        remove(probe)
 
 
 def names_in(folder: str) -> list[str]:
@@ -102,13 +87,18 @@ def rename(path: str, new: str) -> None:
     """Renames a file; a file of the new name is replaced."""
     with os_errors(path):
         tf.io.gfile.rename(path, new, overwrite=True)
-    _sync(os.path.dirname(new) or ".")
+    if not _is_remote(new):
+        folder = os.open(os.path.dirname(new) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def open_file(path: str, mode: str) -> Any:
+def open_file(path: str, mode: str = "rb") -> Any:
     """Opens a file in a binary mode.
 
-    Local files are opened by Python, which writes arrays without a copy.
+    Python opens local files: it reads them three times as fast as TensorFlow.
     """
     return tf.io.gfile.GFile(path, mode) if _is_remote(path) else open(path, mode)
 
@@ -119,14 +109,28 @@ def atomic_write(
 ) -> Iterator[Callable[[memoryview], None]]:
     """Scope of a new file; yields `write(data)`.
 
-    At the end of the scope the data is on disk, and only then has the file its name. An error
-    removes it. A crash leaves `unfinished`, and the file that was there before.
+    The file gets its name at the end of the scope, when all data is on disk. An error removes the
+    unfinished file. A crash leaves `unfinished`, and the file that was there before.
     """
+    is_remote = _is_remote(path)
+
+    def write(data: memoryview) -> None:
+        with os_errors(unfinished):
+            if is_remote:
+                file.write(data.tobytes())
+            else:
+                _write_to_disk(file, data)
+
     try:
-        with os_errors(path):
+        with os_errors(unfinished):
             file = open_file(unfinished, "wb")
-        with contextlib.closing(_Writer(file, unfinished)) as writer:
-            yield writer.write
+        try:
+            yield write
+            if not is_remote:
+                _sync(file)
+        finally:
+            with os_errors(unfinished):
+                file.close()
         before_rename()
         rename(unfinished, path)
     except BaseException:
@@ -135,65 +139,25 @@ def atomic_write(
         raise
 
 
-def write_text(path: str, text: str, unfinished: str) -> None:
-    """Writes a small file atomically."""
-    with atomic_write(path, unfinished) as write:
-        write(memoryview(text.encode()))
-
-
-class _Writer:
-    """Writes a file to disk in pieces, and takes the pieces out of the page cache.
+def _write_to_disk(file: BinaryIO, data: memoryview) -> None:
+    """Writes a local file to disk in pieces, and takes the pieces out of the page cache.
 
     The kernel reuses those pages. On a virtual machine, new pages cost 2.5 s of a processor for
     1 GB, and reused ones 0.3 s.
     """
-
-    def __init__(self, file: Any, path: str):
-        self._file = file
-        self._path = path
-        self._unsynced = 0
-
-    def write(self, data: memoryview) -> None:
-        with os_errors(self._path):
-            if _is_remote(self._path):
-                self._file.write(data.tobytes())
-                return
-            for start in range(0, len(data), SYNC_BYTES):
-                piece = data[start : start + SYNC_BYTES]
-                self._file.write(piece)
-                self._unsynced += len(piece)
-                if self._unsynced >= SYNC_BYTES:
-                    self._sync_file()
-
-    def close(self) -> None:
-        with os_errors(self._path):
-            try:
-                if not _is_remote(self._path):
-                    self._sync_file()
-            finally:
-                self._file.close()
-
-    def _sync_file(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._unsynced = 0
+    for start in range(0, len(data), SYNC_BYTES):
+        before = file.tell()
+        file.write(data[start : start + SYNC_BYTES])
+        if file.tell() // SYNC_BYTES > before // SYNC_BYTES:
+            _sync(file)
 
 
-SYNC_BYTES = 16 * 2**20
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _is_remote(path: str) -> bool:
     return "://" in path
-
-
-def _sync(folder: str) -> None:
-    """Waits until the names in a local folder are on disk."""
-    if _is_remote(folder):
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

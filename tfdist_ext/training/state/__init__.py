@@ -1,4 +1,4 @@
-"""The state of a model as a whole: values of its variables, their names, the chief's for all.
+"""The state of a model: values of its variables, their names, and how the chief sends them.
 
-Here belongs what saving, comparing and sharing of state have in common. Nothing here writes files.
+Saving, comparing and sharing of state use this room. Nothing here writes files.
 """

@@ -1,4 +1,4 @@
-"""What the chief does for all tasks: it writes and reads files, and sends its state."""
+"""Runs actions on the chief for all tasks, and sends the chief's values to the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 _TEXT = 2000  # characters of an error message that the other workers get
 
-# A variable, the first row, the rows' values here.
+# A variable, the first row, and this task's values of the rows.
 Rows = tuple[keras.Variable | tf.Variable, int, np.ndarray]
 
 
@@ -35,7 +35,7 @@ def run_on_chief(reduction: Reduction, action: Callable[[], object], what: str) 
 
     Raises:
         Exception: what the action raises, on the chief.
-        TrainingError: on the others, with the chief's words.
+        TrainingError: on the others, with the chief's message.
     """
     failure: Exception | None = None
     if reduction.is_chief:

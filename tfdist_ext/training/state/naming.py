@@ -1,7 +1,7 @@
-"""All variables of a model and its optimizers, by names that hold in every job.
+"""Names all variables of a model and its optimizers; the names are the same in every job.
 
-Keras numbers names by what the process has made before: a layer is `dense` in one job and `dense_3`
-in the next. Here the numbers count within the model.
+Keras counts names in the whole process: a layer is `dense` in one job and `dense_3` in the next.
+Here the numbers count within the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def state_of(model: keras.Model) -> dict[str, dict[str, keras.Variable]]:
 
 
 def kinds_of(model: keras.Model) -> dict[str, str]:
-    """Returns group -> class, of the groups that cannot be restored into another class."""
+    """Returns group -> class, of the groups that only the same class can restore."""
     return {name: _class_of(optimizer) for name, optimizer in _optimizers(model).items()}
 
 
@@ -55,7 +55,7 @@ def check_has_variables(model: keras.Model, call: str) -> None:
 def _paths_in(layer: keras.Layer, parent: str = "") -> Iterator[tuple[str, keras.Variable]]:
     """Yields (path, variable); the path is the variable's place in the model.
 
-    The variable's own path says where its layer was built, which differs in a copy.
+    The variable's own path says where its layer was built, and may differ in a copy.
     """
     inner = kp.inner_layers(layer)
     of_inner = {id(variable) for part in inner for variable in part.variables}
@@ -67,11 +67,11 @@ def _paths_in(layer: keras.Layer, parent: str = "") -> Iterator[tuple[str, keras
 
 
 def _named(paths: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
-    """Returns name -> variable; two variables of one path are numbered in their order."""
+    """Returns name -> variable; variables of the same path are numbered in their order."""
     variables = {id(variable): (path, variable) for path, variable in reversed(list(paths))}
     pairs = list(reversed(variables.values()))  # a shared layer counts where it comes first
     renamed = _renamed([path for path, _ in pairs])
-    return _told_apart((renamed[path], variable) for path, variable in pairs)
+    return _with_unique_names((renamed[path], variable) for path, variable in pairs)
 
 
 def _renamed(paths: list[str]) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _levels(path: str) -> Iterable[tuple[str, str, int]]:
 def _named_in_optimizer(
     variables: Iterable[keras.Variable], own: Mapping[str, keras.Variable]
 ) -> dict[str, keras.Variable]:
-    """Returns name -> variable; an optimizer names its slots by the variables it trains."""
+    """Returns name -> variable; an optimizer names its slots after the variables it trains."""
     trained = {v.path.replace("/", "_"): name.replace("/", "_") for name, v in own.items()}
     longest_first = sorted(trained, key=len, reverse=True)
 
@@ -112,10 +112,10 @@ def _named_in_optimizer(
         path = next((path for path in longest_first if name.startswith(f"{path}_")), None)
         return name if path is None else trained[path] + name.removeprefix(path)
 
-    return _told_apart((name_of(variable), variable) for variable in variables)
+    return _with_unique_names((name_of(variable), variable) for variable in variables)
 
 
-def _told_apart(named: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
+def _with_unique_names(named: Iterable[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
     seen: Counter[str] = Counter()
     result = {}
     for name, variable in named:

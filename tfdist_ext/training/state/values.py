@@ -1,4 +1,4 @@
-"""Whole values of Keras variables, whatever the strategy made of them.
+"""Reads and writes whole values of Keras variables, on every strategy.
 
 A mirrored variable has a copy on each replica. A partitioned one has pieces of its rows on several
 parameter servers. Both are read and written in blocks of rows, so a table that needs several
@@ -64,7 +64,7 @@ def assign_whole(variable: keras.Variable, value: npt.ArrayLike) -> None:
 
 
 def copy_value(variable: keras.Variable, buffer: np.ndarray | None) -> np.ndarray:
-    """Returns a copy of a value, in `buffer` if that fits: new memory would cost time."""
+    """Returns a copy of a value, in `buffer` if it fits, because new memory costs time."""
     value = _value_in_place(variable)
     if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
         buffer = np.empty(value.shape, value.dtype)
