@@ -8,8 +8,13 @@ import sys
 import time
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import UNKNOWN, Late, PreflightError, preflight
-from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
+from tfdist_ext.cluster.liveness.preflight import (
+    Late,
+    PreflightError,
+    info_of,
+    preflight,
+    tasks_of,
+)
 from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.run_command import seconds_of
 
@@ -46,7 +51,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     if str(cluster.task) not in tasks:
         print("an evaluator takes no part in the cluster; nothing to check")
         return 0
-    info = info_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
+    info = info_of(str(cluster.task), cluster.jobs, len(gpus_of(os.environ)))
     try:
         preflight(info, wait=options.wait, show=_Progress().show).close()
     except PreflightError as error:
@@ -68,7 +73,5 @@ class _Progress:
         """Show who is late; all others are ready."""
         if late and time.monotonic() - self._said >= _EACH:
             self._said = time.monotonic()
-            names = ", ".join(
-                f"{task} ({state})" for task, state in late.items() if state != UNKNOWN
-            )
+            names = ", ".join(f"{task} ({state})" for task, state in late.items())
             print(f"after {self._said - self._began:.0f} s not ready: {names}", flush=True)

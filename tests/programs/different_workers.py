@@ -107,28 +107,6 @@ def with_scratch():
 told("variables of no layer", distribute(with_scratch))
 
 
-class Own(keras.Model):
-    def __init__(self, activation, rank):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.activation = keras.activations.get(activation)
-        self.rank = rank
-
-    def call(self, inputs):
-        return self.activation(self.dense(inputs))
-
-
-def own(activation, rank=0):
-    def build():
-        model = Own(activation, rank)
-        model.compile("sgd", "mse")
-        return model
-
-    return build
-
-
-told("attribute", lambda: tfd.distribute(own("relu", rank), strategy))
-
 lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"] if rank else ["a", "c", "b"])
 words = keras.Input((1,), dtype="string")
 told("vocabulary", distribute(lambda: [words, lookup, keras.layers.Dense(1)]))

@@ -50,7 +50,7 @@ def create_strategy(
         devices: names ("GPU:0") or a number of devices, for strategies on one machine.
         placement: where variables live, for strategies that take it.
         config: a TOML file whose [strategy] table holds any of these settings.
-        wait: seconds to wait for the other tasks of a cluster; None: no limit.
+        wait: seconds to wait for the other tasks of a cluster; None: 300.
         alone: let each task of the cluster that the environment describes train by itself, on
             the devices of its own machine.
         options: the strategy's own: `logical_cpus` (one_device, mirrored, central_storage,

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.watching import Watcher
 from tfdist_ext.messages import shown
 from tfdist_ext.placement import (
     Balanced,
@@ -21,6 +20,7 @@ from tfdist_ext.placement import (
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import Placer
 from tfdist_ext.strategies._tf_private import servers_extended
+from tfdist_ext.strategies.serving import Servers
 
 __all__ = ["PlacedParameterServers", "placer_for"]
 
@@ -32,23 +32,21 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
 
     Attributes:
         placer: decides for each variable.
-        watcher: ends the job when a server is frozen.
-        tell_stalled: makes the servers show what they are at, where the training stands still.
+        servers: watched by this process.
     """
 
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         placer: Placer,
-        watcher: Watcher,
+        servers: Servers,
     ):
         super().__init__(cluster_resolver)
         # Once more, with updates that know pieces; the first time has connected to the cluster.
         extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
         tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
         self.placer = placer
-        self.watcher = watcher
-        self.tell_stalled: Callable[[], object] = lambda: None
+        self.servers = servers
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:

@@ -42,7 +42,6 @@ ERRORS = {
     "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
 }
 WARNINGS = {  # of the chief
-    "attribute": ["attribute rank of layer 'own' must be", "got 0 on worker 0 and 1 on worker 1"],
     "augmentation": ["the first batch differs: x must be", "if only an augmentation differs"],
     "generator": ["the first batch differs: x must be", "calls Python"],
 }
