@@ -5,16 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import (
-    Late,
-    PreflightError,
-    info_of,
-    preflight,
-    tasks_of,
-)
+from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
 from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.run_command import seconds_of
 
@@ -29,8 +22,6 @@ has not started. It needs the ports of the job.
 
 example:
   srun tfdist check && srun python train.py"""
-
-_EACH = 10.0  # seconds between two lines
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +44,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         return 0
     info = info_of(str(cluster.task), cluster.jobs, len(gpus_of(os.environ)))
     try:
-        preflight(info, wait=options.wait, show=_Progress().show).close()
+        preflight(info, wait=options.wait, source=cluster.source).close()
     except PreflightError as error:
         within = f" within {options.wait:g} s" if error.missing else ""
         print(f"tfdist check: {info.task}: {error}{within}", file=sys.stderr)
@@ -61,17 +52,3 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     print(f"all {len(tasks)} tasks are ready, with the same cluster and {versions}")
     return 0
-
-
-class _Progress:
-    """Says now and then which tasks are late."""
-
-    def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
-
-    def show(self, late: Late) -> None:
-        """Show who is late; all others are ready."""
-        if late and time.monotonic() - self._said >= _EACH:
-            self._said = time.monotonic()
-            names = ", ".join(f"{task} ({state})" for task, state in late.items())
-            print(f"after {self._said - self._began:.0f} s not ready: {names}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tfdist_ext.cluster.liveness import reports
 from tfdist_ext.cluster.liveness.preflight import PreflightError, TaskInfo, preflight, tasks_of
 from tfdist_ext.cluster.liveness.wire import READY, Connection, port_is_free
 from tfdist_ext.launch import reserve_ports
@@ -31,15 +33,13 @@ def info(task: str, jobs: Any, gpus: int = 0, **versions: str) -> TaskInfo:
     return TaskInfo(task, jobs, {**VERSIONS, **versions}, gpus)
 
 
-def outcomes(
-    infos: list[TaskInfo], *delays: float, wait: float = 20.0, show: Any = lambda late: None
-) -> list[str]:
+def outcomes(infos: list[TaskInfo], *delays: float, wait: float = 20.0) -> list[str]:
     """The error of each task; "" where it may start."""
 
     def run(one: TaskInfo, delay: float) -> str:
         time.sleep(delay)
         try:
-            preflight(one, wait=wait, show=show).free_port()
+            preflight(one, wait=wait, source="a test").free_port()
         except PreflightError as error:
             return str(error)
         return ""
@@ -64,7 +64,7 @@ def test_all_tasks_name_the_missing_one() -> None:
         found = outcomes([info("worker:0", jobs), info("worker:2", jobs)], wait=1.0)
         assert found == [f"no answer from worker:1 ({jobs['worker'][1]})"] * 2
     with cluster(worker=2) as jobs:  # the leader itself
-        found = outcomes([info("worker:1", jobs)], wait=0.5)
+        found = outcomes([info("worker:1", jobs)], wait=1.0)
         assert found == [f"no answer from worker:0 ({jobs['worker'][0]})"]
 
 
@@ -166,19 +166,17 @@ def test_rubbish_does_no_harm() -> None:
         assert first.result() == [""]
 
 
-def test_progress_is_shown() -> None:
-    seen: list[dict[str, str]] = []
+def test_late_tasks_are_named_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reports, "FIRST_AFTER", 0.1)
     with cluster(worker=3) as jobs:
-        first, other = info("worker:0", jobs), info("worker:1", jobs)
-
-        def show(late: Any) -> None:
-            seen.append(dict(late))
-
-        outcomes([other], wait=0.5, show=show)
-        assert seen[-1] == {"worker:0": "waiting"}
-        seen.clear()
-        outcomes([first, other], wait=2.0, show=show)
-        assert seen[-1] == {"worker:2": "waiting"}
+        outcomes([info("worker:1", jobs)], wait=1.0)
+        says = r"worker:1: waiting for worker:0 \(127.0.0.1:\d+\) for 0 s. Is it started"
+        assert re.match(says, capsys.readouterr().err)
+        outcomes([info("worker:0", jobs), info("worker:1", jobs)], wait=2.0)
+        says = r"worker:1: waiting for worker:2 \(127.0.0.1:\d+\) for \d s. Is it started"
+        assert re.search(says, capsys.readouterr().err)
 
 
 @pytest.mark.long

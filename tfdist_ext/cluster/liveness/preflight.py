@@ -17,11 +17,12 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from tfdist_ext.cluster.liveness.reports import WaitReports
 from tfdist_ext.cluster.liveness.wire import (
     ABSENT,
     READY,
@@ -32,7 +33,7 @@ from tfdist_ext.cluster.liveness.wire import (
     Message,
 )
 
-__all__ = ["Late", "PreflightError", "TaskInfo", "info_of", "preflight", "tasks_of"]
+__all__ = ["PreflightError", "TaskInfo", "info_of", "preflight", "tasks_of"]
 
 Jobs = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
@@ -95,18 +96,15 @@ def tasks_of(jobs: Jobs) -> dict[str, str]:
     }
 
 
-def preflight(
-    info: TaskInfo,
-    *,
-    wait: float,
-    show: Callable[[Late], object] = lambda late: None,
-) -> Endpoint:
+def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:
     """Return when all tasks of the cluster are there, and agree; every task calls this.
+
+    Late tasks are named on stderr.
 
     Args:
         info: of this task.
         wait: seconds for the others to come.
-        show: called again and again with the tasks that are not ready yet, as far as known.
+        source: of the cluster, for messages.
 
     Returns:
         The endpoint of this task, which still listens.
@@ -116,17 +114,22 @@ def preflight(
             resolved, or they do not agree; the same on every task.
     """
     tasks = tasks_of(info.jobs)
-    kind = _Leader if info.task == next(iter(tasks)) else _Follower
-    party = kind(info, tasks, show)
+    leader = _Leader(info, tasks) if info.task == next(iter(tasks)) else None
     try:
-        endpoint = Endpoint(tasks[info.task], party.answer)
+        # The leader asks which process is at the address of another task.
+        answer = leader.answer if leader else lambda message: {"key": info.key}
+        endpoint = Endpoint(tasks[info.task], answer)
     except OSError as error:
         raise PreflightError(
             f"port of {info.task} ({tasks[info.task]}) must be free, got one in use: end what uses"
             " it, or give the task another port"
         ) from error
     try:
-        party.wait_for_all(time.monotonic() + wait)
+        deadline = time.monotonic() + wait
+        if leader:
+            leader.wait_for_all(deadline, source)
+        else:
+            _follow(info, tasks, deadline, source)
     except BaseException:
         endpoint.close()
         raise
@@ -136,11 +139,10 @@ def preflight(
 class _Leader:
     """The first task: knows which tasks have reported, and gives all of them the result."""
 
-    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], object]):
+    def __init__(self, info: TaskInfo, tasks: dict[str, str]):
         self._info = info
         self._tasks = tasks
         self._others = [task for task in tasks if task != info.task]
-        self._show = show
         self._lock = threading.Lock()
         self._keys: dict[str, str] = {}  # task -> key of the process that has reported
         self._late = dict.fromkeys(self._others, ABSENT)
@@ -159,16 +161,19 @@ class _Leader:
                 self._uninformed.discard(other.task)
             return self._result or {"late": self._late}
 
-    def wait_for_all(self, deadline: float) -> None:
+    def wait_for_all(self, deadline: float, source: str) -> None:
         """Return when all tasks are ready, and know it."""
         connections = {task: Connection(self._tasks[task]) for task in self._others}
+        reports = WaitReports()
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             while self._late and not self._errors and time.monotonic() < deadline:
                 # All of them again: one that was ready may have ended.
                 states = pool.map(self._state_of, connections.items())
                 pairs = zip(self._others, states, strict=True)
                 self._late = {task: state for task, state in pairs if state != READY}
-                self._show(self._late)
+                if self._late:
+                    names = _named(self._late, self._tasks)
+                    reports.report(self._info.task, names, source)
                 time.sleep(_STEP)
         for connection in connections.values():
             connection.close()
@@ -206,35 +211,24 @@ class _Leader:
             raise PreflightError(*errors, missing=missing)
 
 
-class _Follower:
-    """A task that reports itself to the leader until the leader answers with the result."""
-
-    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], object]):
-        self._report = {**vars(info), "jobs": dict(info.jobs)}
-        self._tasks = tasks
-        self._show = show
-
-    def answer(self, message: Message) -> Message:
-        """Returns the answer to the leader, who asks which process is at this address."""
-        return {"key": self._report["key"]} if "who" in message else {}
-
-    def wait_for_all(self, deadline: float) -> None:
-        """Return when the leader says so, or has started already."""
-        name, address = next(iter(self._tasks.items()))
-        leader = Connection(address)
-        late, state = {name: ABSENT}, ABSENT
-        # A leader that answers decides itself when the wait is over.
-        while time.monotonic() < deadline + (_LINGER if state == READY else 0.0):
-            state, answer = leader.ask(self._report, _ASK)
-            if state == STARTED or answer.get("go"):
-                leader.close()
-                return
-            if answer.get("errors") or answer.get("missing"):
-                raise PreflightError(*answer["errors"], missing=answer["missing"])
-            late = answer.get("late", {name: state})
-            self._show(late)
-            time.sleep(_STEP + len(self._tasks) / 1000)
-        raise PreflightError(missing=_named(late, self._tasks))
+def _follow(info: TaskInfo, tasks: dict[str, str], deadline: float, source: str) -> None:
+    """Report this task to the leader until the leader says "go", or has started already."""
+    name, address = next(iter(tasks.items()))
+    leader, report = Connection(address), {**vars(info), "jobs": dict(info.jobs)}
+    late, state, reports = {name: ABSENT}, ABSENT, WaitReports()
+    # A leader that answers decides itself when the wait is over.
+    while time.monotonic() < deadline + (_LINGER if state == READY else 0.0):
+        state, answer = leader.ask(report, _ASK)
+        if state == STARTED or answer.get("go"):
+            leader.close()
+            return
+        if answer.get("errors") or answer.get("missing"):
+            raise PreflightError(*answer["errors"], missing=answer["missing"])
+        late = answer.get("late", {name: state})
+        if late:
+            reports.report(info.task, _named(late, tasks), source)
+        time.sleep(_STEP + len(tasks) / 1000)
+    raise PreflightError(missing=_named(late, tasks))
 
 
 def _named(late: Late, tasks: Mapping[str, str]) -> str:

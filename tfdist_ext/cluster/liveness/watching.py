@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Mapping
 from typing import IO
 
-from tfdist_ext.cluster.liveness.reports import WaitReports, say, where_is
+from tfdist_ext.cluster.liveness.reports import WaitReports, say
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
 
 __all__ = ["EXPECTED", "GONE", "TaskWatch", "Watcher", "exit_within", "run_watcher"]
@@ -87,9 +87,8 @@ class TaskWatch:
 
     def report_wait(self, me: str, source: str) -> None:
         """Report on stderr, now and then, that the task has not come yet."""
-        waited = self._reports.waited
-        if self.state == EXPECTED and self._reports.due(waited):
-            say(where_is(me, self._name, waited, source))
+        if self.state == EXPECTED:
+            self._reports.report(me, self._name, source)
 
     @property
     def failure(self) -> str:
