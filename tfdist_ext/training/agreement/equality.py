@@ -16,7 +16,6 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import keras
@@ -175,17 +174,10 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     """
     if not reduction.multi_worker:
         return
-    epoch, steps = data.position
-    values: dict[str, Value] = {"epoch of the data": epoch, "position in the epoch": steps}
+    values = {f"{name} in the data's state": value for name, value in data.state().items()}
     if isinstance(data, OrderedDataset):
-        content = {**data.source.fingerprint(), "time stamps": ""}
-        as_text = json.dumps(content, sort_keys=True, default=str)
-        values |= {
-            "global_batch_size": data.global_batch_size,
-            "number of examples": data.examples,
-            "seed": data.order.seed,
-            "fingerprint of the data": zlib.crc32(as_text.encode()),
-        }
+        fingerprint = {**data.source.fingerprint(), "time stamps": ""}
+        values["fingerprint in the data's state"] = fingerprint
     advice = "every worker must be given the same ShardedDataset, at the same position."
     check_equal_across_workers(reduction, values, advice)
 
@@ -291,19 +283,16 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
 
 
 def _as_json(value: object) -> Value:
-    if isinstance(value, PurePath):
-        return str(value)
     if isinstance(value, Mapping):
         return {str(key): _as_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         return [_as_json(part) for part in value]
-    if isinstance(value, tf.data.Dataset):
-        return "a tf.data.Dataset"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, np.generic):
         return value.item()
-    return type(value).__name__
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    # Datasets have classes of many names.
+    return "a tf.data.Dataset" if isinstance(value, tf.data.Dataset) else type(value).__name__
 
 
 def check_equal_models(
