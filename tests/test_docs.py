@@ -83,11 +83,11 @@ COMMANDS_BY = {
         "pip install submitit",
         "python docs/examples/submitit_train.py runs/line --epochs 20",
     ],
-    "tests/cluster/test_cluster_environments.py::mpirun": [
+    "tests/cluster/test_environments.py::mpirun": [
         "mpirun -n 4 python train.py",
         'mpirun --host n1:2,n2:2 -x TFDIST_HOSTS="n1:2,n2:2" python train.py',
     ],
-    "tests/cluster/test_cluster_environments.py::srun": [
+    "tests/cluster/test_environments.py::srun": [
         "srun --nodes=2 --ntasks-per-node=2 python train.py",
     ],
     "tests/testing/test_sample_project.py::test_the_sample_project_passes_on_the_installed_wheel": [

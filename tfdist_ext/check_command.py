@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 
 from tfdist_ext.cluster import ClusterConfig, describe_environments
-from tfdist_ext.cluster.liveness.preflight import UNKNOWN, Late, PreflightError, preflight
-from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
+from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
 from tfdist_ext.launch.gpus import gpus_of
 from tfdist_ext.run_command import seconds_of
 
@@ -24,8 +22,6 @@ ports of the job.
 
 example:
   srun tfdist check && srun python train.py"""
-
-_EACH = 10.0  # seconds between two lines
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +43,9 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     if str(cluster.task) not in tasks:
         print("an evaluator takes no part in the cluster; nothing to check")
         return 0
-    info = info_of(str(cluster.task), cluster.jobs, {"GPU": len(gpus_of(os.environ))})
+    info = info_of(str(cluster.task), cluster.jobs, len(gpus_of(os.environ)))
     try:
-        preflight(info, wait=options.wait, show=_Progress().show).close()
+        preflight(info, wait=options.wait, source=cluster.source).close()
     except PreflightError as error:
         within = f" within {options.wait:g} s" if error.missing else ""
         print(f"tfdist check: {info.task}: {error}{within}", file=sys.stderr)
@@ -57,17 +53,3 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     print(f"all {len(tasks)} tasks are ready, with the same cluster and {versions}")
     return 0
-
-
-class _Progress:
-    """Prints every ten seconds which tasks are late."""
-
-    def __init__(self) -> None:
-        self._began = self._printed = time.monotonic()
-
-    def show(self, late: Late) -> None:
-        if late and time.monotonic() - self._printed >= _EACH:
-            self._printed = time.monotonic()
-            names = [f"{task} ({state})" for task, state in late.items() if state != UNKNOWN]
-            seconds = self._printed - self._began
-            print(f"after {seconds:.0f} s not ready: {', '.join(names)}", flush=True)

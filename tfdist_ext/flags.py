@@ -43,7 +43,7 @@ def define_strategy_flags(flag_values: flags.FlagValues | None = None) -> None:
     flags.DEFINE_integer("logical_cpus", help="Logical CPUs to make.", lower_bound=1, **at)
     exchange = "How workers exchange gradients."
     flags.DEFINE_enum("communication", enum_values=["auto", "ring", "nccl"], help=exchange, **at)
-    wait = "Seconds to wait for the other tasks of a cluster; without it, no limit."
+    wait = "Seconds to wait for the other tasks of a cluster (default 300)."
     flags.DEFINE_float("wait", help=wait, **at)
 
 

@@ -86,10 +86,6 @@ def with_dense(units, *, given=True, **options):
     return [*inputs, keras.layers.Dense(units, **options), keras.layers.Dense(1)]
 
 
-told("size", distribute(lambda: with_dense(8 + rank)))
-told("more layers", distribute(lambda: layers() + [keras.layers.Dense(1)] * rank))
-
-
 def fit_deferred():
     deferred = distribute(lambda: with_dense(8 + rank, given=False))()
     deferred.fit(X, Y, batch_size=8, verbose=0)
@@ -106,28 +102,6 @@ def with_scratch():
 
 told("variables of no layer", distribute(with_scratch))
 
-
-class Own(keras.Model):
-    def __init__(self, activation, rank):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.activation = keras.activations.get(activation)
-        self.rank = rank
-
-    def call(self, inputs):
-        return self.activation(self.dense(inputs))
-
-
-def own(activation, rank=0):
-    def build():
-        model = Own(activation, rank)
-        model.compile("sgd", "mse")
-        return model
-
-    return build
-
-
-told("attribute", lambda: tfd.distribute(own("relu", rank), strategy))
 
 lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"] if rank else ["a", "c", "b"])
 words = keras.Input((1,), dtype="string")
@@ -164,9 +138,6 @@ def first_values():
     values["shift"] = [float(own_variable[1].shift.numpy())]
     values["kernel"] = made.get_weights()[0].tolist()
     values["rate"] = float(made.optimizer.learning_rate.numpy())
-    later = distribute(lambda: with_dense(3, given=False))()
-    later.build((None, 4))
-    values["built later"] = later.get_weights()[0].tolist()
     in_bfloat16 = distribute(lambda: with_dense(3, dtype="bfloat16"))()
     values["bfloat16"] = in_bfloat16.get_weights()[0].astype(float).tolist()
 
@@ -245,8 +216,6 @@ model = distribute()()
 told("batches", fit(dataset(8 + rank)))
 told("batch_size", fit(X, Y, batch_size=8 + rank))
 told("steps", fit(X[: 48 - 8 * rank], Y[: 48 - 8 * rank], batch_size=8))
-told("epochs", fit(X, Y, batch_size=8, epochs=1 + rank))
-told("every", fit(X, Y, batch_size=8, checkpoint_every=5 if rank else None))
 told("validation", fit(X, Y, validation_data=(X, Y) if rank else None))
 told("x", fit(X + rank, Y))
 told("one row of x", fit(np.where(np.arange(48)[:, None] == 17, X + rank, X), Y))
@@ -255,10 +224,6 @@ tf.random.set_seed(rank)
 told("unseeded shuffle", fit(shuffled()))
 told("shuffled validation", fit(X, Y, validation_data=shuffled()))
 told("augmentation", fit(dataset().map(lambda x, y: (x + tf.random.normal([4]), y))))
-told("generator", fit((X[i : i + 8] + rank, Y[i : i + 8]) for i in range(0, 48, 8)))
-told("evaluate steps", lambda: model.evaluate(dataset(), steps=2 + rank, verbose=0))
-moved = dataset().map(lambda x, y: x + float(rank))
-told("predict", lambda: model.predict(moved, verbose=0))
 weights = {0: 1.0, 1: 2.0} if rank else {1: 2.0, 0: 1.0}
 told("order of a dict", fit(X, Y, class_weight=weights))
 

@@ -27,8 +27,6 @@ class InThirdEpoch(keras.callbacks.Callback):
             print("NOW", flush=True)
             if where == "callback" and is_victim:
                 time.sleep(1000)
-        if where == "pauses":
-            time.sleep(4)  # longer than steps may take
 
 
 def nothing_comes(number, late):
@@ -40,18 +38,10 @@ def nothing_comes(number, late):
     return tf.strings.length(tf.io.read_file(path))
 
 
-def python_sleeps(number):
-    if is_victim and int(number) >= READ:
-        time.sleep(1000)
-    return number
-
-
 def batch_of(number, late):
     zero = tf.constant(0)
     if where == "data":
         zero = nothing_comes(number, late)
-    if where == "python":
-        tf.py_function(python_sleeps, [number], tf.int64)
     rows = tf.range(mlp.BATCH) + tf.cast(number % STEPS, tf.int32) * mlp.BATCH + zero
     return tf.gather(x, rows), tf.gather(y, rows)
 

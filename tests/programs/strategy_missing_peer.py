@@ -1,6 +1,6 @@
 """Waits for a peer that does not come; reports after half a second instead of ten.
 
-strategy_missing_peer.py NAME [SECONDS TO WAIT]
+strategy_missing_peer.py NAME SECONDS_TO_WAIT
 """
 
 import sys
@@ -9,4 +9,4 @@ import tfdist_ext as tfd
 from tfdist_ext.cluster.liveness import reports
 
 reports.FIRST_AFTER = 0.5
-tfd.create_strategy(sys.argv[1], wait=float(sys.argv[2]) if sys.argv[2:] else None)
+tfd.create_strategy(sys.argv[1], wait=float(sys.argv[2]))

@@ -51,12 +51,10 @@ class InThirdEpoch(keras.callbacks.Callback):
             sys.exit(0)
         if event == "fails":
             raise RuntimeError("no such file: data.tfrecord")
-        if event == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if event.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, event))
         if event == "evaluates":
             self.model.evaluate(x, y, verbose=0)
-        if event == "is terminated":
-            os.kill(os.getpid(), signal.SIGTERM)
         if event == "terminated in a wait":
             threading.Timer(0.5, terminate).start()
         if event == "slow":
@@ -96,7 +94,9 @@ history = model.fit(
     verbose=0,
     callbacks=[InThirdEpoch()],
     # With one, SIGTERM ends the training of all of them at a step.
-    checkpoint_dir=None if "terminated" in event else os.path.join(folder, "checkpoints"),
+    checkpoint_dir=None
+    if event in ("SIGTERM", "terminated in a wait")
+    else os.path.join(folder, "checkpoints"),
 )
 result = {"epochs": len(history.epoch), "own_handler": own_handler}
 if event == "slow":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from absl import flags
-from warm_programs import Program, run_program
+from warm_programs import run_program
 
 import tfdist_ext as tfd
 from tfdist_ext import ClusterConfig, Task
@@ -156,33 +155,6 @@ def test_logical_cpus_a_late_start_and_a_real_parameter_server() -> None:
     assert result["here"] == 3
 
 
-def test_missing_peers_are_named_while_tensorflow_waits(tmp_path: Path) -> None:
-    with reserve_ports(3) as ports:
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        jobs = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:3]}
-        config = ClusterConfig(jobs=jobs, task=Task("chief", 0))
-        errors = tmp_path / "stderr"
-        process = Program(
-            [sys.executable, str(PROGRAMS / "strategy_missing_peer.py"), "parameter_server"],
-            output=tmp_path / "stdout",
-            errors=errors,
-            env={**os.environ, "TF_CONFIG": config.to_tf_config()},
-        )
-        try:
-            deadline = time.monotonic() + 40
-            line = ""
-            while not line and time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.05)
-                lines = errors.read_text().splitlines(keepends=True)
-                line = next((x for x in lines if "waiting for" in x and x.endswith("\n")), "")
-        finally:
-            process.kill()  # SIGTERM would not end it
-    assert line.startswith("chief:0: waiting for ")
-    for word in ("worker:0", addresses[1], "ps:0", addresses[2]):
-        assert word in line
-    assert "Is it started, is its address right in TF_CONFIG on every task" in line
-
-
 @pytest.mark.parametrize(
     ("name", "jobs", "me", "missing"),
     [
@@ -211,6 +183,9 @@ def test_the_wait_for_a_missing_peer_can_be_limited(
         assert error.split("Error: ")[1].startswith("all tasks of TF_CONFIG must be there")
     assert "must be there within 1.5 s (wait), got no answer from" in error
     assert missing in error
+    waits = next(line for line in done.stderr.splitlines() if ": waiting for " in line)
+    assert waits.startswith(f"{me}: waiting for {missing} (127.0.0.1:")
+    assert "Is it started, is its address right in TF_CONFIG on every task" in waits
 
 
 def _threads() -> tuple[int, list[str]]:

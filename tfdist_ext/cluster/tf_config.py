@@ -11,10 +11,10 @@ This module knows the shape of the text; what a cluster may be is decided in `jo
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist_ext.cluster import strict_json
 from tfdist_ext.cluster.jobs import (
     MAX_INDEX,
     ClusterDescription,
@@ -23,7 +23,7 @@ from tfdist_ext.cluster.jobs import (
     check_job_name,
     index_too_large,
 )
-from tfdist_ext.messages import nearest, refuse
+from tfdist_ext.messages import nearest, refuse, shown
 
 _KEYS = ("cluster", "task", "rpc_layer", "environment")
 _TASK_KEYS = ("type", "index")
@@ -45,13 +45,40 @@ def parse(text: object, where: str) -> ClusterDescription:
     if not text.strip():
         advice = "Unset it where there is no cluster; ClusterConfig.from_env then gives None."
         raise refuse(where, "is empty", text, advice)
-    value = strict_json.loads(text, where)
+    value = load_json(text, where)
     if not isinstance(value, dict):
         advice = 'Write {"cluster": {...}, "task": {...}}.'
         raise refuse(where, "must be a JSON object", value, advice)
     _refuse_unknown(value, _KEYS, _FOREIGN_KEYS, "", where)
     jobs, task = _jobs(value, where), _task(value, where)
     return ClusterDescription(jobs, task, where, value.get("rpc_layer"), value.get("environment"))
+
+
+def load_json(text: str, where: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ClusterConfigError: the text is not JSON, or has a key twice in one object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            what = f"the key {shown(twice)} stands twice in one object"
+            raise refuse(where, what, pairs, "Keep one.")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 20) : error.pos + 20]
+        what = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        advice = "Mind double quotes, commas and closing braces; json.dumps writes it right."
+        raise refuse(where, what, near, advice) from None
+    except RecursionError:
+        what = "is nested too deeply to be read"
+        raise refuse(where, what, text[:40], "A cluster needs three levels.") from None
 
 
 def parse_variable(env: Mapping[str, str]) -> ClusterDescription | str:

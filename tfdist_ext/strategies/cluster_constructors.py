@@ -22,13 +22,7 @@ from tfdist_ext.strategies.cluster_start import (
 )
 from tfdist_ext.strategies.placed import PlacedParameterServers
 from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolver_of
-from tfdist_ext.strategies.serving import (
-    end_sessions_at_exit,
-    open_sessions,
-    serve,
-    serves,
-    watch_servers,
-)
+from tfdist_ext.strategies.serving import Servers, serve, serves
 
 __all__ = ["multi_worker_mirrored", "parameter_server"]
 
@@ -94,11 +88,10 @@ def parameter_server(
         endpoint = run_preflight(described, wait)
         if endpoint is not None:
             endpoint.free_port()
-        sessions = open_sessions(described)
-        watcher = watch_servers(described)
+        servers = Servers(described)
         with connecting():
-            strategy = PlacedParameterServers(resolver_of(cluster), placer, watcher)
-    strategy.tell_stalled = end_sessions_at_exit(described, sessions)
+            strategy = PlacedParameterServers(resolver_of(cluster), placer, servers)
+    servers.send_result_at_exit()
     _Coordinator(strategy)  # TensorFlow keeps the first coordinator of a strategy
     return strategy
 

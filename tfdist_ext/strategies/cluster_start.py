@@ -9,14 +9,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdist_ext.cluster.addresses import identity
-from tfdist_ext.cluster.liveness.preflight import (
-    UNKNOWN,
-    Late,
-    PreflightError,
-    preflight,
-)
-from tfdist_ext.cluster.liveness.reports import WaitReports, say, where_is
-from tfdist_ext.cluster.liveness.task_info import info_of, tasks_of
+from tfdist_ext.cluster.liveness.preflight import PreflightError, info_of, preflight, tasks_of
 from tfdist_ext.cluster.liveness.wire import Endpoint, port_is_free
 from tfdist_ext.errors import StrategyError
 from tfdist_ext.strategies.resolvers import Described
@@ -53,18 +46,9 @@ def run_preflight(
         return None
     if first and _has_started():
         raise RuntimeError("Collective ops must be configured at program startup")
-    devices = {"GPU": len(tf.config.list_physical_devices("GPU"))}
-    reports = WaitReports()
-
-    def show(late: Late) -> None:
-        known = [task for task, state in late.items() if state != UNKNOWN]
-        waited = reports.waited
-        if known and reports.due(waited):
-            names = ", ".join(f"{task} ({tasks.get(task, '?')})" for task in known)
-            say(where_is(me, names, waited, source))
-
+    gpus = len(tf.config.list_physical_devices("GPU"))
     try:
-        return preflight(info_of(me, described.jobs, devices), wait=wait, show=show)
+        return preflight(info_of(me, described.jobs, gpus), wait=wait, source=source)
     except PreflightError as error:
         if error.missing:
             failure = StrategyError(

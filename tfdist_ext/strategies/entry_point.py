@@ -14,7 +14,7 @@ from tfdist_ext.errors import PeerError, StrategyError
 from tfdist_ext.launch.exit_codes import RESTART
 from tfdist_ext.strategies.cluster_constructors import parameter_server
 from tfdist_ext.strategies.resolvers import describe
-from tfdist_ext.strategies.serving import RoleEnded, ends_as_failure, serves
+from tfdist_ext.strategies.serving import RoleEnded, serves
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = ["run"]
@@ -58,7 +58,7 @@ def run(main: Callable[[], Result]) -> Result | None:
         return None
     except SystemExit as end:
         if end.code not in (None, 0):
-            ends_as_failure()
+            sys.last_value = end  # Python keeps other exceptions there; read at the exit
         raise
     except Exception as error:
         if cluster is None or not _because_of_another_task(error):

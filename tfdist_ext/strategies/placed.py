@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.cluster.liveness.watching import Watcher
 from tfdist_ext.errors import PlacementError, StrategyError
 from tfdist_ext.placement import (
     OnDevice,
@@ -22,6 +21,7 @@ from tfdist_ext.placement import (
 from tfdist_ext.placement.live.creating import has_the_last_word, placing
 from tfdist_ext.placement.placer import DevicePlacer, ServerPlacer
 from tfdist_ext.strategies._tf_private import servers_extended
+from tfdist_ext.strategies.serving import Servers
 from tfdist_ext.strategies.template import StrategyTemplate
 from tfdist_ext.user_frames import filter_traceback
 
@@ -143,23 +143,21 @@ class PlacedParameterServers(tf.distribute.ParameterServerStrategy):
 
     Attributes:
         placer: decides for each variable.
-        watcher: ends the job when a server is frozen.
-        tell_stalled: makes the servers show their stacks when the training has stalled.
+        servers: the servers of the cluster, watched by this process.
     """
 
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         placer: ServerPlacer,
-        watcher: Watcher,
+        servers: Servers,
     ):
         super().__init__(cluster_resolver)
         # The call above has connected to the cluster. This one replaces `extended`.
         extended = servers_extended(type(self.extended))  # type: ignore[arg-type]  # it has a hash
         tf.distribute.Strategy.__init__(self, extended(self, cluster_resolver, None))
         self.placer = placer
-        self.watcher = watcher
-        self.tell_stalled: Callable[[], object] = lambda: None
+        self.servers = servers
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:

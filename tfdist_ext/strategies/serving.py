@@ -1,4 +1,4 @@
-"""How a ps or worker task of a parameter-server cluster serves and ends, and how it is told.
+"""How ps and worker tasks of a parameter-server cluster serve, and end with their coordinator.
 
 TensorFlow's servers never end by themselves. A server ends when the coordinator has sent its
 result, or is gone or frozen. The coordinator ends the job when one of its servers is frozen.
@@ -7,11 +7,8 @@ result, or is gone or frozen. The coordinator ends the job when one of its serve
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
-import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import tensorflow as tf
@@ -27,14 +24,10 @@ from tfdist_ext.strategies.resolvers import Cluster, Described, describe, resolv
 
 __all__ = [
     "RoleEnded",
+    "Servers",
     "driver_of",
-    "end_sessions_at_exit",
-    "ended_as_failure",
-    "ends_as_failure",
-    "open_sessions",
     "serve",
     "serves",
-    "watch_servers",
 ]
 
 _SESSION = 5.0  # seconds for the coordinator to open its session
@@ -108,59 +101,40 @@ def serve(cluster: Cluster, wait: float | None = None) -> NoReturn:
     raise RoleEnded(0 if result == DONE else RESTART)
 
 
-def ends_as_failure() -> None:
-    """This process will end with a status that Python does not show before: sys.exit(1)."""
-    _failed.set()
+class Servers:
+    """The servers of this process, the coordinator: it watches them, and sends them its result.
 
-
-def ended_as_failure() -> bool:
-    """Whether `ends_as_failure` was called."""
-    return _failed.is_set()
-
-
-_failed = threading.Event()
-
-
-def watch_servers(described: Described) -> Watcher:
-    """End this process, the coordinator, when one of its servers is frozen, and say which."""
-    return Watcher(str(described.task or "coordinator"), _servers(described), SERVER_SILENT)
-
-
-def _servers(described: Described) -> dict[str, str]:
-    """The cluster's ps and worker tasks that have an address."""
-    return {
-        task: address
-        for task, address in described.addresses.items()
-        if address and task.startswith(("ps:", "worker:"))
-    }
-
-
-def open_sessions(described: Described) -> Sessions:
-    """The coordinator's sessions with its servers."""
-    return Sessions(_servers(described))
-
-
-def end_sessions_at_exit(described: Described, sessions: Sessions) -> Callable[[], object]:
-    """Make this process, the coordinator, send its servers its result at the exit.
-
-    Returns:
-        A function that tells them before the exit that the training has stalled.
+    A process ends this one, and says why, when a server is frozen.
     """
 
-    def at_exit() -> None:
+    def __init__(self, described: Described) -> None:
+        self._me = str(described.task or "coordinator")
+        servers = {
+            task: address
+            for task, address in described.addresses.items()
+            if address and task.startswith(("ps:", "worker:"))
+        }
+        self._sessions = Sessions(servers)
+        watcher = Watcher(self._me, servers, SERVER_SILENT)
+        self.heartbeat = watcher.heartbeat
+
+    def send_result_at_exit(self) -> None:
+        """Make this process send its result at the exit, before TensorFlow ends."""
+        atexit.register(self._send_result)
+
+    def show_stacks(self) -> None:
+        """Make the servers show their stacks and end, because the training has stalled."""
+        self._sessions.end(STALLED, _TAKE[STALLED])
+
+    def _send_result(self) -> None:
         # Python keeps the exception that ended the program, if one did.
-        ended_by_exception = getattr(sys, "last_value", None) is not None
-        result = FAILED if ended_by_exception or _failed.is_set() else DONE
-        if silent := sessions.end(result, _TAKE[result]):
+        result = FAILED if getattr(sys, "last_value", None) is not None else DONE
+        if silent := self._sessions.end(result, _TAKE[result]):
             say(
-                f"{described.task or 'coordinator'}: {', '.join(silent)} did not answer within"
-                f" {_TAKE[result]:.0f} s at the end of this process, and may be left behind:"
-                " frozen, or busy."
+                f"{self._me}: {', '.join(silent)} did not answer within {_TAKE[result]:.0f} s at"
+                " the end of this process, and may be left behind: frozen, or busy."
             )
             exit_within(_END)  # TensorFlow may wait for them without a limit
-
-    atexit.register(at_exit)
-    return functools.partial(sessions.end, STALLED, _TAKE[STALLED])
 
 
 def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait: float) -> str:
@@ -177,7 +151,11 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
     say(f"{me}: serving at {described.address}; the coordinator is {coordinator}")
     deadline = time.monotonic() + wait
     while coordinator.state != GONE and not coordinator.failure:
-        result = _next_result(endpoint)
+        result = ""
+        if endpoint is None:
+            time.sleep(_LOOK_EVERY)
+        else:
+            result = str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
         if result == STALLED:
             show_stacks()  # this task may know why
         if result:
@@ -205,14 +183,6 @@ def _result_of_coordinator(described: Described, endpoint: Endpoint | None, wait
 
 
 _WORDS = {DONE: "is done", FAILED: "has failed", STALLED: "has failed"}
-
-
-def _next_result(endpoint: Endpoint | None) -> str:
-    """The coordinator's result, waited for a moment; "" for none."""
-    if endpoint is None:
-        time.sleep(_LOOK_EVERY)
-        return ""
-    return str(endpoint.next_word(_LOOK_EVERY).get("result", ""))
 
 
 def _wait_until_gone(coordinator: TaskWatch) -> None:

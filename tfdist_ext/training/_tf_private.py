@@ -139,17 +139,15 @@ def get_value(key: str, *, seconds: float) -> str | None:
 
 
 def peer_status(job: str, index: int, *, seconds: float = 1.0) -> str:
-    """ "there", "gone" (nothing listens at its address), "restarted" or "silent".
+    """ "there", "gone" (nothing listens at its address, or another process) or "silent".
 
     Private because nothing public asks TensorFlow's server of another task whether it is there.
     """
     task = f"/job:{job}/replica:0/task:{index}"
     try:
         _context().check_collective_ops_peer_health(task, int(seconds * 1000))
-    except tf.errors.UnavailableError:
+    except (tf.errors.UnavailableError, tf.errors.FailedPreconditionError):
         return "gone"
-    except tf.errors.FailedPreconditionError:
-        return "restarted"
     except tf.errors.OpError:
         return "silent"
     return "there"

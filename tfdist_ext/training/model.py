@@ -238,7 +238,6 @@ class DistributedModel(SavingMixin):
             epochs,
             in_background=checkpoint_async and self._engine.state_is_here,
         )
-        self._engine.saves_to(saved.folder)
         batches = self._engine.read(
             x,
             y,

@@ -253,9 +253,6 @@ class Engine(ABC, Generic[_Reduction]):
     def state_is_restored(self) -> None:
         """The model, and the generator of random numbers, have the state of a checkpoint."""
 
-    def saves_to(self, folder: str) -> None:
-        """Where the checkpoints of a `fit` are, or "": for a message when a task is frozen."""
-
     @abstractmethod
     def _make_program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram: ...
 

@@ -1,89 +1,23 @@
-"""The endpoint of a task, and what happens when TensorFlow's server takes its port."""
+"""The coordinator's sessions with its servers, whose port TensorFlow's server takes meanwhile."""
 
 from __future__ import annotations
 
-import queue
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import grpc
-import pytest
-
-from tfdist_ext.cluster.liveness.wire import Connection, Endpoint, port_is_free
-
-
-@pytest.fixture
-def endpoint() -> Iterator[tuple[Endpoint, int]]:
-    """An endpoint and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = Endpoint(f"127.0.0.1:{port}", lambda _: {})
-    yield made, port
-    made.close()
-
-
-def test_a_session_stays_when_the_port_is_free(endpoint: tuple[Endpoint, int]) -> None:
-    server, port = endpoint
-    messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    opened = threading.Event()
-    session = Connection(f"127.0.0.1:{port}").session
-    thread = threading.Thread(target=session, args=(messages, opened.set), daemon=True)
-    thread.start()
-    assert opened.wait(10.0)
-    server.free_port(session_within=10.0)
-    assert port_is_free(port)
-    messages.put({"result": "done", "last": True})
-    messages.put(None)
-    assert server.next_word(10.0) == {"result": "done", "last": True}
-    thread.join(10.0)
-
-
-def test_an_early_client_of_tensorflow_gets_the_answer_of_its_server(
-    endpoint: tuple[Endpoint, int],
-) -> None:
-    """A coordinator that takes no part in the preflight connects while the endpoint listens."""
-    early, port = endpoint
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        call = channel.unary_unary("/tensorflow.WorkerService/GetStatus")
-        answer = pool.submit(call, b"", timeout=30.0)
-        with pytest.raises(TimeoutError):
-            answer.result(1.0)
-        early.free_port()
-        handler = grpc.unary_unary_rpc_method_handler(lambda request, _: b"status" + request)
-        handlers = grpc.method_handlers_generic_handler(
-            "tensorflow.WorkerService", {"GetStatus": handler}
-        )
-        server = grpc.server(pool, handlers=[handlers])
-        server.add_insecure_port(f"[::]:{port}")
-        server.start()
-        assert answer.result(30.0) == b"status"
-        assert call(b"!", timeout=30.0) == b"status!"
-        server.stop(0.0).wait()
-
-
-def test_a_process_ends_while_an_early_client_waits() -> None:
-    """A call that stays in a thread would keep Python from its exit."""
-    program = """
-import socket, threading, time, grpc
+from tfdist_ext.cluster.liveness.sessions import DONE, Sessions
 from tfdist_ext.cluster.liveness.wire import Endpoint
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-endpoint = Endpoint(f"127.0.0.1:{port}", lambda _: {})
-channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-call = channel.unary_unary("/tensorflow.WorkerService/GetStatus").future(b"", timeout=60.0)
-time.sleep(1.0)
-endpoint.close()
-print(call.exception().code())
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], timeout=30, check=True, capture_output=True, text=True
-    )
-    assert "StatusCode" in ended.stdout
+from tfdist_ext.launch import reserve_ports
+
+
+def test_a_session_outlives_the_port_and_is_opened_again() -> None:
+    with reserve_ports(1) as (port,):
+        address = f"127.0.0.1:{port}"
+        first = Endpoint(address, dict)
+        sessions = Sessions({"ps:0": address})
+        first.free_port(session_within=5.0)
+        assert first.had_session
+        second = Endpoint(address, dict)  # the port is free; as after a restart of the task
+        assert first.next_word(0.1) == {}
+        first.close()
+        second.free_port(session_within=10.0)
+        silent = sessions.end(DONE, 10.0)
+        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
+        second.close()

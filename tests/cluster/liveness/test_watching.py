@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from tfdist_ext.cluster.liveness import reports
-from tfdist_ext.cluster.liveness.sessions import DONE, Sessions
 from tfdist_ext.cluster.liveness.watching import (
     ALIVE,
     EXPECTED,
@@ -72,38 +70,23 @@ def test_the_states_of_a_task() -> None:
 def test_waits_are_reported_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = TaskWatch("chief:0", "10.0.0.1:22", 60.0)
-    for waited in (9.0, 10.0, 19.0, 20.0, 39.0, 40.0, 200.0, 319.0, 320.0):
-        monkeypatch.setattr(reports.WaitReports, "waited", waited)
-        task.report_wait("ps:0", "TF_CONFIG")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(") for ")[1].split(" s.")[0] for line in lines] == [
-        "10", "20", "40", "200", "320",
-    ]  # fmt: skip
-    assert lines[0] == (
-        "ps:0: waiting for chief:0 (10.0.0.1:22) for 10 s. Is it started, is its address right"
-        " in TF_CONFIG on every task, can this host reach it?"
+    waits = reports.WaitReports()
+    assert [waited for waited in (9, 10, 19, 20, 39, 40, 200, 319, 320) if waits.due(waited)] == [
+        10,
+        20,
+        40,
+        200,
+        320,
+    ]
+    monkeypatch.setattr(reports, "FIRST_AFTER", 0.0)
+    TaskWatch("chief:0", "10.0.0.1:22", 60.0).report_wait("ps:0", "TF_CONFIG")
+    assert capsys.readouterr().err == (
+        "ps:0: waiting for chief:0 (10.0.0.1:22) for 0 s. Is it started, is its address right"
+        " in TF_CONFIG on every task, can this host reach it?\n"
     )
 
 
-def test_a_session_outlives_the_port_and_is_opened_again() -> None:
-    with reserve_ports(1) as (port,):
-        address = f"127.0.0.1:{port}"
-        first = Endpoint(address, dict)
-        sessions = Sessions({"ps:0": address})
-        first.free_port(session_within=5.0)
-        assert first.had_session
-        second = Endpoint(address, dict)  # the port is free; as after a restart of the task
-        assert first.next_word(0.1) == {}
-        first.close()
-        second.free_port(session_within=10.0)
-        silent = sessions.end(DONE, 10.0)
-        assert (silent, second.next_word(1.0)["result"]) == ([], DONE)
-        second.close()
-
-
-def test_the_watcher_ends_its_process_and_reports_why(tmp_path: Path) -> None:
-    (tmp_path / "epoch-00003.safetensors").touch()
+def test_the_watcher_ends_its_process_and_reports_why() -> None:
     with reserve_ports(1) as (port,):
         address = f"127.0.0.1:{port}"
         asked = threading.Event()
@@ -111,7 +94,6 @@ def test_the_watcher_ends_its_process_and_reports_why(tmp_path: Path) -> None:
         program = (
             "import time\nfrom tfdist_ext.cluster.liveness.watching import Watcher\n"
             f"watcher = Watcher('chief:0', {{'ps:1': '{address}'}}, 1.0)\n"
-            f"watcher.checkpoints_in('{tmp_path}')\n"
             "time.sleep(60)"
         )
         process = subprocess.Popen(
@@ -127,8 +109,7 @@ def test_the_watcher_ends_its_process_and_reports_why(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGTERM
     assert errors.splitlines()[-1] == (
         f"chief:0: ps:1 ({address}) has not answered for 1 s: its process is stopped, or its"
-        f" machine is paused or overloaded. The job ends. The last checkpoint is"
-        f" {tmp_path}/epoch-00003.safetensors: start the job again to resume from it."
+        " machine is paused or overloaded. The job ends."
     )
 
 

@@ -37,8 +37,8 @@ def error_of(cluster: Tasks, name: str) -> str:
             1,
             r"worker:0 failed at .* step 8: RuntimeError: no such file: data.tf",
         ),
-        ("is killed", 1, -signal.SIGKILL, r"worker:1 is gone: nothing listens at its address 127"),
-        ("is terminated", 1, 143, r"worker:1 got SIGTERM at .* and ended after epoch 2, step 8;"),
+        ("SIGKILL", 1, -signal.SIGKILL, r"worker:1 is gone: nothing listens at its address 127"),
+        ("SIGTERM", 1, 143, r"worker:1 got SIGTERM at .* and ended after epoch 2, step 8;"),
     ],
 )
 def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
@@ -57,11 +57,26 @@ def test_the_others_name_who_is_gone_and_the_checkpoint_to_go_on_from(
             # collective.
             where = r"\((epoch 3, before its first step|epoch 2, its end)\)"
             assert re.search(rf"worker:{n} is in fit {where}, which needs every worker", error)
-            if event != "is terminated":
+            if event != "SIGTERM":
                 assert "epoch-00002.safetensors" in error or "checkpoints on the chief" in error
             assert statuses[n] == 1
             assert cluster.seconds_after(f"worker:{victim}", f"worker:{n}") < SECONDS
         assert statuses[victim] == status
+
+
+@pytest.mark.long("1")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_worker_is_named(tmp_path: Path, victim: int) -> None:
+    """Worker 0 keeps the store, so the other one has to notice by itself."""
+    with tasks(
+        "worker_leaves.py", "SIGSTOP", str(victim), str(tmp_path),
+        folder=tmp_path, workers=2, ps=0,
+    ) as cluster:  # fmt: skip
+        cluster.start("worker:0", "worker:1")
+        cluster.wait_for(f"worker:{victim}", "NOW", 90.0)
+        other = f"worker:{1 - victim}"
+        assert cluster.status(other, 40.0) == 1
+        assert error_of(cluster, other).startswith(f"worker:{victim} does not answer at its")
 
 
 def test_the_one_that_makes_another_call_is_named_with_both_calls(tmp_path: Path) -> None:
@@ -127,7 +142,7 @@ def test_a_slow_worker_is_waited_for_and_different_calls_are_refused(tmp_path: P
         )
     for result in results:
         assert result["epochs"] == 4
-        assert "got worker:0 in evaluate; worker:1 in save. Call" in result["different_calls"]
+        assert "got evaluate on worker 0 and save on worker 1" in result["different_calls"]
         assert result["rows"] == 50  # the cluster works after it
         assert result["handler"] is True
     assert [result["own_handler"] for result in results] == [[], [True]]

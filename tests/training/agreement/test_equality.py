@@ -16,10 +16,6 @@ ERRORS = {
     "lambda": ["code of activation of layer 'dense'", "on worker 0 and"],
     "loss": ["loss", "got mse on worker 0 and hinge on worker 1"],
     "optimizer": ["momentum of optimizer", "got 0.0 on worker 0 and 0.5 on worker 1"],
-    "size": ["units of layer 'dense' must be the same on all workers, got 8 on worker 0 and 9 on"],
-    "more layers": [
-        "the number of layers must be the same on all workers, got 4 on worker 0 and 5"
-    ],
     "deferred size": ["units of layer 'dense' must be", "got 8 on worker 0 and 9 on worker 1"],
     "variables of no layer": [
         "new variables must be the same on all workers, got ['float32 (4, 4)"
@@ -29,22 +25,16 @@ ERRORS = {
     "batches": ["batch size must be the same on all workers, got 8 on worker 0 and 9 on worker 1"],
     "batch_size": ["batch_size must be the same on all workers, got 8 on worker 0 and 9 on"],
     "steps": ["batches in the data must be the same on all workers, got 6 on worker 0 and 5 on"],
-    "epochs": ["epochs must be the same on all workers, got 1 on worker 0 and 2 on worker 1"],
-    "every": ["checkpoint_every must be the same on all workers, got nothing on worker 0 and 5"],
     "validation": ["validation_data must be", "got none on worker 0 and given on worker 1"],
     "x": ["x must be the same on all workers, got [0.12573", "[1.12573", "from_dataset_fn"],
     "one row of x": ["x must be the same on all workers, got other values on worker 1"],
     "dataset x": ["the first batch differs: x must be the same on all workers, got [0.12573"],
     "unseeded shuffle": ["the first batch differs: ", "y must be", "a seed for shuffle()"],
     "shuffled validation": ["the first batch differs: validation x must be the same"],
-    "evaluate steps": ["steps must be the same on all workers, got 2 on worker 0 and 3 on"],
-    "predict": ["the first batch differs: x must be the same on all workers, got [0.12573"],
     "recompiled": ["loss must be the same on all workers, got mse on worker 0 and mae on worker"],
 }
 WARNINGS = {  # of the chief
-    "attribute": ["attribute rank of layer 'own' must be", "got 0 on worker 0 and 1 on worker 1"],
     "augmentation": ["the first batch differs: x must be", "if only an augmentation differs"],
-    "generator": ["the first batch differs: x must be", "calls Python"],
 }
 NOTHING = ["harmless", "order of a dict", "read by the chief"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist_ext.cluster import strict_json
 from tfdist_ext.cluster.environments.reading import ALONE, ranked_cluster, required
 from tfdist_ext.cluster.jobs import ClusterDescription
+from tfdist_ext.cluster.tf_config import load_json
 from tfdist_ext.messages import refuse
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
@@ -20,7 +20,7 @@ def parse(env: Mapping[str, str]) -> ClusterDescription | str:
     if not text:
         return "SM_HOSTS is not set"
     where = "SageMaker"
-    hosts = strict_json.loads(text, f"{where}: SM_HOSTS")
+    hosts = load_json(text, f"{where}: SM_HOSTS")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
         raise refuse(where, "SM_HOSTS must be a JSON list of host names", text, _AS_SET)
     current = required(env, "SM_CURRENT_HOST", where, _AS_SET)

@@ -5,20 +5,24 @@ with different clusters or numbers of GPUs. So the tasks talk before its servers
 
 1. Every task reports itself to the first one (the leader), again and again, until the leader
    answers "go" or what is wrong. So all tasks get the same result.
-2. The leader asks at the address of each task, whether the process that has reported answers there.
+2. The leader asks at the address of each task whether the process that has reported answers there.
 
 A task or leader where TensorFlow's server answers has started already.
 """
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
 
-from tfdist_ext.cluster.liveness.task_info import TaskInfo, differences, tasks_of
+from tfdist_ext.cluster.liveness.reports import WaitReports
 from tfdist_ext.cluster.liveness.wire import (
     ABSENT,
     READY,
@@ -29,17 +33,17 @@ from tfdist_ext.cluster.liveness.wire import (
     Message,
 )
 
-__all__ = ["UNKNOWN", "Late", "PreflightError", "preflight"]
+__all__ = ["PreflightError", "TaskInfo", "info_of", "preflight", "tasks_of"]
 
-UNKNOWN = "unknown"  # the state of a task that the leader alone can know
+Jobs = Mapping[str, Sequence[str]]  # job -> addresses
 Late = Mapping[str, str]  # task -> state, of the tasks that are not ready
 
 _STEP = 0.25  # seconds between two tries
 _ASK = 2.0  # seconds for an answer
 _LINGER = 5.0  # seconds for the others to get the result
-_AT_ONCE = 64  # addresses that the leader tries in one step
+_AT_ONCE = 64  # addresses that the leader asks at the same time
 _NAMED = 5  # tasks in a sentence
-_LISTED = 20  # late tasks in an answer of the leader
+_PACKAGES = ("tensorflow", "keras", "tfdist_ext")  # of one version on all tasks
 
 
 class PreflightError(Exception):
@@ -54,19 +58,53 @@ class PreflightError(Exception):
         self.missing = missing
 
 
-def preflight(
-    info: TaskInfo,
-    *,
-    wait: float,
-    show: Callable[[Late], None] = lambda late: None,
-) -> Endpoint:
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task reports of itself.
+
+    Attributes:
+        task: its name, as "worker:1".
+        jobs: job -> addresses.
+        versions: package -> version.
+        gpus: must be equal on all tasks that train together.
+        key: differs for each process.
+    """
+
+    task: str
+    jobs: Jobs
+    versions: Mapping[str, str]
+    gpus: int
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+
+
+def info_of(task: str, jobs: Jobs, gpus: int) -> TaskInfo:
+    """Returns the report of this process, as this task."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return TaskInfo(task, jobs, versions, gpus)
+
+
+def tasks_of(jobs: Jobs) -> dict[str, str]:
+    """Task -> address of the tasks that start together, the leader first; no evaluator."""
+    return {
+        f"{job}:{index}": address
+        for job in ("chief", "worker", "ps")
+        for index, address in enumerate(jobs.get(job, ()))
+        if address
+    }
+
+
+def preflight(info: TaskInfo, *, wait: float, source: str) -> Endpoint:
     """Return when all tasks of the cluster are there, and agree; every task calls this.
+
+    Late tasks are named on stderr.
 
     Args:
         info: of this task.
         wait: seconds for the others to come.
-        show: called about every second with the tasks that are not ready yet (the first few of
-            many).
+        source: of the cluster, for messages.
 
     Returns:
         The endpoint of this task, which still listens.
@@ -76,18 +114,22 @@ def preflight(
             resolved, or they do not agree; the same on every task.
     """
     tasks = tasks_of(info.jobs)
-    leads = info.task == next(iter(tasks))
-    deadline = time.monotonic() + wait
-    party = _Leader(info, tasks, show) if leads else _Follower(info, tasks, show)
+    leader = _Leader(info, tasks) if info.task == next(iter(tasks)) else None
     try:
-        endpoint = Endpoint(tasks[info.task], party.answer)
+        # The leader asks which process is at the address of another task.
+        answer = leader.answer if leader else lambda message: {"key": info.key}
+        endpoint = Endpoint(tasks[info.task], answer)
     except OSError as error:
         raise PreflightError(
             f"port of {info.task} ({tasks[info.task]}) must be free, got one in use: end what uses"
             " it, or give the task another port"
         ) from error
     try:
-        party.wait_for_all(deadline)
+        deadline = time.monotonic() + wait
+        if leader:
+            leader.wait_for_all(deadline, source)
+        else:
+            _follow(info, tasks, deadline, source)
     except BaseException:
         endpoint.close()
         raise
@@ -95,85 +137,61 @@ def preflight(
 
 
 class _Leader:
-    """The first task: knows which tasks have reported, and tells all of them the result."""
+    """The first task: knows which tasks have reported, and gives all of them the result."""
 
-    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], None]) -> None:
+    def __init__(self, info: TaskInfo, tasks: dict[str, str]):
         self._info = info
         self._tasks = tasks
-        self._show = show
+        self._others = [task for task in tasks if task != info.task]
         self._lock = threading.Lock()
-        self._states = dict.fromkeys(tasks, ABSENT) | {info.task: READY}
-        self._reported: dict[str, tuple[str, float]] = {}  # task -> key of its process, when
-        self._errors: list[str] = []
+        self._keys: dict[str, str] = {}  # task -> key of the process that has reported
+        self._late = dict.fromkeys(self._others, ABSENT)
+        self._errors: dict[str, None] = {}  # a set in order
         self._result: Message = {}
         self._uninformed: set[str] = set()  # tasks that have not got the result
 
     def answer(self, message: Message) -> Message:
-        """The answer to the report of a task."""
-        task, key, now = str(message["task"]), str(message["key"]), time.monotonic()
-        jobs, versions, devices = (dict(message[key]) for key in ("jobs", "versions", "devices"))
-        other = TaskInfo(task, jobs, versions, devices)
+        """Returns the answer to the report of a task."""
+        other = TaskInfo(**message)
         found = differences(self._info, other)
         with self._lock:
-            before, when = self._reported.get(task, (key, now))
-            if before != key and now - when < _ASK:
-                found.append(f"two processes say that they are {task}")
-            self._reported[task] = key, now
-            self._errors += [error for error in found if error not in self._errors]
+            self._keys[other.task] = other.key
+            self._errors |= dict.fromkeys(found)
             if self._result:
-                self._uninformed.discard(task)
-                return self._result
-        late = {each: state for each, state in self._states.items() if state != READY}
-        return {"late": dict(list(late.items())[:_LISTED])}
+                self._uninformed.discard(other.task)
+            return self._result or {"late": self._late}
 
-    def wait_for_all(self, deadline: float) -> None:
+    def wait_for_all(self, deadline: float, source: str) -> None:
         """Return when all tasks are ready, and know it."""
-        shown = 0.0
-        connections = {task: Connection(address) for task, address in self._tasks.items()}
+        connections = {task: Connection(self._tasks[task]) for task in self._others}
+        reports = WaitReports()
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            while True:
-                late = self._late()
-                for task, state in pool.map(
-                    lambda task: (task, self._state_of(task, connections[task])), late[:_AT_ONCE]
-                ):
-                    self._states[task] = state
-                late = self._late()
-                if self._errors or not late or time.monotonic() >= deadline:
-                    break
-                if time.monotonic() - shown >= 1.0:
-                    shown = time.monotonic()
-                    self._show({task: self._states[task] for task in late})
+            while self._late and not self._errors and time.monotonic() < deadline:
+                # All of them again: one that was ready may have ended.
+                states = pool.map(self._state_of, connections.items())
+                pairs = zip(self._others, states, strict=True)
+                self._late = {task: state for task, state in pairs if state != READY}
+                if self._late:
+                    names = _named(self._late, self._tasks)
+                    reports.report(self._info.task, names, source)
                 time.sleep(_STEP)
         for connection in connections.values():
             connection.close()
-        self._inform(_named({task: self._states[task] for task in late}, self._tasks))
+        self._give_result()
 
-    def _late(self) -> list[str]:
-        """The tasks that are not ready; first those that have reported."""
-        with self._lock:
-            recent = time.monotonic() - _ASK - _LINGER
-            for task, (_, when) in list(self._reported.items()):
-                if when < recent:  # it has ended since
-                    del self._reported[task]
-                    self._states[task] = ABSENT
-            late = [task for task, state in self._states.items() if state != READY]
-            return sorted(late, key=lambda task: task not in self._reported)
-
-    def _state_of(self, task: str, connection: Connection) -> str:
-        """What is at the address of a task."""
+    def _state_of(self, task_and_connection: tuple[str, Connection]) -> str:
+        """Returns what is at the address of a task."""
+        task, connection = task_and_connection
         state, found = connection.ask({"who": task}, _ASK)
-        if state == STARTED:
-            return READY
         with self._lock:
-            if state == READY and task not in self._reported:
+            if state == READY and task not in self._keys:
                 return ABSENT  # its report is on its way
-            if state == READY and found.get("key") != self._reported[task][0]:
+            if state == READY and found.get("key") != self._keys[task]:
                 at = self._tasks[task]
-                error = f"another process than {task} answers at its address {at}"
-                self._errors += [] if error in self._errors else [error]
-        return state
+                self._errors[f"another process than {task} answers at its address {at}"] = None
+        return READY if state == STARTED else state
 
-    def _inform(self, missing: str) -> None:
+    def _give_result(self) -> None:
         """Give all tasks that have reported the same result.
 
         Raises:
@@ -183,9 +201,9 @@ class _Leader:
             time.sleep(_STEP * 2)  # for others that differ, too
         with self._lock:
             errors = list(self._errors)
-            missing = "" if errors else missing
+            missing = "" if errors else _named(self._late, self._tasks)
             self._result = {"errors": errors, "missing": missing, "go": not errors and not missing}
-            self._uninformed = set(self._reported)
+            self._uninformed = set(self._keys)
         deadline = time.monotonic() + _LINGER
         while self._uninformed and time.monotonic() < deadline:
             time.sleep(_STEP / 5)
@@ -193,52 +211,59 @@ class _Leader:
             raise PreflightError(*errors, missing=missing)
 
 
-class _Follower:
-    """A task that reports itself to the leader until the leader answers with the result."""
-
-    def __init__(self, info: TaskInfo, tasks: dict[str, str], show: Callable[[Late], None]) -> None:
-        self._tasks = tasks
-        self._show = show
-        self._leader = next(iter(tasks))
-        self._others = [task for task in tasks if task not in (self._leader, info.task)]
-        self._report: Message = {
-            "task": info.task,
-            "key": secrets.token_hex(16),
-            "jobs": dict(info.jobs),
-            "versions": dict(info.versions),
-            "devices": dict(info.devices),
-        }
-
-    def answer(self, message: Message) -> Message:
-        """The answer to the leader, who asks which process is at this address."""
-        return {"key": self._report["key"]} if "who" in message else {}
-
-    def wait_for_all(self, deadline: float) -> None:
-        """Return when the leader says so, or has started already."""
-        leader = Connection(self._tasks[self._leader])
-        late: dict[str, str] = {self._leader: ABSENT}
-        shown, state = 0.0, ABSENT
-        # A leader that answers decides itself when the wait is over.
-        while time.monotonic() < deadline + (_LINGER if state == READY else 0.0):
-            state, answer = leader.ask(self._report, _ASK)
-            if state == STARTED or answer.get("go"):
-                leader.close()
-                return
-            if answer.get("errors") or answer.get("missing"):
-                raise PreflightError(*answer["errors"], missing=answer["missing"])
-            late = answer.get("late", {self._leader: state})
-            if time.monotonic() - shown >= 1.0:
-                shown = time.monotonic()
-                known = late if "late" in answer else late | dict.fromkeys(self._others, UNKNOWN)
-                self._show(known)
-            time.sleep(_STEP + len(self._tasks) / 1000)
-        raise PreflightError(missing=_named(late, self._tasks))
+def _follow(info: TaskInfo, tasks: dict[str, str], deadline: float, source: str) -> None:
+    """Report this task to the leader until the leader says "go", or has started already."""
+    name, address = next(iter(tasks.items()))
+    leader, report = Connection(address), {**vars(info), "jobs": dict(info.jobs)}
+    late, state, reports = {name: ABSENT}, ABSENT, WaitReports()
+    # A leader that answers decides itself when the wait is over.
+    while time.monotonic() < deadline + (_LINGER if state == READY else 0.0):
+        state, answer = leader.ask(report, _ASK)
+        if state == STARTED or answer.get("go"):
+            leader.close()
+            return
+        if answer.get("errors") or answer.get("missing"):
+            raise PreflightError(*answer["errors"], missing=answer["missing"])
+        late = answer.get("late", {name: state})
+        if late:
+            reports.report(info.task, _named(late, tasks), source)
+        time.sleep(_STEP + len(tasks) / 1000)
+    raise PreflightError(missing=_named(late, tasks))
 
 
 def _named(late: Late, tasks: Mapping[str, str]) -> str:
     """The first late tasks, with their addresses; "" where none is late."""
     names = [
-        f"{task} ({tasks[task]}{WHY.get(state, '')})" for task, state in list(late.items())[:_NAMED]
+        f"{task} ({tasks.get(task, '?')}{WHY.get(state, '')})"
+        for task, state in list(late.items())[:_NAMED]
     ]
     more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
     return ", ".join(names) + more
+
+
+def differences(leader: TaskInfo, other: TaskInfo) -> list[str]:
+    """Returns one sentence for each difference between a task and the leader."""
+    found = []
+    if where := _first_difference(leader.jobs, other.jobs):
+        found.append(f"{other.task} was started with another cluster ({where})")
+    for name, version in leader.versions.items():
+        theirs = other.versions.get(name, "none")
+        if theirs != version:
+            found.append(f"{other.task} has {name} {theirs}, and {leader.task} has {version}")
+    if "ps" not in leader.jobs and other.gpus != leader.gpus:
+        found.append(
+            f"{other.task} has {other.gpus} GPU devices, and {leader.task} has {leader.gpus}:"
+            " collectives would hang"
+        )
+    return found
+
+
+def _first_difference(ours: Jobs, theirs: Jobs) -> str:
+    for job in dict.fromkeys([*ours, *theirs]):
+        here, there = ours.get(job, ()), theirs.get(job, ())
+        for index, (one, other) in enumerate(zip(here, there, strict=False)):
+            if one != other:
+                return f"differs in cluster.{job}[{index}]: {other!r}, not {one!r}"
+        if len(here) != len(there):
+            return f"differs in cluster.{job}: {len(there)} tasks, not {len(here)}"
+    return ""

@@ -6,7 +6,7 @@ import faulthandler
 import sys
 import time
 
-__all__ = ["FIRST_AFTER", "LONGEST_PAUSE", "WaitReports", "say", "show_stacks", "where_is"]
+__all__ = ["FIRST_AFTER", "LONGEST_PAUSE", "WaitReports", "say", "show_stacks"]
 
 FIRST_AFTER = 10.0  # seconds; each further report comes after twice the time
 LONGEST_PAUSE = 120.0
@@ -24,30 +24,12 @@ def show_stacks() -> None:
     faulthandler.dump_traceback(file=2, all_threads=True)
 
 
-def where_is(me: str, names: str, waited: float, source: str) -> str:
-    """The report of a task that waits for others to start.
-
-    Args:
-        names: the others, with their addresses.
-        source: where the addresses came from.
-    """
-    return (
-        f"{me}: waiting for {names} for {waited:.0f} s. Is it started, is its address right in"
-        f" {source} on every task, can this host reach it?"
-    )
-
-
 class WaitReports:
-    """When to report a wait: after 10 seconds, and then ever less often."""
+    """Reports on a wait to stderr: after 10 seconds, and then ever less often."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._next = FIRST_AFTER
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the wait began."""
-        return time.monotonic() - self._began
 
     def due(self, waited: float) -> bool:
         """Whether a report is due after this wait, in seconds; then the next one is later."""
@@ -55,3 +37,12 @@ class WaitReports:
             return False
         self._next = waited + min(waited, LONGEST_PAUSE)
         return True
+
+    def report(self, me: str, names: str, source: str) -> None:
+        """Report, if due, that a task waits for others, whose addresses came from `source`."""
+        waited = time.monotonic() - self._began
+        if self.due(waited):
+            say(
+                f"{me}: waiting for {names} for {waited:.0f} s. Is it started, is its address right"
+                f" in {source} on every task, can this host reach it?"
+            )

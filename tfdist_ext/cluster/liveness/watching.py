@@ -21,11 +21,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import IO
 
-from tfdist_ext.cluster.liveness.reports import WaitReports, say, where_is
+from tfdist_ext.cluster.liveness.reports import WaitReports, say
 from tfdist_ext.cluster.liveness.wire import READY, SILENT, STARTED, Connection
 
 __all__ = ["EXPECTED", "GONE", "TaskWatch", "Watcher", "exit_within", "run_watcher"]
@@ -88,9 +87,8 @@ class TaskWatch:
 
     def report_wait(self, me: str, source: str) -> None:
         """Report on stderr, now and then, that the task has not come yet."""
-        waited = self._reports.waited
-        if self.state == EXPECTED and self._reports.due(waited):
-            say(where_is(me, self._name, waited, source))
+        if self.state == EXPECTED:
+            self._reports.report(me, self._name, source)
 
     @property
     def failure(self) -> str:
@@ -101,28 +99,6 @@ class TaskWatch:
             f"{self._name} has not answered for {self.silent:.0f} s: its process is stopped, or"
             " its machine is paused or overloaded."
         )
-
-
-def watch_tasks(
-    tasks: Mapping[str, str], frozen_after: float, frozen: Callable[[str], None]
-) -> None:
-    """Watch tasks in threads, one for each, until one is frozen.
-
-    Args:
-        tasks: task -> "host:port".
-        frozen: called in a thread, with the sentence that names the task.
-    """
-
-    def watch(task: TaskWatch) -> None:
-        while task.state != FROZEN:
-            answers = task.look()
-            # After a missed answer the next question follows at once: this one has waited already.
-            time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
-        frozen(task.failure)
-
-    for task, address in tasks.items():
-        body = TaskWatch(task, address, frozen_after)
-        threading.Thread(target=watch, args=(body,), daemon=True, name=f"watch {task}").start()
 
 
 class Watcher:
@@ -157,10 +133,6 @@ class Watcher:
         weakref.finalize(self, _stop, process).atexit = False
         self._send([me, os.getpid(), dict(tasks), frozen_after])
 
-    def checkpoints_in(self, folder: str) -> None:
-        """Name the latest checkpoint in this folder in the message; "" for none."""
-        self._send(folder)
-
     def heartbeat(self, seconds: float, failure: str) -> None:
         """End this process, showing its stacks, unless this is called again in time.
 
@@ -170,9 +142,9 @@ class Watcher:
         """
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # shows stacks at a SIGABRT, whoever holds Python's lock
-        self._send({"seconds": seconds, "failure": failure})
+        self._send([seconds, failure])
 
-    def _send(self, value: Any) -> None:
+    def _send(self, value: object) -> None:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 self._pipe.write(f"{json.dumps(value)}\n".encode())
@@ -184,19 +156,24 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_watcher() -> None:
-    """The program of the process of a `Watcher`."""
+    """The program of the process of a `Watcher`: one thread for each task, and one that counts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
     me, parent, tasks, frozen_after = json.loads(sys.stdin.readline())
-    folder = ""
+    left, failure = 0.0, ""
 
     def end(why: str, first: signal.Signals) -> None:
-        say(f"{why} The job ends. {_advice(folder)}")
+        say(f"{why} The job ends.")
         for number in (first, signal.SIGKILL):
             if os.getppid() == parent:
                 os.kill(parent, number)
             time.sleep(_TO_END)
 
-    left, failure = 0.0, ""
+    def watch(task: TaskWatch) -> None:
+        while task.state != FROZEN:
+            answers = task.look()
+            # After a missed answer the next question follows at once: this one has waited already.
+            time.sleep(0.0 if task.silent else frozen_after / 10 if answers else 1.0)
+        end(f"{me}: {task.failure}", signal.SIGTERM)
 
     def count_down() -> None:
         nonlocal left
@@ -205,24 +182,13 @@ def run_watcher() -> None:
             time.sleep(1.0)
         end(f"tfdist: {failure}: none of its Python threads runs.", signal.SIGABRT)
 
-    watch_tasks(tasks, frozen_after, lambda failure: end(f"{me}: {failure}", signal.SIGTERM))
+    for task, address in tasks.items():
+        watched = TaskWatch(task, address, frozen_after)
+        threading.Thread(target=watch, args=(watched,), daemon=True).start()
     threading.Thread(target=count_down, daemon=True).start()
     for line in sys.stdin:  # to its end, which is that of the other process
-        match json.loads(line):
-            case {"seconds": seconds, "failure": text}:
-                left, failure = seconds, text
-            case text:
-                folder = text
+        left, failure = json.loads(line)
     os._exit(0)  # its threads may wait for an answer
-
-
-def _advice(folder: str) -> str:
-    if not folder:
-        return ""
-    files = sorted(Path(folder).glob("epoch-*.safetensors"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        return f"There is no checkpoint in {folder} yet."
-    return f"The last checkpoint is {files[-1]}: start the job again to resume from it."
 
 
 def exit_within(seconds: float) -> None:

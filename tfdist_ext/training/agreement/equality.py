@@ -1,16 +1,11 @@
 """Calls, data and models that must be equal on all workers: an error before the first step.
 
-Workers that agree pay for one collective of a few bytes. Only where something differs do the
-values themselves travel.
-
 Each worker cuts its part out of what it takes for the global batch. Where calls differ, workers
 wait for each other forever. Where data differs, as after a shuffle without a seed or where each
 worker loads a part, some examples are used twice and others never, and nothing fails.
 
-Of models is compared what they compute with: config, code, variables, vocabularies and the like,
-compile settings. Not compared is what may differ without harm: automatic names (a worker that
-made another model before has dense_1 where others have dense), seeds, weights, which follow the
-chief.
+What is compared is a dict from names to JSON values. Workers that agree exchange a hash of it. Only
+where something differs do the values themselves travel.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import keras
@@ -48,8 +42,9 @@ __all__ = [
     "from_each_worker",
 ]
 
-Value = Any  # what JSON holds; numbers are equal up to the noise of floats
-_RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3
+Value = Any  # what JSON holds; floats are equal up to noise, as of another processor
+_RELATIVE, _SHOWN, _MOST = 1e-5, 120, 3  # noise of floats, characters of a value, differences
+_RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
 
 
 class Difference(NamedTuple):
@@ -103,9 +98,15 @@ def difference_between_workers(
     different = np.flatnonzero((digests != digests[0]).any(axis=1))
     if not different.size:
         return None
-    firsts = _from_worker(reduction, text, 0)
+    first = _from_worker(reduction, text, 0)
     for worker in different.tolist():
-        if found := _differing(firsts, _from_worker(reduction, text, worker)):
+        other = _from_worker(reduction, text, worker)
+        found = {
+            name: (first.get(name), other.get(name))
+            for name in {**first, **other}
+            if not _same(first.get(name), other.get(name))
+        }
+        if found:
             names = reduction.task_names()
             return Difference((names[0], names[worker]), found)
     return None
@@ -128,24 +129,9 @@ def _from_worker(reduction: Reduction, text: bytes, worker: int) -> dict[str, Va
     return json.loads(zlib.decompress(found))
 
 
-def _differing(
-    first: Mapping[str, Value], other: Mapping[str, Value]
-) -> dict[str, tuple[Value, Value]]:
-    return {
-        name: (first.get(name), other.get(name))
-        for name in {**first, **other}
-        if (name in first) != (name in other) or not _same(first.get(name), other.get(name))
-    }
-
-
 def _same(a: Value, b: Value) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() == b.keys() == {"first", "sums", "sizes"}:  # see `described_array`
-            triples = zip(a["sums"], b["sums"], a["sizes"], strict=False)
-            return len(a["sums"]) == len(b["sums"]) and all(
-                abs(x - y) <= _RELATIVE * size for x, y, size in triples
-            )
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a if key != "first")
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -159,9 +145,6 @@ def _short(value: Value) -> str:
         value = value["first"]
     text = "nothing" if value is None else str(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-_RANDOM = re.compile("Random|Multinomial|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
 
 
 def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, Any]) -> None:
@@ -178,7 +161,7 @@ def check_equal_calls(reduction: Reduction, call: str, arguments: Mapping[str, A
         f"give every worker the same data and the same arguments of {call}(), as one device"
         " would get: each takes its own part of every global batch."
     )
-    check_equal_across_workers(reduction, {"the call": call, **arguments}, advice)
+    check_equal_across_workers(reduction, arguments, advice)
 
 
 def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
@@ -191,17 +174,10 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     """
     if not reduction.multi_worker:
         return
-    epoch, steps = data.position
-    values: dict[str, Value] = {"epoch of the data": epoch, "position in the epoch": steps}
+    values = {f"{name} in the data's state": value for name, value in data.state().items()}
     if isinstance(data, OrderedDataset):
-        content = {**data.source.fingerprint(), "time stamps": ""}
-        as_text = json.dumps(content, sort_keys=True, default=str)
-        values |= {
-            "global_batch_size": data.global_batch_size,
-            "number of examples": data.examples,
-            "seed": data.order.seed,
-            "fingerprint of the data": zlib.crc32(as_text.encode()),
-        }
+        fingerprint = {**data.source.fingerprint(), "time stamps": ""}
+        values["fingerprint in the data's state"] = fingerprint
     advice = "every worker must be given the same ShardedDataset, at the same position."
     check_equal_across_workers(reduction, values, advice)
 
@@ -307,25 +283,24 @@ def _is_random(dataset: tf.data.Dataset) -> bool:
 
 
 def _as_json(value: object) -> Value:
-    if isinstance(value, PurePath):
-        return str(value)
     if isinstance(value, Mapping):
         return {str(key): _as_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         return [_as_json(part) for part in value]
-    if isinstance(value, tf.data.Dataset):
-        return "a tf.data.Dataset"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, np.generic):
         return value.item()
-    return type(value).__name__
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    # Datasets have classes of many names.
+    return "a tf.data.Dataset" if isinstance(value, tf.data.Dataset) else type(value).__name__
 
 
 def check_equal_models(
     reduction: Reduction, model: keras.Model, created: Sequence[tf.Variable]
 ) -> None:
-    """Compare models; every worker must call.
+    """Compare what models compute with; every worker must call.
+
+    Automatic names, seeds and weights may differ: weights follow the chief.
 
     Args:
         created: new variables, which need not belong to the model.
@@ -334,16 +309,9 @@ def check_equal_models(
         TrainingError: on every worker, where one's model is not the first worker's.
     """
     described = describe_model(model)
-    new = [f"{variable.dtype.name} {variable.shape}" for variable in created]
-    certain = {**described.certain, "new variables": new}
-    if difference := difference_between_workers(reduction, certain):
+    described["new variables"] = [f"{new.dtype.name} {new.shape}" for new in created]
+    if difference := difference_between_workers(reduction, described):
         raise TrainingError(
             f"the models differ: {difference}. All workers train one model together: build and"
             " compile the same one on every worker, from the same code and settings."
-        )
-    difference = difference_between_workers(reduction, described.attributes)
-    if difference and reduction.is_chief:
-        warn(
-            f"the models differ: {difference}. If that changes what the model computes, the"
-            " workers train a mixture of models."
         )

@@ -1,4 +1,8 @@
-"""What a model computes with, as names and values that can be compared across workers."""
+"""What a model computes with, as names and values that can be compared across workers.
+
+Configs, code, variables, arrays, vocabularies and what was given to `compile` are described. What
+may differ without harm is left out: automatic names, seeds and weights.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +24,35 @@ import tensorflow as tf
 
 from tfdist_ext.training import _keras_private as kp
 
-__all__ = ["ModelDescription", "describe_array", "describe_model"]
-
+__all__ = ["describe_array", "describe_model"]
 
 # Modules, shapes (the variables show them), seeds, whose variables follow the chief, and names.
 _LEFT_OUT = {"module", "registered_name", "build_config", "build_input_shape", "seed", "name"}
-# Attributes that Keras sets, and that may differ where the chief alone has saved or plotted.
-_OF_KERAS = {"built", "name", "predict_function", "stop_training", "test_function"}
-_OF_KERAS |= {"stop_evaluating", "stop_predicting", "train_function"}
+# Attributes that Keras sets, and that may differ where the chief alone has predicted.
+_OF_KERAS = {"predict_function", "test_function", "train_function"}
 _COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 _NUMBERED = re.compile(r"_\d+$")
 _PACKAGES = ("keras.", "tensorflow.", "tfdist_ext.", "builtins")
 
 
-def describe_model(model: keras.Model) -> ModelDescription:
-    """Describe the layers, the variables and what was given to `compile`."""
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """Returns name -> value; a config is one value for each of its leaves."""
     layers = kp.flat_layers(model)
-    found = ModelDescription(layers)
+    found = _Description(layers)
     for layer in layers:
         found.add_layer(layer)
     for number, variable in enumerate(model.variables):
         if variable.shape is not None:
             kind = [str(list(variable.shape)), variable.dtype, bool(variable.trainable)]
-            found.certain[f"variable {number} ({found.in_path(variable.path)})"] = kind
+            found.values[f"variable {number} ({found.in_path(variable.path)})"] = kind
     if model.compiled:
         found.add_compiled(model)
-    return found
+    return found.values
 
 
-class ModelDescription:
-    """Name -> value; a structure is one value for each of its leaves.
-
-    Attributes:
-        certain: must be the same for the workers to train one model.
-        attributes: plain values of the user's own layers, which may not matter.
-    """
-
+class _Description:
     def __init__(self, layers: list[keras.Layer]):
-        self.certain: dict[str, Any] = {"the number of layers": len(layers)}
-        self.attributes: dict[str, Any] = {}
+        self.values: dict[str, Any] = {"the number of layers": len(layers)}
         self._labels = _labels(layers)
 
     def in_path(self, path: str) -> str:
@@ -74,25 +68,22 @@ class ModelDescription:
             links = [[o.name, *(before.name for before in kp.inputs_from(o))] for o in operations]
             graph = [" from ".join(map(self.in_path, link)) for link in links]
             outputs = getattr(layer, "output_names", None) or []
-            self.add(f"the graph of {name}", graph)
-            self.add(f"the outputs of {name}", list(map(self.in_path, outputs)))
+            self.values[f"the graph of {name}"] = graph
+            self.values[f"the outputs of {name}"] = list(map(self.in_path, outputs))
         else:
             self._add_object(name, layer)
-        self.certain[f"trainable of {name}"] = bool(layer.trainable)
         if callable(vocabulary := getattr(layer, "get_vocabulary", None)):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not adapted yet
-                self.add(f"vocabulary of {name}", np.asarray(list(map(str, vocabulary()))))
+                self._add(f"vocabulary of {name}", np.asarray(list(map(str, vocabulary()))))
         own = _is_own(type(layer))
         for key, value in vars(layer).items():
             of_class = inspect.getattr_static(type(layer), key, None)
             if key in _OF_KERAS or isinstance(of_class, functools.cached_property):
                 continue
             if _is_array(value):
-                self.add(f"{key} of {name}", np.asarray(value))
+                self._add(f"{key} of {name}", np.asarray(value))
             elif inspect.isroutine(value) and of_class is None and (own or _is_own(value)):
-                self.add(f"{key} of {name}", value)
-            elif own and not key.startswith("_") and isinstance(value, bool | int | float | str):
-                self.attributes[f"attribute {key} of {name}"] = value
+                self._add(f"{key} of {name}", value)
 
     def add_compiled(self, model: keras.Model) -> None:
         """Add what was given to `compile`."""
@@ -106,60 +97,55 @@ class ModelDescription:
                 if hasattr(leaf, "get_config"):
                     self._add_object(name, leaf)
                 else:
-                    self.add(name, leaf)
-        self.certain["steps_per_execution of compile()"] = model.steps_per_execution
-        self.certain["run_eagerly of compile()"] = bool(model.run_eagerly)
-
-    def add(self, name: str, value: Any) -> None:
-        """Add a value; of a config, its leaves."""
-        if isinstance(value, dict):
-            self._add_config(name, value)
-        elif isinstance(value, list | tuple):
-            if all(isinstance(part, bool | int | float | str | None) for part in value):
-                self.certain[name] = [self._plain(part) for part in value]
-                return
-            self.certain[name] = len(value)
-            for number, part in enumerate(value):
-                self.add(f"{name}[{number}]", part)
-        elif inspect.isroutine(value) or isinstance(value, functools.partial):
-            self.certain[name] = str(getattr(value, "__qualname__", type(value).__name__))
-            self.certain[f"code of {name}"] = _code(value)
-        else:
-            self.certain[name] = self._plain(value)
-
-    def _add_config(self, name: str, config: dict[str, Any]) -> None:
-        if "class_name" in config and "config" in config:  # a serialized object
-            kind, inner = config["class_name"], config["config"]
-            if kind == "DTypePolicy":
-                inner = inner["name"]
-            if kind != "__lambda__" and isinstance(inner, dict):
-                self.certain[name] = kind
-            config = inner
-        if not isinstance(config, dict):  # the name of a function or dtype
-            self.add(name, config)
-            return
-        if {"closure", "defaults"} <= config.keys() or isinstance(config.get("value"), tuple):
-            return  # a lambda: its bytes name the file. Its code is that of an attribute.
-        for key, value in config.items():
-            # A rate that is no schedule is a variable, which follows the chief.
-            rate = key == "learning_rate" and isinstance(value, float)
-            if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
-                self.add(f"{key} of {name}", value)
+                    self._add(name, leaf)
+        self.values["steps_per_execution of compile()"] = model.steps_per_execution
+        self.values["run_eagerly of compile()"] = bool(model.run_eagerly)
 
     def _add_object(self, name: str, thing: Any) -> None:
-        """The class of a Keras object, its config, and its code where it is the user's own."""
+        """The class of a Keras object, and its config."""
         self._add_class(name, type(thing))
         with warnings.catch_warnings(), contextlib.suppress(Exception):  # user's code
             warnings.simplefilter("ignore")  # of lambdas in it
-            self._add_config(name, dict(thing.get_config()))
+            self._add(name, dict(thing.get_config()))
 
     def _add_class(self, name: str, kind: type) -> None:
         """The methods. Other entries of a class come and go: Keras's saving adds annotations."""
-        self.certain[f"class of {name}"] = kind.__name__
+        self.values[f"class of {name}"] = kind.__name__
         for base in filter(_is_own, kind.__mro__):
             codes = ((key, _code(value)) for key, value in vars(base).items())
             if methods := sorted((key, code) for key, code in codes if code):
-                self.certain[f"code of {base.__name__}, class of {name}"] = _digest(repr(methods))
+                self.values[f"code of {base.__name__}, class of {name}"] = _digest(repr(methods))
+
+    def _add(self, name: str, value: Any) -> None:
+        """Add a value; of a config, its leaves."""
+        match value:
+            # A lambda: its bytes name the file. Its code is that of an attribute.
+            case {"class_name": "__lambda__"} | {"closure": _, "defaults": _}:
+                pass
+            case {"class_name": "DTypePolicy", "config": {"name": dtype}}:
+                self.values[name] = dtype
+            case {"class_name": kind, "config": config}:  # a serialized object or function
+                if isinstance(config, dict):
+                    self.values[name] = kind
+                self._add(name, config)
+            case dict():
+                for key, part in value.items():
+                    # A rate that is no schedule is a variable, which follows the chief.
+                    rate = key == "learning_rate" and isinstance(part, float)
+                    if key not in _LEFT_OUT and not str(key).endswith("_seed") and not rate:
+                        self._add(f"{key} of {name}", part)
+            case list() | tuple():
+                if all(isinstance(part, bool | int | float | str | None) for part in value):
+                    self.values[name] = [self._plain(part) for part in value]
+                    return
+                self.values[name] = len(value)
+                for number, part in enumerate(value):
+                    self._add(f"{name}[{number}]", part)
+            case _ if inspect.isroutine(value) or isinstance(value, functools.partial):
+                self.values[name] = str(getattr(value, "__qualname__", type(value).__name__))
+                self.values[f"code of {name}"] = _code(value)
+            case _:
+                self.values[name] = self._plain(value)
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -225,42 +211,33 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-_RUNS, _RUN = 64, 1 << 12  # of an array with more elements, runs at even distances are taken
-_FEW = 4
+_SAMPLE, _FEW = 1 << 18, 4
 
 
 def describe_array(array: tf.Tensor | np.ndarray) -> dict[str, Any]:
     """Shape, dtype and content as values that `check_equal_across_workers` compares.
 
     Content is a checksum, and of floats weighted sums, because another processor may round
-    differently. Of more than 2**18 elements it is of a sample.
+    differently. Of large arrays it is of a sample. "first" is for messages only.
     """
     array = np.asarray(array)
+    flat = array.reshape(-1)
+    flat = flat[:: flat.size // _SAMPLE | 1]  # odd: not one channel alone
     is_text = array.dtype.kind in "OSU"
-    values = _sample(array.reshape(-1))
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = {"first": flat[:_FEW].tolist()}
     if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
-        floats = values.astype(np.float64)
+        floats = flat.astype(np.float64)
         content["first"] = floats[:_FEW].round(5).tolist()
         numbers = np.nan_to_num(floats, nan=12345.678).clip(-1e30, 1e30)
-        weighted = numbers * (1 + np.arange(numbers.size) % 97 / 97)  # an order counts, too
-        starts = np.arange(0, max(numbers.size, 1), max(1, -(-numbers.size // _RUNS)))
-        if numbers.size:
-            content["sums"] = np.add.reduceat(weighted, starts).tolist()
-            content["sizes"] = np.add.reduceat(np.abs(weighted), starts).tolist()
+        weights = 3 + np.arange(numbers.size) % 97 / 97  # an order counts, too
+        size = np.abs(numbers).sum()
+        # Not small beside the size, from which the noise comes.
+        content["sums"] = [float(size), float(5 * size + (weights * numbers).sum())]
     elif is_text:
-        texts = [value if isinstance(value, bytes) else str(value).encode() for value in values]
+        texts = [value if isinstance(value, bytes) else str(value).encode() for value in flat]
         content["first"] = [text[:40].decode(errors="replace") for text in texts[:_FEW]]
         content["checksum"] = zlib.crc32(b"\0".join(texts))
     else:
-        content["first"] = values[:_FEW].tolist()
-        content["checksum"] = zlib.crc32(np.ascontiguousarray(values).tobytes())
+        content["checksum"] = zlib.crc32(np.ascontiguousarray(flat).tobytes())
     dtype = "string" if is_text else array.dtype.name
     return {"shape": list(array.shape), "dtype": dtype, "content": content}
-
-
-def _sample(flat: np.ndarray) -> np.ndarray:
-    if flat.size <= _RUNS * _RUN:
-        return flat
-    starts = np.linspace(0, flat.size - _RUN, _RUNS).astype(np.int64)
-    return np.concatenate([flat[start : start + _RUN] for start in starts])

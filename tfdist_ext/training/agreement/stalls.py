@@ -17,23 +17,19 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tfdist_ext.cluster.liveness.reports import say, show_stacks
 from tfdist_ext.launch.exit_codes import RESTART, USUAL_STALL_TIMEOUT, stall_timeout
+from tfdist_ext.strategies.serving import Servers
 
 __all__ = [
     "Phases",
-    "Progress",
     "end_to_be_restarted",
-    "python_in_step",
     "watch",
     "watched_process",
-    "who_stalls",
 ]
 
 
@@ -115,47 +111,11 @@ class Phases:
         )
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a task in an execution that takes long.
-
-    Attributes:
-        number: of the barrier.
-        batches: read so far in this process.
-        python: the line of Python that TensorFlow has called, and waits for; "" for none.
-    """
-
-    number: int = 0
-    batches: int = 0
-    python: str = ""
-
-
-def who_stalls(known: Mapping[str, Progress]) -> tuple[str, str]:
-    """(task, description) of the tasks that hold up the others; "" where none stands out.
-
-    A task that has read less than others waits for its data; one in which TensorFlow waits for
-    Python waits for that.
-    """
-    least = min(progress.batches for progress in known.values())
-    behind = [task for task, progress in known.items() if progress.batches == least]
-    in_python = [task for task in behind if known[task].python]
-    causes = in_python or behind
-    if len(causes) == len(known):
-        each = [f"{task} at {progress.python}" for task, progress in known.items() if in_python]
-        at = f", {'; '.join(each)}" if each else ""
-        return "", f"all workers have stalled{at}"
-    others = f" with {', '.join(causes[1:])}" if causes[1:] else ""
-    reading = "" if len(behind) == len(known) else " reading its data"
-    at = f", at {known[causes[0]].python}" if in_python else ""
-    return causes[0], f"{causes[0]}{others} has stalled{reading}{at}"
-
-
 def watch(
     me: str,
     phases: Phases,
     suspects: Callable[[], str] = lambda: "",
-    tell_others: Callable[[], object] = lambda: None,
-    heartbeat: Callable[[float, str], object] = lambda seconds, text: None,
+    servers: Servers | None = None,
 ) -> None:
     """End a process that trains alone, or drives parameter servers, when it stalls.
 
@@ -163,10 +123,8 @@ def watch(
         me: this task, for messages; "" where it is no task of a cluster.
         phases: its own; the thread ends when they are gone.
         suspects: names the tasks its steps wait for; "" where it does not know.
-        tell_others: makes them show their stacks, too.
-        heartbeat: called with the seconds until the next heartbeat at most, and a description of
-            the current phase; 0 for no limit. No Python thread runs while TensorFlow holds
-            Python's lock.
+        servers: show their stacks, too. Their watcher ends this process if no Python thread runs,
+            as TensorFlow holds Python's lock.
     """
     watched = weakref.ref(phases)
     del phases
@@ -174,14 +132,15 @@ def watch(
     def look() -> None:
         beating = False
         while (phases := watched()) is not None:
-            if phases.name or beating:
+            if servers is not None and (phases.name or beating):
                 beating = bool(phases.name)
-                left = phases.limit - phases.waited + _MARGIN
-                heartbeat(left if beating else 0.0, f"{me} has stalled in {phases.name}")
+                left = phases.limit - phases.waited + _MARGIN if beating else 0.0
+                servers.heartbeat(left, f"{me} has stalled in {phases.name}")
             if phases.tick(_TICK):
                 text = f"{me or 'this process'} has stalled: {phases}"
                 waits_for = suspects() if phases.name == "steps" else ""
-                tell_others()
+                if servers is not None:
+                    servers.show_stacks()
                 show_stacks()
                 end_to_be_restarted(f"{text}; it waits for {waits_for}" if waits_for else text)
             del phases
@@ -196,24 +155,6 @@ def end_to_be_restarted(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(RESTART)
-
-
-def python_in_step() -> str:
-    """The line of Python that TensorFlow runs in a step or a pipeline; "" for none."""
-    for identifier, frame in sys._current_frames().items():
-        if identifier == threading.get_ident():
-            continue
-        stack = traceback.extract_stack(frame)
-        inside = next(
-            (n for n, at in enumerate(stack) if at.filename.endswith(_CALLS_PYTHON)), None
-        )
-        own = [at for at in stack[inside or 0 :] if "/tensorflow/" not in at.filename]
-        if inside is not None and own:
-            return f"{own[0].filename}:{own[0].lineno} in {own[0].name}"
-    return ""
-
-
-_CALLS_PYTHON = os.path.join("ops", "script_ops.py")  # py_function, generators
 
 
 @functools.cache

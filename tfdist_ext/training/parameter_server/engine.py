@@ -44,10 +44,8 @@ class CoordinatorReduction:
         self.strategy = strategy
         phases = Phases.of_environment()
         if phases is not None:
-            made_by_us = {}
-            if (watcher := getattr(strategy, "watcher", None)) is not None:
-                made_by_us = {"tell_others": strategy.tell_stalled, "heartbeat": watcher.heartbeat}
-            watch("chief:0", phases, busy_workers, **made_by_us)
+            servers = getattr(strategy, "servers", None)  # of create_strategy's
+            watch("chief:0", phases, busy_workers, servers)
         self.peers: TaskStatus = SingleTask(phases)
 
     def call(self, name: str) -> AbstractContextManager[None]:
@@ -78,11 +76,6 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy):
         super().__init__(strategy, CoordinatorReduction(strategy))
         self._calls = Calls(strategy, self.reduction.peers)
-
-    def saves_to(self, folder: str) -> None:
-        watcher = getattr(self._strategy, "watcher", None)  # of create_strategy's
-        if watcher is not None:
-            watcher.checkpoints_in(folder)
 
     def read(self, *data: Any, **options: Any) -> BatchSource:
         """The batches of the data, read by this process or by each worker."""

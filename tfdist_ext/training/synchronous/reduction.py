@@ -20,7 +20,8 @@ from tfdist_ext.strategies.reductions import METRIC, OTHER, all_reduce, tells_wh
 from tfdist_ext.strategies.shared_step import SharedStep, kind_of
 from tfdist_ext.strategies.traced_replica import NotSharedError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.agreement.barriers import PeerMonitor, peers_of
+from tfdist_ext.training.agreement.barriers import SAME_CALLS, PeerMonitor, peers_of
+from tfdist_ext.training.agreement.equality import check_equal_across_workers
 from tfdist_ext.training.inputs import Part, Parts
 from tfdist_ext.training.steps.context import StepContext
 from tfdist_ext.training.steps.scope import ReplicaScope, _addable, contribution
@@ -79,7 +80,7 @@ class SynchronousReduction:
                     sums = self.sum_over_workers(np.array([1.0, number, number**2], np.float64))
                 # Equal numbers, and no others, have a variance of 0.
                 if sums[1] != sums[0] * number or sums[2] != sums[0] * number**2:
-                    raise self.peers.different_calls(name)
+                    check_equal_across_workers(self, {"the call": name}, SAME_CALLS)
             yield
 
     def task_names(self) -> list[str]:

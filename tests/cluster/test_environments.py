@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tfdist_ext.cluster import ClusterConfig, Task, describe_environments, environments, tpu
 from tfdist_ext.errors import ClusterConfigError
@@ -332,36 +330,6 @@ def test_precedence() -> None:
     description = describe_environments({"TF_CONFIG": TF_CONFIG, "TPU_NAME": "local"})
     assert [name for name, _ in description] == [*ORDER, "TPU"]
     assert dict(description)["TPU"] == "TPU 'local'"
-
-
-_PIECES = st.sampled_from(["0", "1", "2", "a", "b", "n[1-2]", "(x2)", ",", ":", "-", "[", "]", '"'])
-_VALUES = st.lists(_PIECES | st.text(max_size=3), max_size=8).map("".join) | st.text(
-    st.characters() | st.characters(categories=["Cs"]), max_size=30
-)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_values_give_a_cluster_or_none_or_our_error(data: st.DataObject) -> None:
-    env = dict(data.draw(st.sampled_from([_SRUN, _CYCLIC[3], _PODS, _JOBSET, _MPI, _SM])))
-    own = set(env) - {"TFDIST_TASKS"}  # several environments read it
-    (owner,) = [name for name in environments.ENVIRONMENTS if own & listed_variables(name)]
-    variables = st.sampled_from(sorted(listed_variables(owner)))
-    for name in data.draw(st.lists(variables, min_size=1, max_size=3)):
-        env[name] = data.draw(_VALUES)
-    try:
-        config = environments.ENVIRONMENTS[owner](env)
-    except ClusterConfigError as error:
-        message = str(error)
-        assert message.startswith(owner)
-        assert len(message.encode("utf-8")) < 700
-    else:
-        if not isinstance(config, str):
-            made = ClusterConfig.from_env(env)
-            assert made == ClusterConfig(config.jobs, config.task)
-            assert ClusterConfig.from_tf_config(made.to_tf_config()) == made
-    for _, found in describe_environments(env):
-        found.encode("utf-8")
 
 
 def listed_variables(environment: str) -> set[str]:
