@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
-from tfdist_ext.training.protocols import BatchIterator, BatchSource, Epoch, Structure
+from tfdist_ext.training.protocols import BatchIterator, Epoch, Structure
 from tfdist_ext.user_frames import warn
 
 __all__ = ["DatasetPasses", "Epochs", "steps_of_epoch"]
@@ -42,7 +42,7 @@ class Epochs:
 
     def __init__(
         self,
-        batches: BatchSource,
+        batches: GlobalBatches,
         feed: Callable[[Any], Any],
         requested: int | None,
         inspect: Callable[[Structure], None] | None = None,
@@ -68,7 +68,7 @@ class Epochs:
         if batches.dataset is not None:
             in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
-        self._dataset: Any = None  # what `feed` made
+        self._fed: Any = None  # what `feed` made, of `_fed_from` where there are passes
         self._fed_from: tf.data.Dataset | None = None
         self._iterator: BatchIterator | None = None
         self._position = batches.begin
@@ -93,28 +93,25 @@ class Epochs:
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
         """The next epoch, begun with the data's own hook; `is_done` calls the one of its end."""
-        in_pass = self._batches.steps
-        known = in_pass is not None or self._batches.is_infinite
+        batches, in_pass = self._batches, self._batches.steps
+        known = in_pass is not None or batches.is_infinite
         completed, self._completed = self._completed, 0
         requested = steps = None if self._requested is None else max(self._requested - completed, 0)
         if in_pass is not None:
             steps, after = steps_of_epoch(self._position, in_pass, requested)
             if requested is not None and steps < requested:
                 self._warn_of_end(steps)
-        batches = self._batches
         batches.on_epoch_begin()
         try:
             self._begin(steps, known)
-            counts_rows = batches.needs_row_count
-            in_memory = None if batches.arrays is None else batches.batch_size
             yield Epoch(
                 self._iterator,
                 steps,
                 known,
-                counts_rows,
+                batches.needs_row_count,
                 completed,
                 batches.advance,
-                in_memory,
+                None if batches.arrays is None else batches.batch_size,
             )
         except BaseException:
             batches.on_epoch_end()  # stops workers that read ahead
@@ -125,67 +122,55 @@ class Epochs:
 
     def _begin(self, steps: int | None, known_length: bool) -> None:
         """Make the iterator of an epoch, or keep the one of the epoch before."""
+        batches = self._batches
         if self._passes is not None:
             self._fresh = self._passes.begins_a_pass()
             dataset = self._passes.epoch(steps, known_length=known_length)
-            self._iterator = iter(self._fed(dataset))
+            if dataset is not self._fed_from:
+                self._fed_from, parts_of = dataset, parts_of_dataset(dataset)
+                untuned = replace(batches, parts_of=lambda *n: without_autotune(parts_of(*n)))
+                self._fed = self._feed(untuned)
+            self._iterator = iter(self._fed)
             return
         begins_a_pass = self._position == 0 and (
-            self._requested is None or self._batches.steps is not None
+            self._requested is None or batches.steps is not None
         )
-        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.is_infinite)
+        self._fresh = self._iterator is None or (begins_a_pass and not batches.is_infinite)
         if self._fresh:
-            if self._dataset is None or self._batches.changes:
-                self._dataset = self._feed(self._batches)
-            self._iterator = iter(self._dataset)
-
-    def _fed(self, dataset: tf.data.Dataset) -> Any:
-        if dataset is not self._fed_from:
-            self._fed_from = dataset
-            assert isinstance(self._batches, GlobalBatches)
-            parts_of = parts_of_dataset(dataset)
-            batches = replace(
-                self._batches, parts_of=lambda *which: without_autotune(parts_of(*which))
-            )
-            self._dataset = self._feed(batches)
-        return self._dataset
+            if self._fed is None or batches.changes:
+                self._fed = self._feed(batches)
+            self._iterator = iter(self._fed)
 
     @property
     def can_begin_anywhere(self) -> bool:
         """Whether `begin_after` reads nothing of what it passes over."""
-        batches = self._batches
-        from_step = isinstance(batches, GlobalBatches) and batches.from_step is not None
-        return from_step and batches.steps is not None
+        return self._batches.from_step is not None and self._batches.steps is not None
 
     def begin_after(self, epochs: int, *, completed: int = 0) -> bool:
-        """Pass over epochs, without reading; False, and nothing done, where that cannot be.
+        """Pass over epochs without reading; returns False, with no effect, if that is impossible.
 
         Args:
             completed: steps of the epoch after them, which are passed over, too.
         """
-        batches, in_pass = self._batches, self._batches.steps
-        if not self.can_begin_anywhere:
+        batches = self._batches
+        if batches.from_step is None or batches.steps is None:
             return False
-        assert isinstance(batches, GlobalBatches)
-        assert batches.from_step is not None
-        assert in_pass is not None
         passed = completed
         for _ in range(epochs):
-            steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
+            steps, self._position = steps_of_epoch(self._position, batches.steps, self._requested)
             passed += steps
-        self._position = (self._position + completed) % in_pass
+        self._position = (self._position + completed) % batches.steps
         self._completed = completed
-        self._dataset = self._feed(replace(batches, parts_of=batches.from_step(passed)))
+        self._fed = self._feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
     def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
-        assert isinstance(self._batches, GlobalBatches)
         assert self._batches.at_position is not None
         self._batches = self._batches.at_position()
         self._position = self._batches.begin
         self._completed = completed
-        self._dataset = None
+        self._fed = None
 
     def rewind(self) -> None:
         """Begin the next epoch at the start of the data: each validation sees the same steps."""
@@ -218,7 +203,11 @@ class Epochs:
         return True
 
     def ended_after(self, steps: int) -> None:
-        """Say that the data ended after this many steps of an epoch of unknown length."""
+        """Note that the data ended after this many steps of an epoch of unknown length.
+
+        Raises:
+            TrainingError: the data is empty.
+        """
         if steps == 0 and self._seen is None and self._fresh and self._batches.begin == 0:
             raise TrainingError(_EMPTY)
         if self._requested is not None and steps < self._requested:

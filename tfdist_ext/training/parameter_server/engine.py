@@ -14,7 +14,12 @@ from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.barriers import SingleTask
 from tfdist_ext.training.agreement.stalls import Phases, watch
-from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
+from tfdist_ext.training.inputs import (
+    GlobalBatches,
+    batches_of_function,
+    check_says_nothing_else,
+    read,
+)
 from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
 from tfdist_ext.training.parameter_server.program import (
     ParameterServerPredictor,
@@ -23,7 +28,7 @@ from tfdist_ext.training.parameter_server.program import (
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
 from tfdist_ext.training.programs import Engine, step_of
-from tfdist_ext.training.protocols import BatchSource, TaskStatus
+from tfdist_ext.training.protocols import TaskStatus
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
@@ -84,7 +89,7 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
         if watcher is not None:
             watcher.checkpoints_in(folder)
 
-    def read(self, *data: Any, **options: Any) -> BatchSource:
+    def read(self, *data: Any, **options: Any) -> GlobalBatches:
         """Data for this process to read, or for each worker."""
         if not isinstance(data[0], FunctionDataset):
             return read(*data, **options)
