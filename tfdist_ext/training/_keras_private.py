@@ -61,13 +61,15 @@ def is_of_arrays(adapter: object) -> bool:
     return isinstance(adapter, NAMES(path))
 
 
-def in_one_array(parts: list[tf.Tensor | np.ndarray]) -> np.ndarray | tf.RaggedTensor:
+def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
     """The outputs of several batches as one NumPy array, or ragged tensor.
 
-    Private because Keras's predict keeps to itself how it puts batches together.
+    Private because Keras's predict has no public function that concatenates batches.
     """
+    if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+        return parts[0]  # Keras's function takes it for a tensor
     concat = NAMES("backend.tensorflow.trainer.potentially_ragged_concat")
-    return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(parts))
+    return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(list(parts)))
 
 
 class Replaced(NamedTuple):

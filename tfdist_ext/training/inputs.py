@@ -43,8 +43,8 @@ __all__ = [
     "GlobalBatches",
     "Part",
     "Parts",
-    "PartsOf",
     "batches_of_function",
+    "batches_of_ordered",
     "check_says_nothing_else",
     "parts_of_dataset",
     "read",
@@ -81,16 +81,15 @@ def read(
     seed: Callable[[], int] | None = None,
     replicas: int = 1,
 ) -> GlobalBatches:
-    """Read what `fit`, `evaluate` and `predict` take, as global batches.
+    """Read what Keras accepts as data, as global batches.
 
     Args:
-        x: whatever Keras accepts, a dataset being one of global batches; or an OrderedDataset.
+        x: a tf.data.Dataset must yield global batches.
         batch_size: examples in a global batch of arrays (default 32).
         steps: global batches in an epoch, if the caller asked for a number.
         shuffle: a new order for each pass, the same on every task: of the examples of arrays, of
             the batches of a finite `PyDataset`. "batch" shuffles arrays within each batch.
-        seed: gives the seed of these orders, for data to train on. Without it nothing is shuffled,
-            and an OrderedDataset is read from its start.
+        seed: gives the seed of these orders, for data to train on. Without it nothing is shuffled.
         replicas: of all tasks. A single replica gets batches as they are.
 
     Raises:
@@ -102,9 +101,6 @@ def read(
             f"the data must not be distributed yet, got {type(x).__name__}: pass the"
             " tf.data.Dataset of global batches itself. fit() cuts it for the replicas."
         )
-    if isinstance(x, OrderedDataset):
-        check_says_nothing_else(x, (y, sample_weight), batch_size, class_weight)
-        return _batches_of_ordered(x if seed else x.in_order())
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
     adapter = kp.get_data_adapter(
@@ -301,14 +297,13 @@ class GlobalBatches:
     Attributes:
         parts_of: makes the parts of some replicas.
         from_step: the same from a later global batch on; None if only reading leads there.
-        at_position: makes the global batches from the data's own position on; None if the data
-            keeps none.
         spec: of one global batch, where `parts_of` need not be asked.
         steps: global batches in a pass; None if only reading tells.
         batch_size: examples in a global batch; None if only reading tells.
         is_infinite: the dataset starts the next pass by itself, so that no step has to ask whether
             the data has ended. Under several workers each such question is a collective.
-        begin: the global batch of a pass that the first pass begins with.
+        begin: returns the global batch of a pass that the first pass begins with: where the data's
+            own position is, also after it was restored.
         needs_row_count: the rows of a global batch are known only when those of all parts are
             counted.
         dataset: a dataset of one pass of whole global batches, where each task reads all of them
@@ -321,12 +316,11 @@ class GlobalBatches:
 
     parts_of: PartsOf
     from_step: Callable[[int], PartsOf] | None = None
-    at_position: Callable[[], GlobalBatches] | None = None
     spec: Specs = None
     steps: int | None = None
     batch_size: int | None = None
     is_infinite: bool = False
-    begin: int = 0
+    begin: Callable[[], int] = lambda: 0
     needs_row_count: bool = False
     dataset: tf.data.Dataset | None = None
     arrays: Structure = None
@@ -413,49 +407,44 @@ class _Permuted(keras.utils.PyDataset):
         return self._source[self._order[index]]
 
 
-def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
+def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     """The global batches from the data's position on.
 
     Raises:
         TrainingError: a position between two batches.
     """
-    epoch, examples = data.position
-    if examples % data.global_batch_size:
-        raise TrainingError(
-            "the position of the data must be between two global batches of"
-            f" {data.global_batch_size}, got {examples} examples of an epoch: resume with the"
-            " global batch size of the training before."
-        )
-    begin = epoch * data.steps + data.steps_done
+
+    def begin() -> int:
+        epoch, examples = data.position
+        if examples % data.global_batch_size:
+            raise TrainingError(
+                "the position of the data must be between two global batches of"
+                f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
+                " global batch size of the training before."
+            )
+        return epoch * data.steps + data.steps_done
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
+        return data.parts(first, local, replicas, begin(), counted=not data.loses_examples)
 
     return GlobalBatches(
         parts_of=parts_of,
-        at_position=lambda: _batches_of_ordered(data),
         steps=data.steps,
         batch_size=data.global_batch_size,
         is_infinite=True,
-        begin=begin % data.steps,
+        begin=lambda: begin() % data.steps,
         needs_row_count=data.loses_examples,
         advance=data.advance,
     )
 
 
-def check_says_nothing_else(
-    data: ShardedDataset,
-    beside: tuple[Any, ...],
-    batch_size: int | None,
-    class_weight: dict[int, float] | None,
-) -> None:
+def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
     """
     Raises:
-        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
+        TrainingError: an argument of `fit` that repeats, or contradicts, what the data has itself.
     """
-    given = dict(zip(("y", "sample_weight"), beside, strict=False))
-    given["class_weight"] = class_weight
-    given["batch_size"] = None if batch_size == data.global_batch_size else batch_size
+    if given["batch_size"] == data.global_batch_size:
+        del given["batch_size"]
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise TrainingError(
@@ -465,26 +454,9 @@ def check_says_nothing_else(
 
 
 def batches_of_function(
-    data: FunctionDataset,
-    reduction: Reduction,
-    *beside: Any,
-    batch_size: int | None = None,
-    class_weight: dict[int, float] | None = None,
-    seed: Callable[[], int] | None = None,
-    **_: Any,
+    data: FunctionDataset, reduction: Reduction, *, from_position: bool
 ) -> GlobalBatches:
-    """This task's batches, from the data's position on, or of epoch 0; every worker must call.
-
-    Args:
-        beside: targets and sample weights, which the data holds itself.
-        seed: of a training, which begins at the data's position; else None. The other options of
-            `fit` mean nothing here.
-
-    Raises:
-        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
-    """
-    check_says_nothing_else(data, beside, batch_size, class_weight)
-    from_position = seed is not None
+    """This task's batches, from the data's position on, or of epoch 0; every worker must call."""
     shard = Shard(reduction.worker, reduction.workers)
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
@@ -497,22 +469,17 @@ def batches_of_function(
     steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
     if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
-
-    def batches() -> GlobalBatches:
-        return GlobalBatches(
-            parts_of=parts_of,
-            at_position=batches,
-            changes=True,
-            steps=steps,
-            batch_size=data.global_batch_size,
-            is_infinite=is_infinite,
-            begin=data.steps_done if from_position else 0,
-            needs_row_count=shard.count > 1,
-            advance=data.advance if from_position else lambda steps: None,
-            ended=data.end_epoch if from_position else lambda: None,
-        )
-
-    return batches()
+    return GlobalBatches(
+        parts_of=parts_of,
+        changes=True,
+        steps=steps,
+        batch_size=data.global_batch_size,
+        is_infinite=is_infinite,
+        begin=lambda: data.steps_done if from_position else 0,
+        needs_row_count=shard.count > 1,
+        advance=data.advance if from_position else lambda steps: None,
+        ended=data.end_epoch if from_position else lambda: None,
+    )
 
 
 def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:

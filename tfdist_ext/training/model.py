@@ -504,7 +504,7 @@ class DistributedModel(SavingMixin):
             return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
 
     def _validation_by(
-        self, data: Any, sizes: dict[str, int | None]
+        self, data: Any, sizes: dict[str, Any]
     ) -> Callable[[keras.callbacks.CallbackList, StepListener | None], Logs]:
         """Reads the validation data of a `fit`, for a function that evaluates on it."""
         arrays = keras.utils.unpack_x_y_sample_weight(data)

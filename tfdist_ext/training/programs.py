@@ -14,8 +14,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
-from tfdist_ext.training.inputs import GlobalBatches
+from tfdist_ext.training.inputs import (
+    GlobalBatches,
+    batches_of_function,
+    batches_of_ordered,
+    check_says_nothing_else,
+    read,
+)
 from tfdist_ext.training.protocols import (
     Epoch,
     Execution,
@@ -204,9 +212,32 @@ class Engine(ABC, Generic[_Reduction]):
         # (kind, timed) -> what the program was compiled for, the program.
         self._programs: dict[tuple[str, bool], tuple[object, Any]] = {}
 
-    @abstractmethod
-    def read(self, *data: Any, **options: Any) -> GlobalBatches:
-        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
+    def read(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        seed: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> GlobalBatches:
+        """Read the data of `fit`, `evaluate` or `predict` as global batches; see `inputs.read`.
+
+        Args:
+            seed: of data to train on. Without it a ShardedDataset is read from its start.
+        """
+        if not isinstance(x, ShardedDataset):
+            replicas = self.reduction.replicas
+            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
+        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_says_nothing_else(x, y=y, sample_weight=sample_weight, **given)
+        return self._read_sharded(x, from_position=seed is not None)
+
+    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
+        if isinstance(data, FunctionDataset):
+            return batches_of_function(data, self.reduction, from_position=from_position)
+        assert isinstance(data, OrderedDataset)
+        return batches_of_ordered(data if from_position else data.in_order())
 
     @abstractmethod
     def feed(self, batches: Any) -> Any:
