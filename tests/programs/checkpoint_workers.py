@@ -214,18 +214,6 @@ result["after_errors"] = mlp.fingerprint(small.keras_model)
 small.load_weights(folder / "other.weights.h5", skip_mismatch=True)
 result["skipped"] = mlp.flat(small.keras_model)
 
-# What is no number stops all, and is not saved.
-whole.restore_checkpoint(shared / "start.safetensors")
-with np.errstate(all="ignore"):
-    history = whole.fit(
-        x * np.float32(np.nan),
-        y,
-        checkpoint_dir=shared / "lost",
-        callbacks=[keras.callbacks.TerminateOnNaN()],
-        **FIT,
-    )
-result["lost"] = [len(history.epoch), int(whole.keras_model.optimizer.iterations.numpy())]
-
 print("RESULT " + json.dumps(result), flush=True)
 # The chief is ready long before the other one, which TensorFlow would tell that it has crashed.
 if rank == 1:

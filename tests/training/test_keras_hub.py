@@ -55,25 +55,6 @@ def test_a_text_classifier_with_lora_on_datasets_of_strings() -> None:
     )
 
 
-@pytest.mark.long
-def test_a_causal_language_model_trains_and_generates() -> None:
-    one, expected = plain(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
-    ours, history = distributed(hub_tasks.causal, hub_tasks.TEXTS, lora=True, batch_size=8)
-    assert_same_history(expected, history)
-    assert_same_weights(one, ours)
-    assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
-
-
-def test_an_existing_task_comes_along_with_its_tokenizer_and_sampler() -> None:
-    one = hub_tasks.causal(lora=True)
-    one.run_eagerly = True  # quicker than compiling
-    ours = tfd.distribute(one, mirrored())
-    assert type(ours.keras_model) is type(one)
-    assert type(ours.sampler) is type(one.sampler)
-    assert ours.generate(PROMPTS, max_length=8) == one.generate(PROMPTS, max_length=8)
-    assert_same_weights(one, ours)
-
-
 def _train_on_strings() -> dict[str, Any]:
     strategy = tfd.create_strategy()
     keras.utils.set_random_seed(1)

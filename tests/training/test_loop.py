@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
@@ -41,19 +40,3 @@ def test_a_handler_of_the_users_own_stays() -> None:
         assert seen == ["own"]
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_other_threads_are_left_alone() -> None:
-    failures = []
-
-    def body() -> None:
-        try:
-            with preserve_sigint() as check:
-                check()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert not failures

@@ -154,17 +154,11 @@ def test_checkpoints_of_two_trainings_in_one_fit_are_refused(tmp_path: Path) -> 
         model.fit(X, Y, 1, 16, verbose=0, checkpoint_dir=tmp_path)
 
 
-def test_what_else_a_keras_model_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_else_a_keras_model_has() -> None:
     model = tfd.distribute(scaled, mirrored())
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = model.no_such_name
-    with pytest.raises(AttributeError, match="_no_such_name"):
-        _ = model._no_such_name
     model.predict(X, verbose=0)
-    assert model.count_params() == 6
-    assert model.layers == model.keras_model.layers
-    model.summary(print_fn=print)
-    assert "dense" in capsys.readouterr().out
     model.set_weights([np.ones((5, 1), "float32"), np.zeros(1, "float32")])
     np.testing.assert_allclose(model(X)[:, 0], X.sum(1), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(model.predict(X, verbose=0)[:, 0], 2 * X.sum(1) + 1, atol=1e-5)

@@ -97,11 +97,6 @@ def test_evaluate_and_predict_read_all_of_it_in_the_order_of_the_data() -> None:
     ours.fit(ordered, epochs=1, validation_data=ordered, verbose=0)
 
 
-def test_what_the_data_says_itself() -> None:
-    with pytest.raises(tfd.TrainingError, match="y must be left out"):
-        distributed(mirrored(2)).fit(sharded(), DATA[1], verbose=0)
-
-
 def test_another_global_batch_in_the_middle_of_an_epoch_is_refused() -> None:
     data = sharded()
     data.advance(1)
@@ -132,15 +127,6 @@ def test_killed_in_an_epoch_and_gone_on_with_other_replicas(expected: Any, tmp_p
     assert int(second.keras_model.optimizer.iterations.numpy()) == 4 * EPOCHS
     assert data.position == (EPOCHS, 0)
     assert second.fit(data, **arguments).history == history  # it is done
-
-
-def test_data_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
-    arguments = {"epochs": 2, "checkpoint_dir": tmp_path, "verbose": 0}
-    with pytest.raises(KilledError):
-        distributed(mirrored(2)).fit(sharded(), callbacks=[KillAfter(6)], **arguments)
-    other = tfd.data.from_arrays((X[:ROWS] + 1, Y[:ROWS]), global_batch_size=BATCH, seed=4)
-    with pytest.raises(tfd.DataError, match="0: content"):
-        distributed(mirrored(2)).fit(other, **arguments)
 
 
 @pytest.mark.parametrize(

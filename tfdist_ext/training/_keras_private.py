@@ -8,7 +8,6 @@ name and the reason when a release moves one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import pkgutil
 import types
 from abc import ABC, abstractmethod
@@ -22,46 +21,6 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
 from tfdist_ext.training.protocols import Logs, Structure
-
-__all__ = [
-    "NAMES",
-    "REPLACED",
-    "Replaced",
-    "UpdatesVariables",
-    "array_parts",
-    "backup_of",
-    "batches_of",
-    "call_symbolically",
-    "compile_arguments",
-    "distribution_strategy_of",
-    "flat_layers",
-    "get_data_adapter",
-    "global_seed_generator",
-    "has_own_config",
-    "in_one_array",
-    "inner_layers",
-    "inputs_from",
-    "is_graph_of_layers",
-    "is_of_arrays",
-    "loss_ids",
-    "loss_weights",
-    "metrics_in_order",
-    "metrics_in_use",
-    "raw_value",
-    "remembered_by",
-    "restored_epoch",
-    "seed_state",
-    "set_restored_epoch",
-    "stateless_scope",
-    "step_variables",
-    "symbolic_build",
-    "symbolic_call",
-    "take",
-    "traces_batches",
-    "train_validation_split",
-    "trained_by",
-    "trusted",
-]
 
 NAMES = PrivateNames(
     "keras.src",
@@ -102,250 +61,227 @@ def is_of_arrays(adapter: object) -> bool:
     return isinstance(adapter, NAMES(path))
 
 
-def in_one_array(parts: list[tf.Tensor | np.ndarray]) -> np.ndarray | tf.RaggedTensor:
+def in_one_array(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
     """The outputs of several batches as one NumPy array, or ragged tensor.
 
-    Private because Keras's predict keeps to itself how it puts batches together.
+    Private because Keras's predict has no public function that concatenates batches.
     """
+    if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+        return parts[0]  # Keras's function takes it for a tensor
     concat = NAMES("backend.tensorflow.trainer.potentially_ragged_concat")
-    return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(parts))
+    return NAMES("backend.tensorflow.trainer.convert_to_np_if_not_ragged")(concat(list(parts)))
 
 
 class Replaced(NamedTuple):
     """A function, or a property, that does something else while a step runs.
 
     Attributes:
-        key: its key in a step; several functions may do the same job.
+        key: its key in a step. Several functions may have the same key.
         path: its module, and its name there, as "keras:losses.Loss.__call__".
-        why: what it does in a step, and why there is no other way in.
-        moved_to: its path in newer releases.
+        why: what it does in a step, and why it must be replaced.
     """
 
     key: str
     path: str
     why: str
-    moved_to: str = ""
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
 
     def place(self) -> tuple[type | types.ModuleType, str]:
-        """(the class or module that holds it, its name there).
+        """Returns the class or module that holds the function, and its name there.
 
         Raises:
             ImportError, AttributeError: this release has no such module or class.
         """
+        module, _, names = self.path.partition(":")
+        owner, _, name = names.rpartition(".")
         try:
-            return _place(self.path)
-        except (ImportError, AttributeError):
-            if not self.moved_to:
-                raise
-            return _place(self.moved_to)
+            return pkgutil.resolve_name(f"{module}:{owner}"), name
+        except ImportError:  # newer releases of Keras have a package for operations
+            module = module.replace(".tensorflow.", ".tensorflow.ops.")
+            return pkgutil.resolve_name(f"{module}:{owner}"), name
 
 
-def _place(path: str) -> tuple[type | types.ModuleType, str]:
-    module, _, names = path.partition(":")
-    owner, _, name = names.rpartition(".")
-    return pkgutil.resolve_name(f"{module}:{owner}"), name
+def _replaced(key: str, why: str, *paths: str) -> list[Replaced]:
+    return [Replaced(key, path, "the same" if n else why) for n, path in enumerate(paths)]
 
 
 _OPS = "tensorflow.python.ops"
-_VARIABLES = f"{_OPS}.resource_variable_ops"
-
-
-# Operations that draw random numbers without a state, of a seed; and those that have a state.
-_DRAWS = (
-    ("draw_integers", "gen_stateless_random_ops_v2:stateless_random_uniform_int_v2"),
-    ("draw_bits", "gen_stateless_random_ops_v2:stateless_random_uniform_full_int_v2"),
-    ("draw_normal", "gen_stateless_random_ops_v2:stateless_random_normal_v2"),
-    ("draw_truncated_normal", "gen_stateless_random_ops_v2:stateless_truncated_normal_v2"),
-)
-_STATEFUL = (
-    ("draw_normal", "gen_random_ops:random_standard_normal"),
-    ("draw_truncated_normal", "gen_random_ops:truncated_normal"),
-    ("draw_integers", "gen_random_ops:random_uniform_int"),
-)
-_BY_PARAMETERS = (
-    "gen_stateless_random_ops:stateless_random_binomial",
-    "gen_stateless_random_ops:stateless_random_poisson",
-)
-
-
-# The methods that write a tf.Variable, beside `assign`.
-_WRITES = (
-    *("ResourceVariable.assign_add", "ResourceVariable.assign_sub"),
-    *("BaseResourceVariable._strided_slice_assign", "BaseResourceVariable.batch_scatter_update"),
-    *(
-        f"BaseResourceVariable.scatter_{how}"
-        for how in ("add", "div", "max", "min", "mul", "sub", "update")
-    ),
-    *(f"BaseResourceVariable.scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
-)
+_STATELESS = f"{_OPS}.gen_stateless_random_ops"
+_STATEFUL = f"{_OPS}.gen_random_ops"
+_VARIABLE = f"{_OPS}.resource_variable_ops:BaseResourceVariable"
+_LAUNCHER = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 
 
 REPLACED = (
-    Replaced(
+    *_replaced(
         "apply",
-        "keras:optimizers.Optimizer.apply",
         "gets the gradients of the global batch, before it clips, accumulates or applies them",
-    ),
-    Replaced(
-        "apply",
+        "keras:optimizers.Optimizer.apply",
         "keras:optimizers.LossScaleOptimizer.apply",
-        "the same: it looks for overflow before it calls the optimizer inside of it",
     ),
-    Replaced(
+    *_replaced(
         "apply_gradients",
-        "keras:optimizers.Optimizer.apply_gradients",
         "the same: an optimizer object may have an `apply` of its own, which it calls",
+        "keras:optimizers.Optimizer.apply_gradients",
     ),
-    Replaced(
+    *_replaced(
         "gradient",
+        "gradients of variables are those of the global batch. At this point the loss is final, so"
+        " a loss that is still a vector can be treated as a sum",
         "tensorflow:GradientTape.gradient",
-        "gradients of variables are those of the global batch. All losses pass here, and here"
-        " alone is it known that nothing reduces a loss of many numbers any more",
     ),
-    Replaced(
+    *_replaced(
         "loss",
-        "keras:losses.Loss.__call__",
         "Dice and Tversky are ratios of sums over the global batch",
+        "keras:losses.Loss.__call__",
     ),
-    Replaced(
+    *_replaced(
         "reduce_loss",
-        "keras.src.losses.loss:reduce_weighted_values",
         "a loss over a part counts with the part's share of what the whole sums or divides by."
-        " The public `Loss.__call__` tells neither the mask nor the divisor",
+        " The public `Loss.__call__` gives neither the mask nor the divisor",
+        "keras.src.losses.loss:reduce_weighted_values",
     ),
-    Replaced(
+    *_replaced(
         "average_loss",
-        f"{_OPS}.losses.util:check_per_example_loss_rank",
         "`tf.nn.compute_average_loss` divides by the rows of the global batch. It calls this"
-        " function by whichever of its names a step calls it",
+        " function whichever of its own names a step uses",
+        f"{_OPS}.losses.util:check_per_example_loss_rank",
     ),
-    Replaced(
-        "divide_average_loss",
-        f"{_OPS}.math_ops:div_no_nan",
-        "the same: the division itself",
+    *_replaced(
+        "divide_average_loss", "the same: the division itself", f"{_OPS}.math_ops:div_no_nan"
     ),
-    Replaced(
+    *_replaced(
         "added_loss",
-        "keras:Model._aggregate_additional_loss",
         "Keras sums what a layer gives to add_loss. A sum over a part's rows is no mean",
+        "keras:Model._aggregate_additional_loss",
     ),
-    Replaced(
+    *_replaced(
         "clear_losses",
+        "replicas share a layer, which keeps the losses of its last call. The losses of another"
+        " replica must stay",
         "keras:Layer._clear_losses",
-        "all replicas share a layer, which remembers the losses of its last call: those of another"
-        " replica must not be forgotten",
     ),
-    Replaced(
+    *_replaced(
         "update_mean",
-        "keras:metrics.Mean.update_state",
         "a single number is the mean over a part, and counts with the part's share",
+        "keras:metrics.Mean.update_state",
     ),
-    Replaced(
+    *_replaced(
         "moments",
+        "statistics over all replicas. The gradient of Keras's function does not weigh the"
+        " replicas, and counts a part of 0 rows",
         "keras.src.backend.tensorflow.nn:_compute_moments_sync",
-        "statistics over all replicas. Keras's own have a gradient that does not weigh the"
-        " replicas, and count a part of 0 rows",
-        moved_to="keras.src.backend.tensorflow.ops.nn:_compute_moments_sync",
     ),
-    Replaced(
+    *_replaced(
         "moments_of_layer",
+        "the same with a mask, where Keras ignores `synchronized`",
         "keras:layers.BatchNormalization._moments",
-        "the same with a mask, where Keras forgets `synchronized`",
     ),
-    Replaced(
+    *_replaced(
         "replicas",
-        "tensorflow:distribute.Strategy.num_replicas_in_sync",
         "is 1 in a step: Keras and users divide a mean loss by it, and the shares do that",
+        "tensorflow:distribute.Strategy.num_replicas_in_sync",
     ),
-    Replaced(
+    *_replaced(
         "take",
-        "keras.src.backend.tensorflow.numpy:take",
         "rows of a table that replicas share, or that is in shards, are gathered where they are."
         " Keras makes a tensor of the whole table first",
-        moved_to="keras.src.backend.tensorflow.ops.numpy:take",
+        "keras.src.backend.tensorflow.numpy:take",
     ),
-    Replaced(
+    *_replaced(
         "draw_uniform",
-        f"{_OPS}.gen_stateless_random_ops_v2:stateless_random_uniform_v2",
-        "draws the rows of one replica's part. Here alone all ways of drawing meet, and the"
-        " counter is known from which rows are drawn",
+        "draws the rows of one replica's part. All ways of drawing call these operations, which get"
+        " the counter from which rows are drawn",
+        f"{_STATELESS}_v2:stateless_random_uniform_v2",
     ),
-    *(Replaced(key, f"{_OPS}.{name}", "the same") for key, name in _DRAWS),
-    Replaced(
+    *_replaced("draw_integers", "the same", f"{_STATELESS}_v2:stateless_random_uniform_int_v2"),
+    *_replaced("draw_bits", "the same", f"{_STATELESS}_v2:stateless_random_uniform_full_int_v2"),
+    *_replaced("draw_normal", "the same", f"{_STATELESS}_v2:stateless_random_normal_v2"),
+    *_replaced(
+        "draw_truncated_normal", "the same", f"{_STATELESS}_v2:stateless_truncated_normal_v2"
+    ),
+    *_replaced(
         "draw_uniform_with_state",
-        f"{_OPS}.gen_random_ops:random_uniform",
         "draws a seed, of which each replica has its rows: what shares a trace would draw the same",
+        f"{_STATEFUL}:random_uniform",
     ),
-    *(Replaced(f"{key}_with_state", f"{_OPS}.{name}", "the same") for key, name in _STATEFUL),
-    Replaced(
+    *_replaced("draw_normal_with_state", "the same", f"{_STATEFUL}:random_standard_normal"),
+    *_replaced("draw_truncated_normal_with_state", "the same", f"{_STATEFUL}:truncated_normal"),
+    *_replaced("draw_integers_with_state", "the same", f"{_STATEFUL}:random_uniform_int"),
+    *_replaced(
         "draw_by_parameters",
-        f"{_OPS}.gen_stateless_random_ops_v2:stateless_random_gamma_v3",
         "the same, for distributions that draw all values of one parameter before the next",
+        f"{_STATELESS}_v2:stateless_random_gamma_v3",
+        f"{_STATELESS}:stateless_random_binomial",
+        f"{_STATELESS}:stateless_random_poisson",
     ),
-    *(Replaced("draw_by_parameters", f"{_OPS}.{name}", "the same") for name in _BY_PARAMETERS),
-    Replaced(
-        "draw_categories",
-        f"{_OPS}.gen_stateless_random_ops:stateless_multinomial",
-        "the same, of categories",
-    ),
-    Replaced(
+    *_replaced("draw_categories", "the same, of categories", f"{_STATELESS}:stateless_multinomial"),
+    *_replaced(
         "draw_numbered",
-        "tensorflow:random.stateless_uniform",
         "the shape may have the rows of the global batch as a number",
+        "tensorflow:random.stateless_uniform",
+        "tensorflow:random.stateless_normal",
+        "tensorflow:random.stateless_truncated_normal",
     ),
-    Replaced("draw_numbered", "tensorflow:random.stateless_normal", "the same"),
-    Replaced("draw_numbered", "tensorflow:random.stateless_truncated_normal", "the same"),
-    Replaced(
+    *_replaced(
         "seed_generator",
-        "keras.src.random.seed_generator:global_seed_generator",
         "each replica has one, which is made outside of the step",
+        "keras.src.random.seed_generator:global_seed_generator",
     ),
-    Replaced(
+    *_replaced(
         "shuffle",
-        "keras.src.backend.tensorflow.random:shuffle",
         "rows are shuffled over all replicas",
+        "keras.src.backend.tensorflow.random:shuffle",
     ),
-    Replaced(
+    *_replaced(
         "gather",
-        "tensorflow:gather",
         "finds rows of other replicas by the numbers that a shuffle gave",
+        "tensorflow:gather",
     ),
-    Replaced(
+    *_replaced(
         "variable_key",
-        "keras:optimizers.Optimizer._var_key",
         "finds the slots of a shard, which are those of its variable",
+        "keras:optimizers.Optimizer._var_key",
     ),
-    Replaced(
+    *_replaced(
         "write_variable",
-        f"{_VARIABLES}:ResourceVariable.assign",
         "what a replica writes to a tf.Variable of the user's becomes the mean over all rows",
+        *(
+            f"{_VARIABLE.replace('Base', '')}.{name}"
+            for name in ("assign", "assign_add", "assign_sub")
+        ),
+        f"{_VARIABLE}._strided_slice_assign",
+        f"{_VARIABLE}.batch_scatter_update",
+        *(
+            f"{_VARIABLE}.scatter_{how}"
+            for how in ("add", "div", "max", "min", "mul", "sub", "update")
+        ),
+        *(f"{_VARIABLE}.scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
     ),
-    *(Replaced("write_variable", f"{_VARIABLES}:{name}", "the same") for name in _WRITES),
-    Replaced(
+    *_replaced(
         "update_variable",
+        "each replica writes its own copy: TensorFlow's function is a cross-replica call, which a"
+        " cond cannot contain, and weighs replicas without regard to their rows",
         "tensorflow.python.distribute.values:MirroredVariable._update_replica",
-        "each replica writes its own copy: TensorFlow would make replicas meet, which it cannot in"
-        " a cond, and weighs them without regard to their rows",
     ),
-    Replaced(
+    *_replaced(
         "update_variable",
-        "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
         "an error names the variable that replicas share and each would write",
+        "tensorflow.python.distribute.ps_values:AggregatingVariable._assign_func",
     ),
-    Replaced(
+    *_replaced(
         "collective_key",
-        "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
         "all turns of a loop in the graph have one key for a collective: what is gathered may have"
         " several sizes",
+        f"{_LAUNCHER}._next_instance_key",
     ),
-    Replaced(
+    *_replaced(
         "reduce_slices",
-        "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce_indexed_slices",
         "workers know that they have equally many slices: one collective gathers those of all"
         " tables, instead of three for each",
+        f"{_LAUNCHER}.all_reduce_indexed_slices",
     ),
 )
 
@@ -557,28 +493,20 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 class UpdatesVariables(ABC):
-    """The object that an optimizer takes for its strategy; subclasses say where an update runs.
-
-    It has what Keras's optimizer uses of a `tf.distribute.Strategy`.
-    """
+    """The object that an optimizer takes for its strategy; subclasses say where an update runs."""
 
     @property
     def extended(self) -> UpdatesVariables:
         return self
 
+    @abstractmethod
     def update(
         self,
         var: tf.Variable,
         fn: Callable[..., object],
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> None:
-        del group
-        self.run(var, functools.partial(fn, **(kwargs or {})), args)
-
-    @abstractmethod
-    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
         """Call `fn(variable, *args)` where the variable is, or for each of its pieces."""
 
 

@@ -13,24 +13,6 @@ import tensorflow as tf
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.private_names import PrivateNames
 
-__all__ = [
-    "NAMES",
-    "abort_collectives",
-    "creating_without_broadcast",
-    "function_graph",
-    "gathered_values",
-    "get_value",
-    "has_coordination_service",
-    "insert_value",
-    "is_recording",
-    "is_stateful",
-    "peer_status",
-    "read_by_tapes",
-    "recorded_operations",
-    "recording_operations",
-    "replace_value",
-]
-
 NAMES = PrivateNames(
     "tensorflow.python",
     TrainingError,

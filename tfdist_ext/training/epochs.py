@@ -1,8 +1,7 @@
 """The epochs of one `fit`, `evaluate` or `predict`: where they begin and end in the data.
 
-They follow Keras's rules (`Epochs`). A seeded `shuffle` draws a new order each time an iterator
-over it is made: by training, by validation, by anything that looks at the data. So iterators are
-made exactly when Keras's EpochIterator makes them (`DatasetPasses`).
+They follow Keras's rules (`Epochs`). A seeded `shuffle` draws a new order whenever an iterator over
+it is made. So `DatasetPasses` makes iterators exactly when Keras's EpochIterator makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext.data.pipelines import without_autotune
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.inputs import GlobalBatches, parts_of_dataset
-from tfdist_ext.training.protocols import BatchIterator, BatchSource, Epoch, Structure
+from tfdist_ext.training.protocols import BatchIterator, Epoch, Structure
 from tfdist_ext.user_frames import warn
 
 __all__ = ["DatasetPasses", "Epochs", "steps_of_epoch"]
@@ -29,8 +28,8 @@ _EMPTY = "the data must hold a batch, got none."
 def steps_of_epoch(position: int, in_pass: int, requested: int | None) -> tuple[int, int]:
     """(steps of the next epoch, position in the pass after it).
 
-    An epoch of `requested` steps continues where the last one ended; the epoch in which a pass ends
-    is short, and the one after it starts a new pass.
+    An epoch of `requested` steps continues where the last one ended. The epoch in which a pass ends
+    is short, and the next epoch starts a new pass.
     """
     left = in_pass - position
     steps = left if requested is None else min(requested, left)
@@ -42,16 +41,16 @@ class Epochs:
 
     def __init__(
         self,
-        batches: BatchSource,
+        batches: GlobalBatches,
         feed: Callable[[Any], Any],
         requested: int | None,
         inspect: Callable[[Structure], None] | None = None,
     ) -> None:
         """
         Args:
-            feed: makes of global batches what the steps iterate over.
-            requested: steps of an epoch, where the caller gave a number.
-            inspect: see `DatasetPasses`; called only where each task reads whole global batches.
+            feed: returns what the steps iterate over, from global batches.
+            requested: steps of an epoch, if the caller gave a number.
+            inspect: see `DatasetPasses`; called only if each task reads whole global batches.
         """
         requested = requested or None  # as Keras: 0 is all there is
         if batches.steps is None and batches.is_infinite and requested is None:
@@ -68,22 +67,22 @@ class Epochs:
         if batches.dataset is not None:
             in_steps = requested is not None
             self._passes = DatasetPasses(batches.dataset, in_steps=in_steps, inspect=inspect)
-        self._dataset: Any = None  # what `feed` made
+        self._fed: Any = None  # what `feed` made, of `_fed_from` where there are passes
         self._fed_from: tf.data.Dataset | None = None
         self._iterator: BatchIterator | None = None
-        self._position = batches.begin
+        self._position = self._start = batches.begin()
         self._seen: int | None = None
         self._fresh = True
         self._completed = 0  # steps of the next epoch that are done
 
     @property
     def steps(self) -> int | None:
-        """Global batches in an epoch; None until a first one has told."""
+        """Global batches in an epoch; None until the first epoch is over."""
         return self._requested or self._batches.steps or self._seen
 
     @property
     def batch_size(self) -> int | None:
-        """Examples in a global batch; None where only reading tells."""
+        """Examples in a global batch; None if only reading tells."""
         return self._batches.batch_size
 
     def reset(self) -> None:
@@ -92,29 +91,26 @@ class Epochs:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Epoch]:
-        """The next epoch, begun with the data's own hook; `is_done` calls the one of its end."""
-        in_pass = self._batches.steps
-        known = in_pass is not None or self._batches.is_infinite
+        """The next epoch. Calls the data's `on_epoch_begin`; `is_done` calls `on_epoch_end`."""
+        batches, in_pass = self._batches, self._batches.steps
+        known = in_pass is not None or batches.is_infinite
         completed, self._completed = self._completed, 0
         requested = steps = None if self._requested is None else max(self._requested - completed, 0)
         if in_pass is not None:
             steps, after = steps_of_epoch(self._position, in_pass, requested)
             if requested is not None and steps < requested:
                 self._warn_of_end(steps)
-        batches = self._batches
         batches.on_epoch_begin()
         try:
             self._begin(steps, known)
-            counts_rows = batches.needs_row_count
-            in_memory = None if batches.arrays is None else batches.batch_size
             yield Epoch(
                 self._iterator,
                 steps,
                 known,
-                counts_rows,
+                batches.needs_row_count,
                 completed,
                 batches.advance,
-                in_memory,
+                None if batches.arrays is None else batches.batch_size,
             )
         except BaseException:
             batches.on_epoch_end()  # stops workers that read ahead
@@ -125,70 +121,56 @@ class Epochs:
 
     def _begin(self, steps: int | None, known_length: bool) -> None:
         """Make the iterator of an epoch, or keep the one of the epoch before."""
+        batches = self._batches
         if self._passes is not None:
             self._fresh = self._passes.begins_a_pass()
             dataset = self._passes.epoch(steps, known_length=known_length)
-            self._iterator = iter(self._fed(dataset))
+            if dataset is not self._fed_from:
+                self._fed_from, parts_of = dataset, parts_of_dataset(dataset)
+                untuned = replace(batches, parts_of=lambda *n: without_autotune(parts_of(*n)))
+                self._fed = self._feed(untuned)
+            self._iterator = iter(self._fed)
             return
         begins_a_pass = self._position == 0 and (
-            self._requested is None or self._batches.steps is not None
+            self._requested is None or batches.steps is not None
         )
-        self._fresh = self._iterator is None or (begins_a_pass and not self._batches.is_infinite)
+        self._fresh = self._iterator is None or (begins_a_pass and not batches.is_infinite)
         if self._fresh:
-            if self._dataset is None or self._batches.changes:
-                self._dataset = self._feed(self._batches)
-            self._iterator = iter(self._dataset)
-
-    def _fed(self, dataset: tf.data.Dataset) -> Any:
-        if dataset is not self._fed_from:
-            self._fed_from = dataset
-            assert isinstance(self._batches, GlobalBatches)
-            parts_of = parts_of_dataset(dataset)
-            batches = replace(
-                self._batches, parts_of=lambda *which: without_autotune(parts_of(*which))
-            )
-            self._dataset = self._feed(batches)
-        return self._dataset
+            if self._fed is None or batches.changes:
+                self._fed = self._feed(batches)
+            self._iterator = iter(self._fed)
 
     @property
     def can_begin_anywhere(self) -> bool:
         """Whether `begin_after` reads nothing of what it passes over."""
-        batches = self._batches
-        from_step = isinstance(batches, GlobalBatches) and batches.from_step is not None
-        return from_step and batches.steps is not None
+        return self._batches.from_step is not None and self._batches.steps is not None
 
     def begin_after(self, epochs: int, *, completed: int = 0) -> bool:
-        """Pass over epochs, without reading; False, and nothing done, where that cannot be.
+        """Pass over epochs without reading; returns False, with no effect, if that is impossible.
 
         Args:
             completed: steps of the epoch after them, which are passed over, too.
         """
-        batches, in_pass = self._batches, self._batches.steps
-        if not self.can_begin_anywhere:
+        batches = self._batches
+        if batches.from_step is None or batches.steps is None:
             return False
-        assert isinstance(batches, GlobalBatches)
-        assert batches.from_step is not None
-        assert in_pass is not None
         passed = completed
         for _ in range(epochs):
-            steps, self._position = steps_of_epoch(self._position, in_pass, self._requested)
+            steps, self._position = steps_of_epoch(self._position, batches.steps, self._requested)
             passed += steps
-        self._position = (self._position + completed) % in_pass
+        self._position = (self._position + completed) % batches.steps
         self._completed = completed
-        self._dataset = self._feed(replace(batches, parts_of=batches.from_step(passed)))
+        self._fed = self._feed(replace(batches, parts_of=batches.from_step(passed)))
         return True
 
     def begin_at_position(self, *, completed: int) -> None:
         """Begin where the data's own position is, `completed` steps of an epoch being done."""
-        assert isinstance(self._batches, GlobalBatches)
-        assert self._batches.at_position is not None
-        self._batches = self._batches.at_position()
-        self._position = self._batches.begin
+        self._position = self._start = self._batches.begin()
         self._completed = completed
-        self._dataset = None
+        self._fed = None
 
     def rewind(self) -> None:
-        """Begin the next epoch at the start of the data: each validation sees the same steps."""
+        """Begin the next epoch at the start of the data, so that validations see the same steps."""
         self.reset()
         if self._passes is not None:
             self._position = 0
@@ -198,12 +180,12 @@ class Epochs:
             self._iterator = None
 
     def is_done(self, epoch: Epoch, steps: int, *, stopped: bool) -> bool:
-        """Take note of an epoch's end; whether it was done to its end, or to that of the data.
+        """Note the end of an epoch; returns whether all of its steps, or of the data, are done.
 
         Args:
-            steps: that were done.
-            stopped: somebody told the training to stop while it ran. Then the data's
-                `on_epoch_end` is not called, as in Keras.
+            steps: steps that were done.
+            stopped: a callback stopped the training in this epoch. Then the data's `on_epoch_end`
+                is not called, as in Keras.
         """
         if not stopped:
             self._batches.on_epoch_end()
@@ -218,8 +200,12 @@ class Epochs:
         return True
 
     def ended_after(self, steps: int) -> None:
-        """Say that the data ended after this many steps of an epoch of unknown length."""
-        if steps == 0 and self._seen is None and self._fresh and self._batches.begin == 0:
+        """Note that the data ended after this many steps of an epoch of unknown length.
+
+        Raises:
+            TrainingError: the data is empty.
+        """
+        if steps == 0 and self._seen is None and self._fresh and self._start == 0:
             raise TrainingError(_EMPTY)
         if self._requested is not None and steps < self._requested:
             self._warn_of_end(steps)
@@ -242,8 +228,8 @@ class DatasetPasses:
     Args:
         dataset: one pass of global batches, or an infinite dataset.
         in_steps: epochs have a number of steps, and may end in the middle of a pass.
-        inspect: called with the first batch of all (None if there is no batch) before it is used.
-            It is the batch that the first step gets: nothing else is read for this.
+        inspect: called with the first batch (None if there is no batch) before the first step gets
+            it. Nothing else is read for this.
     """
 
     def __init__(
@@ -253,7 +239,7 @@ class DatasetPasses:
         in_steps: bool,
         inspect: Callable[[Structure], None] | None = None,
     ):
-        # Each epoch lets go of an iterator, and would wait for its tuner; see `without_autotune`.
+        # Each epoch deletes an iterator, which would wait for its tuner; see `without_autotune`.
         self._dataset = without_autotune(dataset)
         self._in_steps = in_steps
         self._inspect = inspect
@@ -266,14 +252,14 @@ class DatasetPasses:
         return self._iterator is None or not self._in_steps
 
     def epoch(self, steps: int | None, *, known_length: bool) -> tf.data.Dataset:
-        """The global batches of the next epoch: each iteration is over those of one more.
+        """The global batches of the next epoch; the same dataset may serve several epochs.
 
-        What reads ahead in it stops at its end: reading ahead into another repetition of the
+        Reading ahead stops at the end of the epoch. Reading ahead into another repetition of the
         data would make iterators at unknown times.
 
         Args:
             steps: batches in the epoch; None: all that are left.
-            known_length: there are that many for sure.
+            known_length: whether the data is known to have these batches.
         """
         if not self._in_steps and self._inspect is None:
             return self._dataset
@@ -294,8 +280,9 @@ class DatasetPasses:
         return tf.data.Dataset.from_tensors(first).concatenate(rest)
 
     def pass_is_done(self) -> None:
-        """Keras's fit makes the iterator of the next pass here, and in epochs without a number of
-        steps another one when the next epoch begins.
+        """Make the iterator of the next pass, as Keras's fit does at this point.
+
+        In epochs without a number of steps, Keras makes another one when the next epoch begins.
         """
         self._iterator = self._new_iterator()
 

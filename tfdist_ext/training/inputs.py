@@ -1,19 +1,16 @@
 """Whatever Keras accepts as data, as one sequence of global batches cut the same on every task.
 
-Every task of a cluster is given the same data, as it would be on one device. A global batch is
-cut into one contiguous part for each replica of the whole cluster, in replica order; a task reads
-only the parts of its own replicas (`GlobalBatches`).
+Every task of a cluster gets the same data, as one device would. A global batch is cut into one
+contiguous part for each replica of the whole cluster, in replica order. A task reads only the
+parts of its own replicas (`GlobalBatches`).
 
-Keras shuffles the batches of a PyDataset with Python's own random numbers, which are others on
-each worker: here the order is one that every task computes alike (`order_of_pass`). The data of
-`tfd.data` begins at its own position; where each task reads by a function of its shard, the tasks
-agree on what there is.
+The data of `tfd.data` begins at its own position. If a function of the shard makes the data of
+each task, the tasks agree in each step on whether there is a batch.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -40,22 +37,22 @@ from tfdist_ext.data.shards import Shard, bounds
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
 from tfdist_ext.training.agreement.equality import from_each_worker
-from tfdist_ext.training.protocols import BatchSource, Reduction, Specs, Structure
+from tfdist_ext.training.protocols import Reduction, Specs, Structure
 
 __all__ = [
     "GlobalBatches",
     "Part",
     "Parts",
-    "PartsOf",
     "batches_of_function",
+    "batches_of_ordered",
     "check_says_nothing_else",
-    "order_of_pass",
     "parts_of_dataset",
     "read",
 ]
 
 
-# The rows of a global batch that are one replica's: how many, of how many in the whole, the rows.
+# One replica's part of a global batch: its number of rows, that of the global batch, the rows. A
+# part of 0 rows holds one row all the same; see `_spans`.
 Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
 
 
@@ -63,8 +60,12 @@ Part: TypeAlias = tuple[tf.Tensor, tf.Tensor, Structure]
 Parts: TypeAlias = tuple[Part, ...] | tf.distribute.DistributedValues
 
 
-# Keras warns of a shuffle that it will not do; the default of `fit` should not. And the order that
-# it gives to a PyDataset is another one on every task.
+# (first replica, local replicas, all replicas) -> a dataset of `tuple[Part, ...]`.
+PartsOf: TypeAlias = Callable[[int, int, int], tf.data.Dataset]
+
+
+# Keras warns of a shuffle that it does not do, and the default of `fit` must not warn. Keras
+# shuffles a PyDataset by Python's own random numbers, which differ between tasks.
 _NOT_FOR_KERAS_TO_SHUFFLE = (tf.data.Dataset, keras.utils.PyDataset, types.GeneratorType)
 
 
@@ -80,20 +81,16 @@ def read(
     seed: Callable[[], int] | None = None,
     replicas: int = 1,
 ) -> GlobalBatches:
-    """Read what `fit`, `evaluate` and `predict` take, as global batches.
+    """Read what Keras accepts as data, as global batches.
 
     Args:
-        x: arrays (or structures of them), a `tf.data.Dataset` of global batches, a
-            `keras.utils.PyDataset`, a generator, or another source that Keras accepts; or a
-            `tfd.data.ShardedDataset`.
-        batch_size: examples in a global batch, where `x` is arrays (default 32).
-        steps: global batches in an epoch, where the caller has asked for a number.
-        shuffle: one new order for each pass, the same on every task: of all examples where `x` is
-            arrays, of the batches where it is a finite `PyDataset`. "batch" is, for arrays, a new
-            order of the examples within each batch, as Keras has it.
-        seed: where that order starts, of data to train on; asked only when it is needed. Without
-            it nothing is shuffled, an OrderedDataset neither, and its position is not used.
-        replicas: of all tasks; one gets batches as they are.
+        x: a tf.data.Dataset must yield global batches.
+        batch_size: examples in a global batch of arrays (default 32).
+        steps: global batches in an epoch, if the caller asked for a number.
+        shuffle: a new order for each pass, the same on every task: of the examples of arrays, of
+            the batches of a finite `PyDataset`. "batch" shuffles arrays within each batch.
+        seed: gives the seed of these orders, for data to train on. Without it nothing is shuffled.
+        replicas: of all tasks. A single replica gets batches as they are.
 
     Raises:
         TrainingError: data that is distributed already, or not in batches.
@@ -103,14 +100,6 @@ def read(
         raise TrainingError(
             f"the data must not be distributed yet, got {type(x).__name__}: pass the"
             " tf.data.Dataset of global batches itself. fit() cuts it for the replicas."
-        )
-    if isinstance(x, OrderedDataset):
-        check_says_nothing_else(x, (y, sample_weight), batch_size, class_weight)
-        return _batches_of_ordered(x if seed else x.in_order())
-    if inspect.isroutine(x):
-        raise TrainingError(
-            f"the data is a function, {x!r}. Pass tfd.data.from_dataset_fn(function): each task"
-            " calls the function with its tfd.data.Shard."
         )
     if all(part is None for part in keras.tree.flatten(x)):
         raise TrainingError(f"x must have data, got {x!r}.")
@@ -145,11 +134,28 @@ def read(
 def _batches_of_arrays(adapter: Any, shuffle: bool | str, seed: int | None) -> GlobalBatches:
     with tf.device("CPU:0"):
         arrays, rows, batch = kp.array_parts(adapter)
-    parts_from = _parts_of_arrays(arrays, rows, batch, seed, shuffle == "batch")
+
+    @functools.cache  # a dataset needs the function that made it
+    def dataset_fn(*replicas: int) -> tf.types.experimental.ConcreteFunction:
+        function = _traced_dataset_fn(rows, batch, seed is not None, shuffle == "batch", *replicas)
+        # Concrete: TensorFlow counts traces by other calls, and warns of many datasets.
+        numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
+        return function.get_concrete_function(*numbers, arrays)
+
+    def parts_of(start: int, *replicas: int) -> tf.data.Dataset:
+        with tf.device("CPU:0"):
+            numbers = tf.constant(start, tf.int64), tf.constant(seed or 0, tf.int64)
+            return dataset_fn(*replicas)(*numbers, arrays)
+
+    spec = None
+    if all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
+        spec = keras.tree.map_structure(
+            lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), arrays
+        )
     return GlobalBatches(
-        parts_of=parts_from(0),
-        from_step=parts_from,
-        spec=_spec_of_arrays(arrays),
+        parts_of=functools.partial(parts_of, 0),
+        from_step=lambda step: functools.partial(parts_of, step),
+        spec=spec,
         steps=adapter.num_batches,
         batch_size=adapter.batch_size,
         is_infinite=True,
@@ -157,29 +163,6 @@ def _batches_of_arrays(adapter: Any, shuffle: bool | str, seed: int | None) -> G
         on_epoch_begin=adapter.on_epoch_begin,
         on_epoch_end=adapter.on_epoch_end,
     )
-
-
-def _parts_of_arrays(
-    arrays: Structure, rows: int, batch: int, seed: int | None, within_batches: bool
-) -> Callable[[int], PartsOf]:
-    """The number of the first global batch -> the parts from there on."""
-    are_tensors = _spec_of_arrays(arrays) is not None
-
-    @functools.cache  # what the data set calls lives as long as these parts
-    def dataset_fn(first: int, local: int, replicas: int) -> Callable[..., tf.data.Dataset]:
-        how = rows, batch, seed is not None, within_batches, first, local, replicas
-        if not are_tensors:
-            return _dataset_fn(*how)
-        # Concrete: TensorFlow counts traces by other calls, and warns of many data sets.
-        numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)
-        return _traced_dataset_fn(*how).get_concrete_function(*numbers, arrays)
-
-    def parts_of(start: int, first: int, local: int, replicas: int) -> tf.data.Dataset:
-        with tf.device("CPU:0"):
-            numbers = tf.constant(start, tf.int64), tf.constant(seed or 0, tf.int64)
-            return dataset_fn(first, local, replicas)(*numbers, arrays)
-
-    return lambda begin: functools.partial(parts_of, begin)
 
 
 @functools.lru_cache(maxsize=16)  # a fit on data like that of the last one traces nothing
@@ -196,29 +179,11 @@ def _dataset_fn(
     local: int,
     replicas: int,
 ) -> Callable[..., tf.data.Dataset]:
-    """(number of the first global batch, seed, arrays) -> of each, the local replicas' parts."""
+    """Returns a function from (first global batch, seed, arrays) to the local replicas' parts."""
     steps = max(1, -(-rows // batch))
     # Where there are no rows or steps, or fewer than none, the epochs say so.
     permuted = shuffle and not within_batches
     order = Order(max(rows, 1), max(1, min(batch, rows)), 0 if permuted else None)
-
-    def parts(
-        step: tf.Tensor, turn: tf.Tensor, key: tf.Tensor, seed: tf.Tensor, arrays: Structure
-    ) -> tuple[Part, ...]:
-        size = tf.minimum(rows - step * batch, batch)
-        counts, low, high = _spans(size, first, local, replicas)
-        begin, end = low[0], high[-1]  # spans follow each other: rows are asked once
-        if shuffle and within_batches:
-            number = turn * steps + step
-            indices = step * batch + sorted_at_random(size, tf.stack([seed, number]))[begin:end]
-        else:
-            indices = order.rows(step, begin, end, key=key if permuted else None)
-        each = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
-        taken = [kp.take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
-        return tuple(
-            (count, size, part)
-            for count, part in zip(tf.unstack(counts, local), taken, strict=True)
-        )
 
     def dataset(start: tf.Tensor, seed: tf.Tensor, arrays: Structure) -> tf.data.Dataset:
         def steps_of_pass(turn: tf.Tensor) -> tf.data.Dataset:
@@ -229,25 +194,28 @@ def _dataset_fn(
             same = tf.data.Dataset.from_tensors((turn, key)).repeat()
             return tf.data.Dataset.zip(tf.data.Dataset.range(first, steps), same)
 
-        of_step = tf.autograph.experimental.do_not_convert(
-            lambda step, of_pass: parts(step, of_pass[0], of_pass[1], seed, arrays)
-        )
+        def parts(step: tf.Tensor, of_pass: tuple[tf.Tensor, tf.Tensor]) -> tuple[Part, ...]:
+            size = tf.minimum(rows - step * batch, batch)
+            counts, low, high = _spans(size, first, local, replicas)
+            begin, end = low[0], high[-1]  # spans follow each other: rows are asked once
+            if shuffle and within_batches:
+                number = of_pass[0] * steps + step
+                permutation = sorted_at_random(size, tf.stack([seed, number]))
+                indices = step * batch + permutation[begin:end]
+            else:
+                indices = order.rows(step, begin, end, key=of_pass[1])
+            each = tf.gather(indices, tf.ragged.range(low - begin, high - begin).flat_values)
+            taken = [kp.take(arrays, mine) for mine in tf.split(each, high - low, num=local)]
+            return tuple(zip(tf.unstack(counts, local), [size] * local, taken, strict=True))
+
+        as_it_is = tf.autograph.experimental.do_not_convert
         passes = tf.data.Dataset.range(start // steps, 2**62 // steps)
-        each = passes.flat_map(tf.autograph.experimental.do_not_convert(steps_of_pass))
         options = tf.data.Options()  # nothing to optimize, which takes longer than a short fit
         options.experimental_optimization.apply_default_optimizations = False
-        return in_parallel(each, of_step).with_options(options)
+        each = passes.flat_map(as_it_is(steps_of_pass))
+        return in_parallel(each, as_it_is(parts)).with_options(options)
 
     return dataset
-
-
-def _spec_of_arrays(arrays: Structure) -> Specs:
-    """The spec of a batch of the arrays; None where only a pipeline can tell."""
-    if not all(isinstance(part, tf.Tensor) for part in keras.tree.flatten(arrays)):
-        return None
-    return keras.tree.map_structure(
-        lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), arrays
-    )
 
 
 def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
@@ -259,7 +227,10 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
         def parts(batch: Structure) -> tuple[Part, ...]:
-            whole = _plain(batch)
+            # Keras's generators put an empty Optional where a part of the batch is None.
+            whole = keras.tree.map_structure(
+                lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
+            )
             if replicas * readers == 1:
                 size = batch_size_of(whole)
                 return ((size, size, whole),)
@@ -276,20 +247,13 @@ def parts_of_dataset(dataset: tf.data.Dataset, readers: int = 1) -> PartsOf:
     return parts_of
 
 
-def _plain(batch: Structure) -> Structure:
-    """Keras's generators put an empty Optional where a part of the batch is None."""
-    return keras.tree.map_structure(
-        lambda part: None if isinstance(part, tf.experimental.Optional) else part, batch
-    )
-
-
 def _spans(
     rows: tf.Tensor, first: int, local: int, replicas: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Of all local replicas: rows of the part, first row, row after the last one to read.
+    """For each local replica: rows of its part, first row, row after the last one to read.
 
-    A part of 0 rows, of a batch with fewer rows than there are replicas, reads one row all the
-    same: many operations fail, or yield NaN, on no rows.
+    A part of 0 rows, of a batch with fewer rows than replicas, still reads one row: many operations
+    fail, or return NaN, on no rows.
     """
     low, high = bounds(rows, tf.range(first, first + local, dtype=tf.int64), replicas)
     return high - low, low, tf.maximum(high, low + 1)
@@ -323,34 +287,52 @@ def _check_batches(spec: Specs, replicas: int) -> None:
         )
 
 
-# (first replica, local ones, all of them) -> for each step a tuple of the local replicas' parts,
-# each (how many rows, of how many in the global batch, the rows themselves); see _spans for a part
-# of 0 rows.
-PartsOf = Callable[[int, int, int], tf.data.Dataset]
-
-
 @dataclass(kw_only=True)
-class GlobalBatches(BatchSource):
-    """Global batches that this process reads, cut for its replicas.
+class GlobalBatches:
+    """One pass after another over a sequence of global batches, cut for the replicas of this task.
 
     Where `needs_row_count` is set, a part has 1 in the place of the rows of its global batch, or 0
-    where it is no batch of the data; the pass is over when all parts have 0.
+    where it is no batch of the data. The pass is over when all parts have 0.
 
     Attributes:
         parts_of: makes the parts of some replicas.
-        from_step: gives the parts from a later global batch on; None where only reading leads
-            there.
-        at_position: the same from where the data's own position is; None where it keeps none.
+        from_step: the same from a later global batch on; None if only reading leads there.
         spec: of one global batch, where `parts_of` need not be asked.
+        steps: global batches in a pass; None if only reading tells.
+        batch_size: examples in a global batch; None if only reading tells.
+        is_infinite: the dataset starts the next pass by itself, so that no step has to ask whether
+            the data has ended. Under several workers each such question is a collective.
+        begin: returns the global batch of a pass that the first pass begins with: where the data's
+            own position is, also after it was restored.
+        needs_row_count: the rows of a global batch are known only when those of all parts are
+            counted.
+        dataset: a dataset of one pass of whole global batches, where each task reads all of them
+            as they are, in the order in which they come; else None.
+        arrays: all of the data, where each task holds it; else None.
+        changes: each pass must be fed again.
+        advance: called after that many more global batches were used.
+        ended: called when a pass is over.
     """
 
     parts_of: PartsOf
     from_step: Callable[[int], PartsOf] | None = None
-    at_position: Callable[[], GlobalBatches] | None = None
     spec: Specs = None
+    steps: int | None = None
+    batch_size: int | None = None
+    is_infinite: bool = False
+    begin: Callable[[], int] = lambda: 0
+    needs_row_count: bool = False
+    dataset: tf.data.Dataset | None = None
+    arrays: Structure = None
+    changes: bool = False
+    on_epoch_begin: Callable[[], None] = lambda: None
+    on_epoch_end: Callable[[], None] = lambda: None
+    advance: Callable[[int], None] = lambda steps: None
+    ended: Callable[[], None] = lambda: None
 
     @property
     def element_spec(self) -> Specs:
+        """The structure of one global batch of `tf.TypeSpec`s, batch dimension unknown."""
         spec = self.spec or self.parts_of(0, 1, 1).element_spec[0][2]
         # What the data leaves out (y, weights) is None in each batch, and has a spec of its own.
         return keras.tree.map_structure(lambda s: s if hasattr(s, "shape") else None, spec)
@@ -363,32 +345,21 @@ class GlobalBatches(BatchSource):
             replicas = context.num_replicas_in_sync
             local = replicas // context.num_input_pipelines
             parts = self.parts_of(context.input_pipeline_id * local, local, replicas)
-            return _one_by_one(parts, local).prefetch(tf.data.AUTOTUNE)
+            return parts.flat_map(_one_by_one).prefetch(tf.data.AUTOTUNE)
 
         return strategy.distribute_datasets_from_function(pipeline)
 
     def on_host(self, first: int, local: int, replicas: int) -> tf.data.Dataset:
         """A plain dataset: each element is the tuple of this task's replicas' parts.
 
-        For replicas on CPUs, where nothing is to be moved. TensorFlow's distributed iterator
-        costs more than a small step there.
+        For replicas on CPUs, where TensorFlow's distributed iterator costs more than a small step.
         """
         return self.parts_of(first, local, replicas).prefetch(tf.data.AUTOTUNE)
 
 
-def _one_by_one(parts: tf.data.Dataset, local: int) -> tf.data.Dataset:
-    if local == 1:
-        return parts.map(lambda part: part)
-    return parts.flat_map(
-        lambda *each: functools.reduce(
-            tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, each)
-        )
-    )
-
-
-def order_of_pass(batches: int, seed: int, number: int) -> list[int]:
-    """The indices of all batches, permuted, for the pass of a number over the data, from 0."""
-    return np.random.default_rng([seed, number]).permutation(batches).tolist()
+def _one_by_one(*parts: Part) -> tf.data.Dataset:
+    each = map(tf.data.Dataset.from_tensors, parts)
+    return functools.reduce(tf.data.Dataset.concatenate, each)
 
 
 def _in_new_orders(
@@ -405,7 +376,8 @@ def _in_new_orders(
     numbers = itertools.count()
 
     def next_pass() -> Iterator[Structure]:
-        order = order_of_pass(source.num_batches, seed, next(numbers))
+        random = np.random.default_rng([seed, next(numbers)])
+        order = random.permutation(source.num_batches).tolist()
         adapter = kp.get_data_adapter(_Permuted(source, order), class_weight=class_weight)
         try:
             yield from kp.batches_of(adapter)
@@ -435,49 +407,44 @@ class _Permuted(keras.utils.PyDataset):
         return self._source[self._order[index]]
 
 
-def _batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
+def batches_of_ordered(data: OrderedDataset) -> GlobalBatches:
     """The global batches from the data's position on.
 
     Raises:
         TrainingError: a position between two batches.
     """
-    epoch, examples = data.position
-    if examples % data.global_batch_size:
-        raise TrainingError(
-            "the position of the data must be between two global batches of"
-            f" {data.global_batch_size}, got {examples} examples of an epoch: resume with the"
-            " global batch size of the training before."
-        )
-    begin = epoch * data.steps + data.steps_done
+
+    def begin() -> int:
+        epoch, examples = data.position
+        if examples % data.global_batch_size:
+            raise TrainingError(
+                "the position of the data must be between two global batches of"
+                f" {data.global_batch_size}, got {examples} examples of an epoch. Resume with the"
+                " global batch size of the training before."
+            )
+        return epoch * data.steps + data.steps_done
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
-        return data.parts(first, local, replicas, begin, counted=not data.loses_examples)
+        return data.parts(first, local, replicas, begin(), counted=not data.loses_examples)
 
     return GlobalBatches(
         parts_of=parts_of,
-        at_position=lambda: _batches_of_ordered(data),
         steps=data.steps,
         batch_size=data.global_batch_size,
         is_infinite=True,
-        begin=begin % data.steps,
+        begin=lambda: begin() % data.steps,
         needs_row_count=data.loses_examples,
         advance=data.advance,
     )
 
 
-def check_says_nothing_else(
-    data: ShardedDataset,
-    beside: tuple[Any, ...],
-    batch_size: int | None,
-    class_weight: dict[int, float] | None,
-) -> None:
+def check_says_nothing_else(data: ShardedDataset, **given: Any) -> None:
     """
     Raises:
-        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
+        TrainingError: an argument of `fit` that repeats, or contradicts, what the data has itself.
     """
-    given = dict(zip(("y", "sample_weight"), beside, strict=False))
-    given["class_weight"] = class_weight
-    given["batch_size"] = None if batch_size == data.global_batch_size else batch_size
+    if given["batch_size"] == data.global_batch_size:
+        del given["batch_size"]
     extra = [name for name, value in given.items() if value is not None]
     if extra:
         raise TrainingError(
@@ -487,26 +454,9 @@ def check_says_nothing_else(
 
 
 def batches_of_function(
-    data: FunctionDataset,
-    reduction: Reduction,
-    *beside: Any,
-    batch_size: int | None = None,
-    class_weight: dict[int, float] | None = None,
-    seed: Callable[[], int] | None = None,
-    **_: Any,
+    data: FunctionDataset, reduction: Reduction, *, from_position: bool
 ) -> GlobalBatches:
-    """This task's batches, from the data's position on, or of epoch 0; every worker must call.
-
-    Args:
-        beside: targets and sample weights, which the data holds itself.
-        seed: of a training, which begins at the data's position; else None. The other options of
-            `fit` mean nothing here.
-
-    Raises:
-        TrainingError: an argument of `fit` that says again, or otherwise, what the data says.
-    """
-    check_says_nothing_else(data, beside, batch_size, class_weight)
-    from_position = seed is not None
+    """This task's batches, from the data's position on, or of epoch 0; every worker must call."""
     shard = Shard(reduction.worker, reduction.workers)
 
     def parts_of(first: int, local: int, replicas: int) -> tf.data.Dataset:
@@ -519,22 +469,17 @@ def batches_of_function(
     steps, is_infinite = _agreed_length(data.whole_epoch(shard, epoch), reduction)
     if data.takes_epoch and from_position:  # other epochs may have more batches, or fewer
         steps = None
-
-    def batches() -> GlobalBatches:
-        return GlobalBatches(
-            parts_of=parts_of,
-            at_position=batches,
-            changes=True,
-            steps=steps,
-            batch_size=data.global_batch_size,
-            is_infinite=is_infinite,
-            begin=data.steps_done if from_position else 0,
-            needs_row_count=shard.count > 1,
-            advance=data.advance if from_position else lambda steps: None,
-            ended=data.end_epoch if from_position else lambda: None,
-        )
-
-    return batches()
+    return GlobalBatches(
+        parts_of=parts_of,
+        changes=True,
+        steps=steps,
+        batch_size=data.global_batch_size,
+        is_infinite=is_infinite,
+        begin=lambda: data.steps_done if from_position else 0,
+        needs_row_count=shard.count > 1,
+        advance=data.advance if from_position else lambda steps: None,
+        ended=data.end_epoch if from_position else lambda: None,
+    )
 
 
 def _agreed_length(dataset: tf.data.Dataset, reduction: Reduction) -> tuple[int | None, bool]:

@@ -1,14 +1,13 @@
-"""The loop of `fit`, `evaluate` and `predict`: epochs, executions, steps per execution, Ctrl-C.
+"""The loop of `fit`, `evaluate` and `predict`: executions, steps per execution, Ctrl-C.
 
-All tasks of a cluster take the same turns. Every execution is a collective, and so is every
-question below that is put to all workers. What decides how many there are must therefore be the
-same on each task, and is agreed on where it may not be: the chief alone runs callbacks that
-write, and a user's callback may stop one task.
+All tasks of a cluster take the same turns, because every execution is a collective. What decides
+the number of executions must therefore be the same on each task. The tasks agree on it where it
+may differ: only the chief runs callbacks that write, and a user's callback may stop one task.
 
-Long executions are fast, because nothing waits for Python between their steps. Short ones show
-progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
-(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is, in
-finalizers too, which drop it: `preserve_sigint` keeps it.
+Long executions are fast, because nothing waits for Python between their steps. Short executions
+show progress, and let Ctrl-C and callbacks in. So an execution aims at a fixed time
+(`StepsPerExecutionTuner`). Python raises KeyboardInterrupt wherever the main thread is. A finalizer
+drops the exception; `preserve_sigint` keeps it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfdist_ext.data.pipelines import data_errors_as_raised
 from tfdist_ext.errors import TrainingError
@@ -48,7 +45,7 @@ class Loop:
         """
         Args:
             kind: "train" or "test".
-            listener: is told of finished steps.
+            listener: called after finished steps.
         """
         self._listener = listener
         self._model = model
@@ -76,7 +73,7 @@ class Loop:
             logs: Logs = {}
             done, seconds = 0, 0.0
             with peers.barrier(f"{where}before its first step"):
-                # Told to stop before the first batch, Keras still runs that one.
+                # If a callback stops before the first batch, Keras still runs that batch.
                 one_only = self._reduction.any_worker(self._stopped)
                 program.reset(resume=data.completed > 0)
             while data.steps is None or done < data.steps:
@@ -167,21 +164,14 @@ def predict(
         epochs.ended_after(0)
     epochs.is_done(data, done, stopped=bool(model.stop_predicting))
     hooks.on_predict_end()
-
-    def rows(*parts: tf.Tensor | np.ndarray) -> np.ndarray | tf.RaggedTensor:
-        if len(parts) == 1 and isinstance(parts[0], np.ndarray):
-            return parts[0]  # which Keras would take for a tensor
-        return kp.in_one_array(list(parts))
-
-    return keras.tree.map_structure(rows, *collected)
+    return keras.tree.map_structure(kp.in_one_array, *collected)
 
 
 @contextlib.contextmanager
 def preserve_sigint() -> Iterator[Callable[[], None]]:
     """Scope that gives a function, which raises the KeyboardInterrupt that was lost, if any.
 
-    Where Ctrl-C does something of the user's own, or this is not the main thread, nothing is
-    changed.
+    In other threads than the main one, or if the user has a handler for Ctrl-C, nothing changes.
     """
     pressed = False
 

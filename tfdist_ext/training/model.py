@@ -1,16 +1,14 @@
 """DistributedModel: Keras's fit, evaluate and predict, on any strategy.
 
-`distribute` makes one of a Keras model, or of a function that builds it. Everything that takes
-time is elsewhere; here arguments are checked, before anything starts, and the parts are put
-together.
+`distribute` makes one from a Keras model, or from a function that builds a model. This module
+checks arguments before anything expensive starts, and puts the parts of a training together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,25 +41,25 @@ from tfdist_ext.training.building.build import (
     recompile,
 )
 from tfdist_ext.training.callbacks.in_cluster import (
-    board_among,
-    broadcast_if_restored,
     callbacks_of_this_task,
     overridable,
     overrides,
     redirect_model_methods,
     redirected_method,
     refusing_compile,
+    restored_epoch,
 )
+from tfdist_ext.training.callbacks.worker_tensorboard import board_among
 from tfdist_ext.training.checkpoints.evaluator import evaluate_checkpoints
 from tfdist_ext.training.checkpoints.format import Progress
 from tfdist_ext.training.checkpoints.manager import CheckpointManager
 from tfdist_ext.training.checkpoints.saving import SavingMixin
 from tfdist_ext.training.epochs import Epochs
+from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.loop import Loop, predict, validates
 from tfdist_ext.training.parameter_server.engine import ParameterServerEngine
-from tfdist_ext.training.programs import Engine, compiled_parts
+from tfdist_ext.training.programs import Engine, StepProgram, compiled_parts
 from tfdist_ext.training.protocols import (
-    BatchSource,
     Callbacks,
     Logs,
     Reduction,
@@ -76,7 +74,6 @@ from tfdist_ext.training.state.chief import (
 from tfdist_ext.training.state.values import assign_whole, whole_value
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.synchronous.engine import SynchronousEngine
-from tfdist_ext.training.synchronous.program import SynchronousProgram
 from tfdist_ext.training.variables import make_readable
 from tfdist_ext.user_frames import filter_traceback, warn
 
@@ -102,9 +99,9 @@ class DistributedModel(SavingMixin):
     ):
         if not all(belongs_to(variable, strategy) for variable in model.weights):
             raise TrainingError(
-                "variables of the model must be created inside the strategy's scope, got"
-                f" {model.name!r} with others: make it with tfdist_ext.distribute(model, strategy),"
-                " which makes a copy inside."
+                f"the model {model.name!r} has variables that were made outside of the strategy's"
+                " scope. Pass the model to tfdist_ext.distribute(model, strategy), which makes a"
+                " copy of the model in the scope."
             )
         make_readable(model)
         self._model = model
@@ -115,8 +112,8 @@ class DistributedModel(SavingMixin):
         self._created = [] if created is None else created
         self._built_for = None
         self._progress = Progress()
-        self._keeps_metrics = False
-        # Of the running fit, and who listens to its steps.
+        self._in_epoch = False  # of a fit; callbacks may evaluate meanwhile
+        # The validation data of the running fit, and the listener to its steps.
         self._validation: tuple[Epochs, StepListener | None] | None = None
         asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
         engine = ParameterServerEngine if asynchronous else SynchronousEngine
@@ -165,28 +162,27 @@ class DistributedModel(SavingMixin):
     ) -> keras.callbacks.History:
         """Train as `keras.Model.fit` does; the arguments mean what they mean there.
 
-        Differences: `batch_size` is that of the global batch; arrays are shuffled in one order, the
-        same on every task, and a ShardedDataset has its own; with `steps_per_execution` left at 1,
-        as many steps run in one execution as take about a second, unless a callback looks at each
-        batch. In a cluster only the chief prints and writes files. In an `evaluator` task
-        this does not train: it evaluates each new checkpoint on the validation data, and then ends
-        the process.
+        `batch_size` is the size of the global batch. Arrays are shuffled in one order, the same on
+        every task; a ShardedDataset has its own order. If `steps_per_execution` is 1, an execution
+        runs as many steps as take about a second, unless a callback uses hooks of batches. In a
+        cluster only the chief prints and writes files. An `evaluator` task does not train: it
+        evaluates each new checkpoint on the validation data, and then ends its process.
 
         Args:
             checkpoint_dir: a folder for checkpoints, one after each epoch; the last few stay. A
                 new job with the same folder resumes where the last one ended, with the epoch, the
                 weights, the optimizer and the order of examples of a training without a break.
-            checkpoint_every: global batches after which there is one in the middle of an epoch,
-                too; `x` is arrays or a `tfd.data.ShardedDataset` then.
+            checkpoint_every: also save after this many global batches in the middle of an epoch.
+                `x` must be arrays or a `tfd.data.ShardedDataset`.
             checkpoint_async: write checkpoints in the background, from a copy of the state in the
-                memory of the chief; off, the training stands still until a checkpoint is on disk.
-                Parameter servers never copy theirs.
+                memory of the chief. If False, the training waits until a checkpoint is on disk.
+                Parameter servers never copy their state.
 
         Raises:
-            TrainingError: data or arguments that cannot be distributed; a `checkpoint_dir` that
-                cannot be written, that has checkpoints of another model, or that a newer job
-                writes to.
-            ValueError: what Keras itself refuses; the model is not compiled.
+            TrainingError: data or arguments that cannot be distributed; a model that is not
+                compiled; a `checkpoint_dir` that cannot be written, that has checkpoints of
+                another model, or that a newer job writes to.
+            ValueError: what Keras itself refuses.
         """
         counts = {
             "batch_size": batch_size,
@@ -196,10 +192,9 @@ class DistributedModel(SavingMixin):
             "validation_steps": validation_steps,
             "validation_batch_size": validation_batch_size,
         }
-        check_counts(**counts)
-        self._check_compiled("fit")
-        self._check_same_call(
+        self._check_call(
             "fit",
+            counts,
             x=x,
             shuffle=shuffle,
             class_weight=class_weight,
@@ -208,7 +203,6 @@ class DistributedModel(SavingMixin):
             validation_freq=validation_freq,
             checkpoint_dir="none" if checkpoint_dir is None else "given",
             checkpoint_every=checkpoint_every,
-            **counts,
         )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = kp.train_validation_split(
@@ -227,13 +221,12 @@ class DistributedModel(SavingMixin):
                 verbose=verbose,
                 **sizes,
             )
-        data = x if self._engine.keeps_position(x) else None
         saved = CheckpointManager(
             checkpoint_dir,
             self._model,
             self._reduction,
             callbacks,
-            data,
+            x if self._engine.keeps_position(x) else None,
             checkpoint_every,
             epochs,
             in_background=checkpoint_async and self._engine.state_is_here,
@@ -254,14 +247,7 @@ class DistributedModel(SavingMixin):
         train.reset()
         validate = None
         if validation_data is not None:
-            arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
-            validation = self._epochs(
-                self._engine.read(*arrays, **sizes), validation_steps, "fit", "validation "
-            )
-            # What Keras's fit gives to an evaluate() of the model's own.
-            given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
-            validate = functools.partial(self._validate, validation, given)
-
+            validate = self._validation_by(validation_data, sizes)
         hooks = self._callbacks(
             callbacks, verbose, epochs=epochs, steps=train.steps, add_history=True
         )
@@ -269,21 +255,21 @@ class DistributedModel(SavingMixin):
         initial_epoch = saved.resume(train, initial_epoch)
         if checkpoint_dir is not None:
             self._engine.state_is_restored()
+        is_chief = self._reduction.is_chief
         with (
             saved.training(),
-            redirect_model_methods(self, self._model, callbacks, is_chief=self._reduction.is_chief),
-            contextlib.ExitStack() as running,
+            redirect_model_methods(self, self._model, callbacks, is_chief=is_chief),
         ):
-            running.enter_context(refusing_compile(self._model, "fit"))
-            hooks.on_train_begin()
-            broadcast_if_restored(self._model, self._reduction, callbacks)
-            first = kp.restored_epoch(self._model) or initial_epoch
-            if saved.restore_callbacks():
-                first = epochs
-            saved.announce(hooks.callbacks)
-            return self._train(
-                range(first, epochs), train, validate, validation_freq, hooks, saved, running
-            )
+            with refusing_compile(self._model, "fit"):
+                hooks.on_train_begin()
+                restored = restored_epoch(self._model, self._reduction, callbacks)
+                first = epochs if saved.restore_callbacks() else restored or initial_epoch
+                saved.announce(hooks.callbacks)
+                logs = self._train(
+                    range(first, epochs), train, validate, validation_freq, hooks, saved
+                )
+            self._end_training(logs, hooks, saved)
+        return self._model.history
 
     def _train(
         self,
@@ -293,17 +279,11 @@ class DistributedModel(SavingMixin):
         validation_freq: int | list[int],
         hooks: keras.callbacks.CallbackList,
         saved: CheckpointManager,
-        running: contextlib.ExitStack,
-    ) -> keras.callbacks.History:
-        """Train, and close `running` when no more steps follow."""
+    ) -> Logs:
+        """The epochs of a `fit`; returns the logs of the last one."""
         model, peers = self._model, self._reduction.peers
         loop = Loop(model, self._engine, hooks, "train", saved)
-        board = board_among(hooks.callbacks)
-        timer = NullStepTimer() if board is None else self._engine.step_timer()
-        program = self._engine.program(model, "train", timer)
-        if board is not None:
-            assert isinstance(program, SynchronousProgram)  # other engines have no timer
-            board.follow(program)
+        program = self._train_program(hooks)
         logs: Logs = {}
         for epoch in epochs:
             peers.enters("callbacks")
@@ -311,18 +291,21 @@ class DistributedModel(SavingMixin):
             saved.epoch_has_begun()
             trained, complete = saved.trained(), True
             if trained is None:
-                with train.next() as data, self._metrics_are_of_training():
-                    trained, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
+                self._in_epoch = True
+                try:
+                    with train.next() as data:
+                        trained, steps = loop.run(program, data, f"epoch {epoch + 1}, ")
+                finally:
+                    self._in_epoch = False
                 complete = train.is_done(data, steps, stopped=bool(model.stop_training))
             logs = trained
             if validate is not None and validates(epoch, validation_freq):
-                listener = saved.validation(epoch, logs, complete=complete)
-                val_logs = validate(hooks, listener)
+                val_logs = validate(hooks, saved.validation(epoch, logs, complete=complete))
                 logs = {**logs, **{f"val_{name}": value for name, value in val_logs.items()}}
             peers.enters("callbacks")
             hooks.on_epoch_end(epoch, logs)
             peers.enters("checkpoint")
-            with self._reduction.peers.barrier(f"epoch {epoch + 1}, its end"):
+            with peers.barrier(f"epoch {epoch + 1}, its end"):
                 flags = np.array([model.stop_training, peers.told_to_end], np.int32)
                 stop, told = (self._reduction.sum_over_workers(flags) > 0).tolist()
                 self._progress = saved.epoch_is_done(epoch, logs, complete=complete, stopped=stop)
@@ -334,26 +317,32 @@ class DistributedModel(SavingMixin):
                 raise SystemExit(PREEMPTED)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             self._engine.finalize(model)
-        running.close()
+        return logs
+
+    def _train_program(self, hooks: keras.callbacks.CallbackList) -> StepProgram:
+        """The compiled training steps, which a WorkerTensorBoard times."""
+        board = board_among(hooks.callbacks)
+        if board is None:
+            return self._engine.program(self._model, "train", NullStepTimer())
+        timer = self._engine.step_timer()
+        program = self._engine.program(self._model, "train", timer)
+        board.follow(timer, self._reduction, program.logs_of_this_task)
+        return program
+
+    def _end_training(
+        self, logs: Logs, hooks: keras.callbacks.CallbackList, saved: CheckpointManager
+    ) -> None:
+        """Everything after the last step, when callbacks may compile the model again."""
+        peers = self._reduction.peers
         peers.enters("callbacks")
         hooks.on_train_end(logs)
         peers.enters("checkpoint")
-        with self._reduction.peers.barrier("its end"):
+        with peers.barrier("its end"):
             # Wait: the chief's callbacks may still write.
             told = self._reduction.any_worker(peers.told_to_end)
         saved.training_is_done(logs)
         if told:
             raise SystemExit(PREEMPTED)
-        return model.history
-
-    @contextlib.contextmanager
-    def _metrics_are_of_training(self) -> Iterator[None]:
-        """Scope of an epoch's steps, whose metrics an `evaluate` of a callback leaves alone."""
-        self._keeps_metrics = True
-        try:
-            yield
-        finally:
-            self._keeps_metrics = False
 
     @overridable
     @on_every_worker
@@ -374,17 +363,14 @@ class DistributedModel(SavingMixin):
 
         The same numbers come back on every task. `batch_size` is that of the global batch.
         """
-        check_counts(batch_size=batch_size, steps=steps)
-        self._check_compiled("evaluate")
         if _use_cached_eval_dataset and self._validation is not None:
             # Keras's own argument, by which `fit` calls an `evaluate` of the model's.
             epochs, listener = self._validation
             logs = self._evaluate(epochs, callbacks, listener)
             return logs if return_dict else kp.metrics_in_order(self._model, logs)
-        self._check_same_call("evaluate", x=x, batch_size=batch_size, steps=steps)
-        batches = self._engine.read(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        epochs = self._epochs(batches, steps, "evaluate")
-        self._build(batches, "test")
+        self._check_call("evaluate", {"batch_size": batch_size, "steps": steps}, x=x)
+        data = x, y, sample_weight
+        epochs = self._read("evaluate", "test", *data, batch_size=batch_size, steps=steps)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         logs = self._evaluate(epochs, hooks)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
@@ -403,7 +389,7 @@ class DistributedModel(SavingMixin):
 
         `batch_size` is that of the global batch.
         """
-        check_counts(batch_size=batch_size, steps=steps)
+        self._check_call("predict", {"batch_size": batch_size, "steps": steps}, x=x)
         each_reads = self._reduction.multi_worker or not self._engine.keeps_position(x)
         if isinstance(x, FunctionDataset) and each_reads:
             raise TrainingError(
@@ -411,10 +397,7 @@ class DistributedModel(SavingMixin):
                 " several workers: take ordered data (from_arrays, from_tfrecords), arrays, or a"
                 " tf.data.Dataset."
             )
-        self._check_same_call("predict", x=x, batch_size=batch_size, steps=steps)
-        batches = self._engine.read(x, batch_size=batch_size, steps=steps)
-        epochs = self._epochs(batches, steps, "predict")
-        self._build(batches, "predict")
+        epochs = self._read("predict", "predict", x, batch_size=batch_size, steps=steps)
         hooks = self._callbacks(callbacks, verbose, epochs=1, steps=epochs.steps)
         return predict(self._model, self._engine, epochs, hooks)
 
@@ -429,7 +412,6 @@ class DistributedModel(SavingMixin):
         return_dict: bool = False,
     ) -> Any:
         """One step on one global batch, as `keras.Model.train_on_batch` does it."""
-        self._check_compiled("train_on_batch")
         logs = self._on_batch("train", (x, y, sample_weight), class_weight=class_weight)
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
 
@@ -439,14 +421,15 @@ class DistributedModel(SavingMixin):
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Loss and metrics of one global batch, as `keras.Model.test_on_batch` returns them."""
-        self._check_compiled("test_on_batch")
         logs = self._on_batch("test", (x, y, sample_weight))
         return logs if return_dict else kp.metrics_in_order(self._model, logs)
 
     @overridable
+    @on_every_worker
     def predict_on_batch(self, x: Any) -> Any:
         """The model's outputs for one global batch, as NumPy arrays, on every task."""
-        return DistributedModel.predict(self, x, _rows(x), verbose=0)
+        epochs = self._read("predict_on_batch", "predict", x, batch_size=_rows(x))
+        return predict(self._model, self._engine, epochs, keras.callbacks.CallbackList())
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `keras.Model.compile`, or the model's own: what it makes is made for the strategy."""
@@ -512,13 +495,23 @@ class DistributedModel(SavingMixin):
             setattr(self._model, name, value)
 
     def _on_batch(self, kind: str, data: tuple[Any, ...], **options: Any) -> Logs:
-        batches = self._engine.read(*data, batch_size=_rows(data[0]), shuffle=False, **options)
-        epochs = self._epochs(batches, None, f"{kind}_on_batch")
-        self._build(batches, kind)
+        self._check_call(f"{kind}_on_batch", {})
+        epochs = self._read(f"{kind}_on_batch", kind, *data, batch_size=_rows(data[0]), **options)
         loop = Loop(self._model, self._engine, keras.callbacks.CallbackList(), kind)
         setattr(self._model, "stop_training" if kind == "train" else "stop_evaluating", False)
         with epochs.next() as batch:
             return loop.run(self._engine.program(self._model, kind, NullStepTimer()), batch)[0]
+
+    def _validation_by(
+        self, data: Any, sizes: dict[str, Any]
+    ) -> Callable[[keras.callbacks.CallbackList, StepListener | None], Logs]:
+        """Reads the validation data of a `fit`, for a function that evaluates on it."""
+        arrays = keras.utils.unpack_x_y_sample_weight(data)
+        batches = self._engine.read(*arrays, **sizes)
+        epochs = self._epochs(batches, sizes["steps"], "fit", "validation ")
+        # What Keras's fit gives to an evaluate() of the model's own.
+        given = {**dict(zip(("x", "y", "sample_weight"), arrays, strict=True)), **sizes}
+        return functools.partial(self._validate, epochs, given)
 
     def _validate(
         self,
@@ -546,7 +539,7 @@ class DistributedModel(SavingMixin):
         listener: StepListener | None = None,
     ) -> Logs:
         self._model.stop_evaluating = False
-        metrics = self._model.metrics_variables if self._keeps_metrics else ()
+        metrics = self._model.metrics_variables if self._in_epoch else ()
         kept = [(variable, whole_value(variable)) for variable in metrics]
         with refusing_compile(self._model, "evaluate"):
             epochs.rewind()
@@ -577,17 +570,36 @@ class DistributedModel(SavingMixin):
             **params,
         )
 
-    def _check_same_call(self, call: str, **arguments: Any) -> None:
+    def _check_call(self, call: str, counts: dict[str, Any], **arguments: Any) -> None:
+        """Check the arguments of a call; all workers must get the same ones."""
+        check_counts(**counts)
+        if not self._model.compiled and not call.startswith("predict"):
+            raise TrainingError(
+                f"the model must be compiled for {call}(). Call compile(optimizer, loss) in the"
+                " function given to distribute(), or on the model before it is distributed."
+            )
+        self._check_same(call, **counts, **arguments)
+
+    def _check_same(self, call: str, **arguments: Any) -> None:
         if self._reduction.multi_worker:
             check_equal_calls(self._reduction, call, arguments)
 
-    def _epochs(self, batches: BatchSource, asked: int | None, call: str, of: str = "") -> Epochs:
+    def _read(
+        self, call: str, kind: str, *data: Any, steps: int | None = None, **options: Any
+    ) -> Epochs:
+        """The epochs of the data of a call; builds what its kind of step needs."""
+        batches = self._engine.read(*data, steps=steps, **options)
+        epochs = self._epochs(batches, steps, call)
+        self._build(batches, kind)
+        return epochs
+
+    def _epochs(self, batches: GlobalBatches, asked: int | None, call: str, of: str = "") -> Epochs:
         """The epochs of a call, whose data is the same on all workers; `of` names it."""
         sizes = {f"{of}batch_size": batches.batch_size, f"{of}batches in the data": batches.steps}
-        self._check_same_call(call, **sizes)
+        self._check_same(call, **sizes)
         inspect = None
         if self._reduction.multi_worker:
-            check_equal_arrays(self._reduction, batches, of)
+            check_equal_arrays(self._reduction, batches.arrays, of)
             inspect = first_batch_comparison(self._reduction, batches.dataset, of)
         return Epochs(batches, self._engine.feed, asked, inspect)
 
@@ -599,7 +611,7 @@ class DistributedModel(SavingMixin):
             " copy on a strategy."
         )
 
-    def _build(self, batches: BatchSource, kind: str) -> None:
+    def _build(self, batches: GlobalBatches, kind: str) -> None:
         """Everything must exist before a step is traced: variables, metrics, optimizer slots."""
         self._built_for = batches.element_spec
         if kind != "predict":
@@ -653,19 +665,11 @@ class DistributedModel(SavingMixin):
                 broadcast_state(self._model, self._reduction, created)
             self._compared[kind] = compiled
 
-    def _check_compiled(self, method: str) -> None:
-        if not self._model.compiled:
-            raise TrainingError(
-                f"the model must be compiled for {method}(), got one that is not: call"
-                " compile(optimizer, loss) in the function given to distribute(), or on the model"
-                " before it is distributed."
-            )
-
 
 # Methods of Keras's models that would do something on one replica alone -> what to do instead.
-_ONE_STEP = "it would change the first replica's copies alone. {} does it on all replicas"
-_COMPILED = "fit(), evaluate() and predict() compile steps of their own; compile() makes them anew"
-_VARIABLES = "its variables must be made for the strategy: call it on the model before distribute()"
+_ONE_STEP = "it would change the first replica's copies only. Call {}, which runs on all replicas"
+_COMPILED = "fit(), evaluate() and predict() compile their own steps; compile() makes them anew"
+_VARIABLES = "its variables must be made for the strategy. Call it on the model before distribute()"
 REFUSED = {
     "train_step": _ONE_STEP.format("train_on_batch(x, y)"),
     "test_step": _ONE_STEP.format("test_on_batch(x, y)"),
@@ -677,9 +681,7 @@ REFUSED = {
 
 @filter_traceback
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise TrainingError(
-        f"{name}() must not be called on a DistributedModel, got a call: {REFUSED[name]}."
-    )
+    raise TrainingError(f"{name}() must not be called on a DistributedModel: {REFUSED[name]}.")
 
 
 def _rows(x: Any) -> int:
@@ -700,15 +702,14 @@ def distribute(
         model_or_builder: a function without arguments that returns a model (compiled or not),
             or an existing model, trained or not. Of an existing model a copy is made, with its
             weights, compile settings and optimizer state; the original stays as it is.
-        strategy: any `tf.distribute.Strategy`; by default the one whose scope is open, else
-            `create_strategy()`; with `alone` that is one of this machine.
-        synchronize_batch_norm: True turns on `synchronized` in every BatchNormalization, so that
-            it normalizes by the statistics of the global batch, as on one device, and not by those
-            of each replica's part; a saved model keeps it. False leaves the layers as they are.
-            None does, too, and warns where several replicas train a layer that is not
-            synchronized.
-        alone: let each task of the cluster that the environment describes train by itself, where
-            the strategy has replicas on this machine only.
+        strategy: any `tf.distribute.Strategy`; by default the strategy whose scope is open, else
+            `create_strategy()`.
+        synchronize_batch_norm: True turns on `synchronized` in every BatchNormalization. Each layer
+            then normalizes by the statistics of the global batch, as on one device, instead of
+            those of each replica's part. A saved model keeps the setting. False leaves the layers
+            as they are. So does None, with a warning if several replicas train such a layer.
+        alone: each task of the cluster that the environment describes trains by itself, on the
+            replicas of its machine.
 
     Raises:
         TrainingError: not a model, one that cannot be copied from its config, or not a

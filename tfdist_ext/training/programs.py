@@ -6,6 +6,7 @@ neither knows the other. Above them, `DistributedModel` and its loop know these 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,9 +14,17 @@ from typing import Any, Generic, Protocol, TypeVar
 import keras
 import tensorflow as tf
 
+from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.ordered import OrderedDataset
 from tfdist_ext.data.sharded import ShardedDataset
+from tfdist_ext.training.inputs import (
+    GlobalBatches,
+    batches_of_function,
+    batches_of_ordered,
+    check_says_nothing_else,
+    read,
+)
 from tfdist_ext.training.protocols import (
-    BatchSource,
     Epoch,
     Execution,
     Reduction,
@@ -141,6 +150,10 @@ class StepProgram(ABC):
             told: this task was told to end; every task learns of it.
         """
 
+    def logs_of_this_task(self) -> dict[str, float]:
+        """The metrics over this task's own rows; only for steps that have a timer."""
+        raise NotImplementedError
+
     def _derive_logs(
         self,
         logs: dict[str, tf.Tensor],
@@ -158,10 +171,9 @@ class StepProgram(ABC):
             warn(
                 f"{type(self._model).__name__}.{self._kind}_step returns"
                 f" {', '.join(map(repr, new))}, computed from a metric's result() and from numbers"
-                " of single examples, or from a variable in a tf.function of its own. It is the"
-                " value of the replicas' own rows. Reduce the numbers to one, or return them and"
-                " the metric's result under keys of their own, to log the values over all"
-                " examples."
+                " of single examples, or from a variable in its own tf.function. The log is the"
+                " value over the replicas' own rows. To log the value over all examples, reduce the"
+                " numbers to one, or return them and the metric's result under separate keys."
             )
         return self._derived
 
@@ -197,12 +209,35 @@ class Engine(ABC, Generic[_Reduction]):
     def __init__(self, strategy: tf.distribute.Strategy, reduction: _Reduction):
         self._strategy = strategy
         self.reduction = reduction
-        self._programs: dict[tuple[str, bool], tuple[object, StepProgram]] = {}
-        self._predictor: tuple[bool, PredictProgram] | None = None
+        # (kind, timed) -> what the program was compiled for, the program.
+        self._programs: dict[tuple[str, bool], tuple[object, Any]] = {}
 
-    @abstractmethod
-    def read(self, *data: Any, **options: Any) -> BatchSource:
-        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
+    def read(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        seed: Callable[[], int] | None = None,
+        **options: Any,
+    ) -> GlobalBatches:
+        """Read the data of `fit`, `evaluate` or `predict` as global batches; see `inputs.read`.
+
+        Args:
+            seed: of data to train on. Without it a ShardedDataset is read from its start.
+        """
+        if not isinstance(x, ShardedDataset):
+            replicas = self.reduction.replicas
+            return read(x, y, sample_weight, seed=seed, replicas=replicas, **options)
+        given = {name: options.get(name) for name in ("class_weight", "batch_size")}
+        check_says_nothing_else(x, y=y, sample_weight=sample_weight, **given)
+        return self._read_sharded(x, from_position=seed is not None)
+
+    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
+        if isinstance(data, FunctionDataset):
+            return batches_of_function(data, self.reduction, from_position=from_position)
+        assert isinstance(data, OrderedDataset)
+        return batches_of_ordered(data if from_position else data.in_order())
 
     @abstractmethod
     def feed(self, batches: Any) -> Any:
@@ -226,24 +261,22 @@ class Engine(ABC, Generic[_Reduction]):
 
     def program(self, model: keras.Model, kind: str, timer: NullStepTimer) -> StepProgram:
         """The compiled "train" or "test" steps, made anew when the model was compiled since."""
-        compiled = compiled_parts(model)
-        made_for, program = self._programs.get((kind, timer.records), (None, None))
-        if program is None or made_for != compiled:
-            program = self._make_program(model, kind, timer)
-            self._programs[kind, timer.records] = (compiled, program)
-        return program
+        make = functools.partial(self._make_program, model, kind, timer)
+        return self._kept((kind, timer.records), compiled_parts(model), make)
 
     def predictor(self, model: keras.Model) -> PredictProgram:
         """The compiled predict step."""
-        if self._predictor is None or self._predictor[0] != model.run_eagerly:
-            self._predictor = model.run_eagerly, self._make_predictor(model)
-        return self._predictor[1]
+        make = functools.partial(self._make_predictor, model)
+        return self._kept(("predict", False), model.run_eagerly, make)
+
+    def _kept(self, key: tuple[str, bool], made_for: object, make: Callable[[], Any]) -> Any:
+        if key not in self._programs or self._programs[key][0] != made_for:
+            self._programs[key] = made_for, make()
+        return self._programs[key][1]
 
     def traces(self) -> list[str]:
         """How each kind of step that has run is traced, a line each."""
         found = {kind: program.traces for (kind, _), (_, program) in self._programs.items()}
-        if self._predictor is not None:
-            found["predict"] = self._predictor[1].traces
         return [f"{kind}: {traces}" for kind, traces in found.items()]
 
     def keeps_position(self, data: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Types that the rooms of a training share, and what one room uses of another above it.
-
-The engines themselves have a common base, `programs.Engine`.
-"""
+"""Types that the rooms of a training share."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ import tensorflow as tf
 
 __all__ = [
     "BatchIterator",
-    "BatchSource",
     "Callbacks",
     "Epoch",
     "Execution",
@@ -40,15 +36,15 @@ __all__ = [
 Structure: TypeAlias = "tf.Tensor | Sequence[Structure] | Mapping[str, Structure] | None"
 
 
-# The same of `tf.TypeSpec`s.
+# The same structures of `tf.TypeSpec`s.
 Specs: TypeAlias = "tf.TypeSpec | Sequence[Specs] | Mapping[str, Specs] | None"
 
 
-# What `iter` makes of what `Engine.feed` gave: for each global batch, this task's parts of it.
+# An iterator over the result of `Engine.feed`: for each global batch, this task's parts of it.
 BatchIterator: TypeAlias = tf.data.Iterator | tf.distribute.DistributedIterator
 
 
-# The value of each metric by name; of an output that is no single number, an array.
+# The value of each metric by name. An output that is not a single number is an array.
 Logs: TypeAlias = dict[str, float | np.ndarray]
 
 
@@ -57,8 +53,7 @@ _Callback: TypeAlias = keras.callbacks.Callback
 Callbacks: TypeAlias = _Callback | keras.callbacks.CallbackList | Sequence[_Callback] | None
 
 
-# A step method of a model: a batch (the part of the replica that runs) -> what Keras's has
-# returned: logs of a train or test step, outputs of a predict step.
+# A step of a model, from a replica's part of a batch to logs, or to the outputs of a prediction.
 StepFunction = Callable[[Structure], Structure]
 
 
@@ -70,7 +65,7 @@ class Execution:
         logs: over the epoch so far, the same on every worker.
         steps: global batches that were used.
         chief_seconds: how long the execution before this one took on the chief.
-        told: one of the tasks was told to end, before this execution began.
+        told: a task got the signal to end before this execution began.
     """
 
     logs: Logs
@@ -83,7 +78,7 @@ class StepListener(Protocol):
     """A listener for finished steps, called between the executions of a `fit`."""
 
     def max_steps(self) -> int | None:
-        """How many steps may be done before it is to be told; None: any number."""
+        """The maximum of steps before the next call of `steps_done`; None: any number."""
 
     def steps_done(
         self, steps: int, logs: Logs, *, epoch_ends: bool, stopped: bool, told: bool
@@ -91,54 +86,16 @@ class StepListener(Protocol):
         """Called after that many more global batches; `logs` are over the epoch so far.
 
         Args:
-            stopped: a callback has told the training to stop.
+            stopped: a callback stopped the training.
+            told: a task got the signal to end.
 
         Raises:
-            SystemExit: `told`, a task was told to end, and this is a place to go on from.
+            SystemExit: at such a signal, if the training can resume from here.
         """
 
 
-@dataclass(kw_only=True)
-class BatchSource:
-    """One pass after another over a sequence of global batches.
-
-    Attributes:
-        steps: global batches in a pass; None where only reading tells.
-        batch_size: examples in a global batch; None where only reading tells.
-        is_infinite: it starts the next pass by itself, so that no step has to ask whether
-            the data has ended: under several workers each such question is a collective.
-        begin: the global batch of a pass that the first pass begins with.
-        needs_row_count: how many rows a global batch has is known only when those of all parts are
-            counted.
-        dataset: a `tf.data.Dataset` of one pass of whole global batches, where each task reads all
-            of them as they are, in the order in which they come; else None.
-        arrays: all of the data, where each task holds it; else None.
-        changes: each pass must be fed again.
-        advance: called after that many more global batches were used.
-        ended: called when a pass is over.
-    """
-
-    steps: int | None = None
-    batch_size: int | None = None
-    is_infinite: bool = False
-    begin: int = 0
-    needs_row_count: bool = False
-    dataset: tf.data.Dataset | None = None
-    arrays: Structure = None
-    changes: bool = False
-    on_epoch_begin: Callable[[], None] = lambda: None
-    on_epoch_end: Callable[[], None] = lambda: None
-    advance: Callable[[int], None] = lambda steps: None
-    ended: Callable[[], None] = lambda: None
-
-    @property
-    def element_spec(self) -> Specs:
-        """The structure of one global batch of `tf.TypeSpec`s, batch dimension unknown."""
-        raise NotImplementedError
-
-
 class Phases(Protocol):
-    """The phase that a task is in, for whoever watches that it ends."""
+    """The phases of a task; a watchdog limits their time."""
 
     def enter(self, name: str) -> None: ...
 
@@ -146,17 +103,17 @@ class Phases(Protocol):
 
 
 class Termination(Protocol):
-    """Whether SIGTERM has come, and whether it is only noted."""
+    """Whether SIGTERM came, and whether the training ends at its next step."""
 
     received: float | None
     only_noted: bool
 
 
 class TaskStatus:
-    """Whether other tasks are alive and in the same place; in a single task it does nothing."""
+    """Whether other tasks are alive and at the same barrier; in a single task it does nothing."""
 
     _termination: Termination | None = None  # of a training that saves
-    _phases: Phases | None = None  # for who watches that they end
+    _phases: Phases | None = None  # of a task that a watchdog watches
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Scope of a public call."""
@@ -167,38 +124,38 @@ class TaskStatus:
         return contextlib.nullcontext()
 
     def reached(self, place: str) -> None:
-        """This task has come so far."""
+        """Note how far this task is, as "step 120"."""
 
     def enters(self, phase: str) -> None:
-        """This task begins with "compiling", "steps", "callbacks", "checkpoint", or more of it."""
+        """This task begins a phase: "compiling", "steps", "callbacks" or "checkpoint"."""
         if self._phases is not None:
             self._phases.enter(phase)
 
     def reads_batches(self, count: Callable[[], int]) -> None:
-        """`count` tells how many batches the execution that begins has read, while it runs."""
+        """`count` returns how many batches the running execution has read."""
 
     @property
     def told_to_end(self) -> bool:
-        """Whether this task has got the signal to end, in the scope of `ends_at_a_step`."""
+        """Whether this task got the signal to end, in the scope of `ends_at_a_step`."""
         termination = self._termination
         return termination is not None and termination.only_noted and bool(termination.received)
 
     def ends_at_a_step(self) -> AbstractContextManager[None]:
-        """Scope of a training that ends at a step that all tasks agree on, when one is told to."""
+        """Scope of a training in which a signal only asks for the end, at a step of all tasks."""
         return contextlib.nullcontext()
 
 
 class Reduction(Protocol):
-    """Values of single replicas and tasks, made one for all.
+    """Values of single replicas and tasks, reduced to one value for all.
 
     Attributes:
-        strategy: that has the replicas.
-        replicas: parts of a global batch, over all workers.
-        local_replicas: those of this worker.
-        first_replica: the number of its first one, in the order of all.
-        workers: how many there are.
-        worker: which of them this task is.
-        multi_worker: whether there are several.
+        strategy: has the replicas.
+        replicas: number of parts of a global batch, over all workers.
+        local_replicas: number of replicas of this worker.
+        first_replica: the index of this worker's first replica, over all workers.
+        workers: number of workers.
+        worker: the index of this worker.
+        multi_worker: whether there are several workers.
         is_chief: whether this task writes files and prints.
         peers: the other tasks.
     """
@@ -248,7 +205,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_every_worker(method: _Method) -> _Method:
-    """A public method that every worker must call: where one does not, the others say so."""
+    """Decorator of a public method that every worker must call; a missing call is an error."""
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -260,15 +217,15 @@ def on_every_worker(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: where to read, and how many global batches.
+    """One epoch: its iterator and its number of global batches.
 
     Attributes:
         iterator: over the parts of this task's replicas.
-        steps: global batches to do; None: until the data ends.
-        known_length: whether there are that many for sure.
+        steps: global batches of the epoch; None: until the data ends.
+        known_length: whether the data is known to have these steps.
         needs_row_count: whether the tasks have to agree in each step on what the global batch is.
         completed: global batches of the same epoch that are in the metrics already.
-        advance: to be told how many batches were used, after each execution.
+        advance: called with the number of batches that an execution used.
         batch_size: examples of a global batch, of data that is in memory; else None.
     """
 

@@ -134,7 +134,13 @@ class UpdatesInPlace(kp.UpdatesVariables):
         raw = kp.raw_value(variable) if isinstance(variable, keras.Variable) else variable
         return original(optimizer, self._wholes.get(id(raw), raw))
 
-    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
+    def update(
+        self,
+        var: tf.Variable,
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        group: bool = True,
+    ) -> None:
         """Call `fn(variable, *args)` on the variable's device, or for each piece on that one's."""
         if is_partitioned(var) and self._by_row:
             for number, piece, mine in with_each_piece(var, args):

@@ -249,7 +249,7 @@ def test_variables_from_outside_of_the_strategy() -> None:
     assert steps_taken(model) == 4
     assert abs(weights_of(model)[0] - before).max() > 0.001
     np.testing.assert_array_equal(outside.get_weights()[0], before)
-    with pytest.raises(tfd.TrainingError, match="must be created inside the strategy's scope"):
+    with pytest.raises(tfd.TrainingError, match="made outside of the strategy's"):
         tfd.DistributedModel(around_it(), mirrored())
 
 

@@ -1,4 +1,4 @@
-"""Two real workers that save: one set of files, one state, and no error after success."""
+"""Which callbacks run on which task; and two real workers that save one set of files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,59 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from warm_programs import run_workers
 
+from tfdist_ext.training.callbacks.in_cluster import callbacks_of_this_task, uses_batch_hooks
+
 PROGRAMS = Path(__file__).parents[2] / "programs"
 sys.path.insert(0, str(PROGRAMS))
+
+
+class Each(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+class EachTest(keras.callbacks.Callback):
+    def on_test_batch_begin(self, batch, logs=None):
+        pass
+
+
+K = keras.callbacks
+
+
+@pytest.mark.parametrize(
+    ("callback", "kinds"),
+    [
+        pytest.param(Each(), {"train"}, id="own"),
+        pytest.param(EachTest(), {"test"}, id="own, of evaluation"),
+        pytest.param(K.LambdaCallback(on_train_batch_end=print), {"train"}, id="lambda on batches"),
+        pytest.param(K.TerminateOnNaN(), {"train"}, id="looks for NaN"),
+        pytest.param(K.History(), set(), id="history"),
+        pytest.param(K.ModelCheckpoint("x.keras"), set(), id="checkpoint of epochs"),
+        pytest.param(K.ModelCheckpoint("x.keras", save_freq=5), {"train"}, id="of batches"),
+        pytest.param(K.BackupAndRestore("x", save_freq=5), {"train"}, id="backup of batches"),
+        pytest.param(K.TensorBoard("x"), set(), id="board of epochs"),
+        pytest.param(K.TensorBoard("x", update_freq="batch"), {"train", "test"}, id="of batches"),
+    ],
+)
+def test_who_looks_at_batches(callback: keras.callbacks.Callback, kinds: set[str]) -> None:
+    assert {kind for kind in ("train", "test") if uses_batch_hooks([callback], kind)} == kinds
+
+
+def test_only_the_chief_writes_and_prints() -> None:
+    writers = [K.CSVLogger("x"), K.ModelCheckpoint("x.keras"), K.BackupAndRestore("x")]
+    writers += [K.TensorBoard("x"), K.ProgbarLogger(), K.RemoteMonitor()]
+    deciding = [K.EarlyStopping(verbose=1), K.ReduceLROnPlateau(verbose=1), Each()]
+    assert callbacks_of_this_task([writers, deciding], is_chief=True) == writers + deciding
+    assert callbacks_of_this_task(None, is_chief=True) == []
+    assert callbacks_of_this_task(deciding[0], is_chief=True) == deciding[:1]
+    assert deciding[0].verbose == 1
+    assert callbacks_of_this_task(writers + deciding, is_chief=False) == deciding
+    assert [callback.verbose for callback in deciding[:2]] == [0, 0]
 
 
 class Workers:
@@ -56,7 +103,7 @@ def test_all_resume_from_the_newest_whole_checkpoint_of_the_chief(workers: Worke
 
 def test_checkpoints_are_on_the_chiefs_disk_alone(workers: Workers) -> None:
     folders = {path.name for path in workers.shared.iterdir() if path.is_dir()}
-    assert {"whole0", "parts0", "lost"} <= folders
+    assert {"whole0", "parts0"} <= folders
     assert not {"whole1", "parts1"} & folders
     names = sorted(path.name for path in (workers.shared / "parts0").iterdir())
     epochs = [f"epoch-0000{epoch}.safetensors" for epoch in (2, 3, 4)]
@@ -82,7 +129,6 @@ def test_an_error_of_the_chief_is_known_to_all(workers: Workers) -> None:
 
 
 def test_one_process_takes_over_a_clusters_checkpoint(workers: Workers) -> None:
-    import keras
     import tensorflow as tf
     from training_cases import mirrored
 
@@ -127,24 +173,7 @@ def test_callbacks_write_one_set_of_files(workers: Workers) -> None:
         assert {name: float(row[name]) for name in logs} == pytest.approx(logs)
 
 
-def test_plain_keras_loads_what_callbacks_wrote(workers: Workers) -> None:
-    import keras
-
-    model = keras.models.load_model(workers.shared / "callbacks" / "each" / "2.keras")
-    weights = np.concatenate([np.ravel(w) for w in model.get_weights()])
-    np.testing.assert_array_equal(weights, np.float32(workers.same("weights_after_callbacks")))
-    logs = workers.same("logs")
-    best = min((0, 1), key=lambda epoch: logs[epoch]["val_loss"])
-    model.load_weights(workers.shared / "callbacks" / "best.weights.h5")
-    best_model = keras.models.load_model(
-        workers.shared / "callbacks" / "each" / f"{best + 1}.keras"
-    )
-    for one, other in zip(model.get_weights(), best_model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_a_callback_that_writes_by_itself_writes_on_the_chief(workers: Workers) -> None:
-    import keras
     import mlp
     import tensorflow as tf
 
@@ -179,13 +208,6 @@ def test_weights_that_cannot_be_loaded_are_an_error_on_all(workers: Workers) -> 
         assert words in other
     workers.same("after_errors")
     assert set(workers.same("skipped")) == {0.25, 0.5}  # the last layer, and the first one
-
-
-def test_what_is_no_number_stops_all_and_is_not_saved(workers: Workers) -> None:
-    assert workers.same("lost") == [1, 1]
-    assert [path.name for path in (workers.shared / "lost").iterdir()] == ["owner.json"]
-    owner = json.loads((workers.shared / "lost" / "owner.json").read_text())
-    assert (owner["epochs_when_done"], owner["last"]) == (4, None)
 
 
 def test_success_does_not_end_in_an_error(workers: Workers) -> None:

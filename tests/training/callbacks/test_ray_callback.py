@@ -111,12 +111,6 @@ def test_each_epoch_with_its_own_checkpoint(ray_train: RayTrain, tmp_path: Path)
         assert (progress.epoch, progress.step) == (epoch + 1, 3 * (epoch + 1))
 
 
-def test_an_epoch_whose_loss_is_no_number(ray_train: RayTrain, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no checkpoint is written"):
-        fit(tmp_path / "fit", epochs=2, scale=1e30)
-    assert (ray_train.epochs, ray_train.checkpoints) == ([0, 1], [None] * 2)
-
-
 def test_what_was_saved_and_not_reported_is_reported_by_the_next_job(
     ray_train: RayTrain, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_of
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.model_description import describe_array, describe_model
-from tfdist_ext.training.protocols import BatchSource, Reduction, Structure
+from tfdist_ext.training.protocols import Reduction, Structure
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -182,7 +182,7 @@ def check_equal_positions(reduction: Reduction, data: ShardedDataset) -> None:
     check_equal_across_workers(reduction, values, advice)
 
 
-def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = "") -> None:
+def check_equal_arrays(reduction: Reduction, arrays: Structure, names: str = "") -> None:
     """Compare arrays that each worker holds whole; every worker must call.
 
     Args:
@@ -191,12 +191,12 @@ def check_equal_arrays(reduction: Reduction, batches: BatchSource, names: str = 
     Raises:
         TrainingError: on every worker, where one's are not the first worker's.
     """
-    if batches.arrays is not None:
+    if arrays is not None:
         advice = (
             "each worker takes its own part of the same global batches, so give all of them the"
             " same arrays. Where each has examples of its own, use tfd.data.from_dataset_fn()."
         )
-        check_equal_across_workers(reduction, _described(batches.arrays, names), advice)
+        check_equal_across_workers(reduction, _described(arrays, names), advice)
 
 
 def first_batch_comparison(

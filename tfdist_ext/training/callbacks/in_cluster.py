@@ -1,9 +1,8 @@
 """Callbacks in a cluster: which run on which task, and what their `self.model` does.
 
 A model may also override methods of Keras's trainer, as KerasHub's tasks override `fit`. Such a
-`fit` prepares the data or the callbacks and calls `super().fit(...)`. Under a strategy it is
-called as it is, and what `super()` reaches is the distributed implementation: while the method
-runs, `keras.Model.fit` itself is one that asks whether it is this thread's model.
+`fit` prepares the data or the callbacks and calls `super().fit(...)`. While it runs,
+`keras.Model.fit` is replaced: for this model it calls the distributed implementation.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import keras
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training import _keras_private as kp
-from tfdist_ext.training.callbacks.worker_tensorboard import WorkerTensorBoard, check_tensorboard
+from tfdist_ext.training.callbacks.worker_tensorboard import check_tensorboard
 from tfdist_ext.training.protocols import Callbacks, Reduction, TrainedModel
 from tfdist_ext.training.state.chief import broadcast_state
 from tfdist_ext.training.steps.replaced import (
@@ -33,19 +31,18 @@ from tfdist_ext.training.steps.replaced import (
 from tfdist_ext.user_frames import filter_traceback
 
 __all__ = [
-    "board_among",
-    "broadcast_if_restored",
     "callbacks_of_this_task",
     "overridable",
     "overrides",
     "redirect_model_methods",
     "redirected_method",
     "refusing_compile",
+    "restored_epoch",
     "uses_batch_hooks",
 ]
 
 
-# They write files, or print: the chief alone does.
+# They write files, or print: only the chief runs them.
 _WRITING_CALLBACKS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -86,28 +83,15 @@ def uses_batch_hooks(callbacks: Callbacks, kind: str) -> bool:
     if kind == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
     return any(
-        _overrides(callback, hook)
+        getattr(method := getattr(callback, hook), "__func__", method)
+        is not getattr(keras.callbacks.Callback, hook)
         for callback in keras.tree.flatten(callbacks or [])
-        if _by_batch(callback)
+        if _acts_on_batches(callback)
         for hook in hooks
     )
 
 
-def broadcast_if_restored(model: keras.Model, reduction: Reduction, callbacks: Callbacks) -> None:
-    """BackupAndRestore reads its files on the chief; the others take over what it read."""
-    given = keras.tree.flatten(callbacks or [])
-    restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in given)
-    if not reduction.multi_worker or not restores:
-        return
-    epoch = kp.restored_epoch(model)
-    epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
-    if epoch < 0:
-        return
-    kp.set_restored_epoch(model, epoch)
-    broadcast_state(model, reduction)
-
-
-def _by_batch(callback: keras.callbacks.Callback) -> bool:
+def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """False for Keras's own that define batch hooks but, as set up, do nothing in them."""
     if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
         return False
@@ -118,25 +102,29 @@ def _by_batch(callback: keras.callbacks.Callback) -> bool:
     return True
 
 
-def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
-    method = getattr(callback, hook)
-    default = getattr(keras.callbacks.Callback, hook)
-    return getattr(method, "__func__", method) is not default
-
-
-_WRITING_METHODS = ("export", "save", "save_weights")
+def restored_epoch(model: keras.Model, reduction: Reduction, callbacks: Callbacks) -> int | None:
+    """The epoch that BackupAndRestore found; the other tasks get what it read on the chief."""
+    given = keras.tree.flatten(callbacks or [])
+    restores = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given)
+    if reduction.multi_worker and restores:
+        epoch = kp.restored_epoch(model)
+        epoch = int(reduction.from_chief(-1 if epoch is None else epoch))
+        if epoch >= 0:
+            kp.set_restored_epoch(model, epoch)
+            broadcast_state(model, reduction)
+    return kp.restored_epoch(model)
 
 
 def redirect_model_methods(
     distributed: TrainedModel, model: keras.Model, callbacks: Callbacks, *, is_chief: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Scope in which the Keras model that callbacks get does as its `DistributedModel`.
+    """Scope in which methods of the Keras model that callbacks get are those of `distributed`.
 
     Its own `evaluate` and `predict` would fail or be wrong on a strategy. Its own `save`,
-    `save_weights` and `export` would write the same files on all tasks at once: on those that are
-    not the chief they return without doing anything. No task waits there for the chief, as other
-    tasks may not run the callback. So `load_weights` reads on the chief, for all tasks; only
-    BackupAndRestore, which runs on the chief alone, reads for itself (see `broadcast_if_restored`).
+    `save_weights` and `export` would write the same files on all tasks at once. On tasks that are
+    not the chief they do nothing. No task waits there for the chief, because the other tasks may
+    not run the callback. So `load_weights` reads on the chief, for all tasks. Only
+    BackupAndRestore, which runs on the chief alone, reads for itself (see `restored_epoch`).
     """
     given = keras.tree.flatten(callbacks or [])
     backups = [kp.backup_of(c) for c in given if isinstance(c, keras.callbacks.BackupAndRestore)]
@@ -147,15 +135,15 @@ def redirect_model_methods(
         else:
             distributed.load_weights(filepath, *args, **kwargs)
 
-    nothing = dict.fromkeys(_WRITING_METHODS, lambda *args, **kwargs: None)
-    others = {} if is_chief else nothing
-    return redirect_methods(
-        model,
-        evaluate=distributed.evaluate,
-        predict=distributed.predict,
-        load_weights=load_weights,
-        **others,
-    )
+    methods: dict[str, Function] = {
+        "evaluate": distributed.evaluate,
+        "predict": distributed.predict,
+        "load_weights": load_weights,
+    }
+    if not is_chief:
+        writing = ("export", "save", "save_weights")
+        methods |= dict.fromkeys(writing, lambda *args, **kwargs: None)
+    return redirect_methods(model, **methods)
 
 
 def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractContextManager[None]:
@@ -173,12 +161,8 @@ def refusing_compile(model: keras.Model, method: str) -> contextlib.AbstractCont
 
 # What a model's class may override and call by super().
 TRAINER_METHODS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
 )
 
 
@@ -197,11 +181,18 @@ def overrides(model: keras.Model, name: str) -> bool:
 def overridable(method: Method) -> Method:
     """Decorator for methods of a DistributedModel that take the place of `keras.Model`'s.
 
-    Where the Keras model's class overrides the method, that one is called, with the arguments as
-    they were given, and `method` is what its `super()` call reaches. Arguments that only `method`
-    has, and the model's own method has not, are kept for that call.
+    If the Keras model's class overrides the method, the model's own method is called, and its
+    `super()` call reaches `method`. Arguments that only `method` has are kept for that call.
     """
-    return _Overridable(method)  # type: ignore[return-value]
+
+    @functools.wraps(method)
+    def call(self: TrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if overrides(self.keras_model, method.__name__):
+            return _call_own(self, method, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    vars(call)["distributed"] = method
+    return cast(Method, call)
 
 
 def redirected_method(distributed: TrainedModel, method: Function) -> Function:
@@ -216,30 +207,12 @@ def redirected_method(distributed: TrainedModel, method: Function) -> Function:
     return call
 
 
-class _Overridable:
-    """A descriptor, so that a method that nothing overrides is called without a detour."""
-
-    def __init__(self, method: Function):
-        self.method = filter_traceback(method)
-        self.__doc__ = method.__doc__
-
-    def __get__(self, distributed: TrainedModel | None, owner: type | None = None) -> Function:
-        if distributed is None:
-            return self.method
-        bound = types.MethodType(self.method, distributed)
-        if not overrides(distributed.keras_model, self.method.__name__):
-            return bound
-        return functools.wraps(bound)(functools.partial(_call_own, distributed, bound))
-
-
-@filter_traceback
-def _call_own(distributed: TrainedModel, bound: Function, *args: Any, **kwargs: Any) -> Any:
-    model, name = distributed.keras_model, bound.__name__
+def _call_own(distributed: TrainedModel, method: Function, *args: Any, **kwargs: Any) -> Any:
+    model, name = distributed.keras_model, method.__name__
     own = getattr(type(model), name)
-    of_keras = inspect.signature(getattr(keras.Model, name)).parameters
-    known = {*of_keras, *inspect.signature(own).parameters}
-    ours = {key for key in inspect.signature(bound).parameters if not key.startswith("_")}
-    kept = {key: kwargs.pop(key) for key in list(kwargs) if key in ours - known}
+    known = [inspect.signature(each).parameters for each in (getattr(keras.Model, name), own)]
+    only_ours = set(inspect.signature(method).parameters).difference(*known)
+    kept = {key: kwargs.pop(key) for key in only_ours & kwargs.keys() if not key.startswith("_")}
     calls = 0
 
     def base(*args: Any, **kwargs: Any) -> Any:
@@ -247,11 +220,11 @@ def _call_own(distributed: TrainedModel, bound: Function, *args: Any, **kwargs: 
         calls += 1
         if calls > 1 and any(value is not None for value in kept.values()):
             raise TrainingError(
-                f"{', '.join(kept)} must belong to one training, got a second: {name}() of"
-                f" {type(model).__name__} calls super().{name}() again. Let it take the argument"
-                " itself, and pass another value to each call."
+                f"{', '.join(kept)} must belong to one training, but {name}() of"
+                f" {type(model).__name__} calls super().{name}() a second time. Let the model's"
+                f" {name}() take the argument, and pass another value to each call."
             )
-        return bound(*args, **{**kept, **kwargs})
+        return method(distributed, *args, **{**kept, **kwargs})
 
     with _trained_by(distributed, **{name: base}):
         return own(model, *args, **kwargs)
@@ -267,12 +240,13 @@ def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None
 
     def redirected(name: str) -> Function:
         outer = substitute_of(name)
-        ours = instead.get(name) or types.MethodType(getattr(type(distributed), name), distributed)
+        method = getattr(type(distributed), name).distributed
+        ours = instead.get(name) or functools.partial(method, distributed)
 
         def called(original: Function, model: keras.Model, *args: Any, **kw: Any) -> Any:
             if model is distributed.keras_model:
                 return ours(*args, **kw)
-            # Another one, in a method of this one's.
+            # Another model, in a method of this one.
             unchanged = original if outer is None else functools.partial(outer, original)
             return unchanged(model, *args, **kw)
 
@@ -281,18 +255,3 @@ def _trained_by(distributed: TrainedModel, **instead: Function) -> Iterator[None
     functions = {name: redirected(name) for name in TRAINER_METHODS}
     with functions_in_place(_TARGETS), substitutes(functions):
         yield
-
-
-def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:
-    """The one of a `fit`, if there is one.
-
-    Raises:
-        TrainingError: there are several; what is noted of a step is read once.
-    """
-    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
-    if len(boards) > 1:
-        raise TrainingError(
-            f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks: give"
-            " one."
-        )
-    return boards[0] if boards else None

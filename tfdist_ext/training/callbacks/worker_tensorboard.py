@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -12,21 +13,10 @@ import tensorflow as tf
 
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.protocols import Logs, Reduction
-from tfdist_ext.training.steps.step_timer import NO_ROWS, NullStepTimer
+from tfdist_ext.training.steps.step_timer import NO_ROWS, StepTimer
 from tfdist_ext.user_frames import filter_traceback
 
-__all__ = ["WorkerTensorBoard", "check_tensorboard", "slow_workers"]
-
-
-class TimedProgram(Protocol):
-    """The compiled steps of a synchronous strategy, which are timed."""
-
-    timer: NullStepTimer
-
-    @property
-    def reduction(self) -> Reduction: ...
-
-    def logs_of_this_task(self) -> dict[str, float]: ...
+__all__ = ["WorkerTensorBoard", "board_among", "check_tensorboard", "slow_workers"]
 
 
 @filter_traceback
@@ -74,39 +64,39 @@ class WorkerTensorBoard(keras.callbacks.Callback):
         self._log_dir = Path(log_dir)
         self._update_freq = update_freq
         self._slow = slow
-        self._program: Any = None
-        self._timer: Any = None
-        self._reduction: Any = None
+        self._timer: StepTimer | None = None
         self._writer: Any = None
         self.own_ms = np.empty(0)
 
-    def follow(self, program: TimedProgram) -> None:
-        """Called by `fit`: whose steps are timed."""
-        self._program = program
-        self._timer = program.timer
-        self._reduction = program.reduction
+    def follow(
+        self, timer: StepTimer, reduction: Reduction, local_logs: Callable[[], dict[str, float]]
+    ) -> None:
+        """Called by `fit`; `local_logs` gives the metrics over this worker's own rows."""
+        self._timer = timer
+        self._reduction = reduction
+        self._local_logs = local_logs
+        self._workers = [each.removeprefix("the ") for each in reduction.task_names()]
         self._first_epoch = True
         self._close()  # what an interrupted fit has left open
-        self._workers = _workers(program.reduction)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._program = None
+        self._timer = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._program is None:
+        if self._timer is None:
             raise TrainingError(
-                "WorkerTensorBoard must be in the fit of tfdist_ext.distribute(model, strategy),"
-                " got Keras's own fit: it records times inside the steps, which Keras's own fit has"
-                " no place for."
+                "WorkerTensorBoard records times inside the steps, which Keras's own fit() cannot"
+                " do. Use the fit() of tfdist_ext.distribute(model, strategy)."
             )
         if self._writer is None:
-            folder = self._workers[self._reduction.worker].replace(":", "-")
+            folder = self._workers[self._reduction.worker].replace(" ", "-")
             self._writer = tf.summary.create_file_writer(str(self._log_dir / folder))
             iterations = self.model.optimizer.iterations.numpy()
             self._step = int(iterations)  # a resumed training continues its curves
         self._timer.read()  # what is left of an interrupted epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        assert self._timer is not None
         notes = self._timer.read()
         count = len(notes.own)
         if count == 0:
@@ -123,10 +113,10 @@ class WorkerTensorBoard(keras.callbacks.Callback):
                 if len(norms):
                     tf.summary.scalar("gradient_norm", norms.mean(), at)
             self._step += count
-            for name, value in self._program.logs_of_this_task().items():
+            for name, value in self._local_logs().items():
                 tf.summary.scalar(name, value, self._step)
         self._writer.flush()
-        # The first step of a training makes what all others find.
+        # The first step of a training compiles.
         later = slice(1, None) if self._first_epoch and count > 1 else slice(None)
         self._first_epoch = False
         mine = np.zeros((len(self._workers), 2))
@@ -158,12 +148,18 @@ def slow_workers(names: list[str], own_ms: np.ndarray, most_ms: float) -> list[s
     return lines
 
 
-def _workers(reduction: Reduction) -> list[str]:
-    """The names of all tasks that train, in the order of their replicas; the chief is the first."""
-    resolver = getattr(reduction.strategy, "cluster_resolver", None)
-    jobs = resolver.cluster_spec().jobs if resolver is not None and reduction.multi_worker else []
-    names = [f"worker:{number}" for number in range(reduction.workers)]
-    return ["chief:0", *names[:-1]] if "chief" in jobs else names
+def board_among(callbacks: Iterable[keras.callbacks.Callback]) -> WorkerTensorBoard | None:
+    """The one of a `fit`, if there is one.
+
+    Raises:
+        TrainingError: there are several, and the notes of a step can be read only once.
+    """
+    boards = [each for each in callbacks if isinstance(each, WorkerTensorBoard)]
+    if len(boards) > 1:
+        raise TrainingError(
+            f"a fit must have one WorkerTensorBoard, got {len(boards)} among its callbacks."
+        )
+    return boards[0] if boards else None
 
 
 def check_tensorboard(callback: keras.callbacks.Callback) -> None:

@@ -11,10 +11,11 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist_ext.data.function import FunctionDataset
+from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.errors import TrainingError
 from tfdist_ext.training.agreement.barriers import SingleTask
 from tfdist_ext.training.agreement.stalls import Phases, watch
-from tfdist_ext.training.inputs import batches_of_function, check_says_nothing_else, read
+from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.parameter_server.calls import Calls, busy_workers
 from tfdist_ext.training.parameter_server.program import (
     ParameterServerPredictor,
@@ -23,7 +24,7 @@ from tfdist_ext.training.parameter_server.program import (
 from tfdist_ext.training.parameter_server.scope import WorkerScope, updates_on_servers
 from tfdist_ext.training.parameter_server.worker_data import WorkerBatches, why_not_remote
 from tfdist_ext.training.programs import Engine, step_of
-from tfdist_ext.training.protocols import BatchSource, TaskStatus
+from tfdist_ext.training.protocols import TaskStatus
 from tfdist_ext.training.steps.step_timer import NullStepTimer
 from tfdist_ext.training.variables import default_strategy_scope
 from tfdist_ext.user_frames import warn
@@ -77,20 +78,17 @@ class ParameterServerEngine(Engine[CoordinatorReduction]):
         super().__init__(strategy, CoordinatorReduction(strategy))
         self._calls = Calls(strategy, self.reduction.peers)
 
-    def read(self, *data: Any, **options: Any) -> BatchSource:
-        """The batches of the data, read by this process or by each worker."""
-        if not isinstance(data[0], FunctionDataset):
-            return read(*data, **options)
-        if why := why_not_remote(data[0], self._calls.workers):
-            if not data[0].takes_epoch:
+    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
+        if isinstance(data, FunctionDataset):
+            why = why_not_remote(data, self._calls.workers)
+            if not why:
+                return WorkerBatches(self._calls, data)
+            if not data.takes_epoch:
                 warn(
                     f"the workers cannot read this data for themselves: {why}. This process reads"
                     " all of the data and sends the batches."
                 )
-            return batches_of_function(data[0], self.reduction, *data[1:], **options)
-        given = (options.get("batch_size"), options.get("class_weight"))
-        check_says_nothing_else(data[0], data[1:], *given)
-        return WorkerBatches(self._calls, data[0])
+        return super()._read_sharded(data, from_position=from_position)
 
     def keeps_position(self, data: Any) -> bool:
         if isinstance(data, FunctionDataset) and not why_not_remote(data, self._calls.workers):

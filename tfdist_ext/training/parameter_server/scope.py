@@ -236,7 +236,13 @@ class _UpdatesOnServers(kp.UpdatesVariables):
         self._scope = scope
         self._by_row = updates_by_row(optimizer)
 
-    def run(self, var: tf.Variable, fn: Callable[..., object], args: Sequence[Any]) -> None:
+    def update(
+        self,
+        var: tf.Variable,
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        group: bool = True,
+    ) -> None:
         """Call `fn(variable, *args)` for a variable, or for each of its pieces."""
         raw = self._scope.owner_of(var)
         if is_partitioned(raw) and not self._by_row:

@@ -24,13 +24,14 @@ import tensorflow as tf
 from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.pipelines import PY_FUNCTIONS, operations_in, without_autotune
 from tfdist_ext.data.shards import Shard
+from tfdist_ext.training.inputs import GlobalBatches
 from tfdist_ext.training.parameter_server.calls import (
     BATCHES_IN_A_CALL,
     Calls,
     ConcreteFunction,
     on_worker,
 )
-from tfdist_ext.training.protocols import BatchSource, Specs
+from tfdist_ext.training.protocols import Specs
 from tfdist_ext.user_frames import warn
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 
-class WorkerBatches(BatchSource):
+class WorkerBatches(GlobalBatches):
     """The data sets that a function makes, one for each worker. A batch is the batch of a step."""
 
     def __init__(self, calls: Calls, data: FunctionDataset):
@@ -56,7 +57,7 @@ class WorkerBatches(BatchSource):
             here = [self._of_worker(worker) for worker in range(self.workers)]
         self._spec = here[0].element_spec
         endless = [bool(each.cardinality() == tf.data.INFINITE_CARDINALITY) for each in here]
-        super().__init__(is_infinite=all(endless))
+        super().__init__(parts_of=_read_by_workers, is_infinite=all(endless))
         self._datasets: Iterable[Any] | None = None  # an iterator of each worker
 
     @property
@@ -93,6 +94,10 @@ class WorkerBatches(BatchSource):
 
     def __iter__(self) -> WorkerIterators:
         return WorkerIterators(self)
+
+
+def _read_by_workers(*replicas: int) -> NoReturn:
+    raise NotImplementedError
 
 
 class WorkerIterators:

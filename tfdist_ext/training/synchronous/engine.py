@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist_ext.data.function import FunctionDataset
 from tfdist_ext.data.sharded import ShardedDataset
 from tfdist_ext.training.agreement.equality import check_equal_positions
-from tfdist_ext.training.inputs import GlobalBatches, Parts, batches_of_function, read
+from tfdist_ext.training.inputs import GlobalBatches, Parts
 from tfdist_ext.training.programs import Engine, PredictProgram, StepProgram, step_of
 from tfdist_ext.training.steps.random_numbers import Seeds
 from tfdist_ext.training.steps.step_timer import NullStepTimer, StepTimer
@@ -40,13 +38,9 @@ class SynchronousEngine(Engine[SynchronousReduction]):
         self._timer: StepTimer | None = None
         self._warned_of_xla = False
 
-    def read(self, *data: Any, **options: Any) -> GlobalBatches:
-        """Read the data of `fit`, `evaluate` or `predict` as global batches."""
-        if isinstance(data[0], ShardedDataset):
-            check_equal_positions(self.reduction, data[0])
-        if isinstance(data[0], FunctionDataset):
-            return batches_of_function(data[0], self.reduction, *data[1:], **options)
-        return read(*data, **options, replicas=self.reduction.replicas)
+    def _read_sharded(self, data: ShardedDataset, *, from_position: bool) -> GlobalBatches:
+        check_equal_positions(self.reduction, data)
+        return super()._read_sharded(data, from_position=from_position)
 
     def state_is_restored(self) -> None:
         self._seeds.forget()

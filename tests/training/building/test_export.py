@@ -89,18 +89,6 @@ def test_a_model_that_only_its_builder_can_make_again(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded.serve(IDS), model.predict(IDS, verbose=0), atol=1e-6)
 
 
-def test_an_existing_model_with_a_vocabulary(tmp_path: Path) -> None:
-    lookup = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
-    words = keras.Input((1,), dtype="string")
-    source = keras.Model(words, keras.layers.Dense(1)(lookup(words)))
-    source.compile("sgd", "mse")
-    model = tfd.distribute(source, mirrored())
-    model.export(tmp_path / "exported", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "exported")
-    asked = tf.constant([["a"], ["b"], ["c"]])
-    np.testing.assert_allclose(loaded.serve(asked), source(asked), atol=1e-6)
-
-
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     unbuilt = tfd.distribute(compiled(lambda: OfIds(7)), mirrored())
     with pytest.raises(tfd.TrainingError, match=r"must have variables before export\(\)"):
